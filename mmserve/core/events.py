@@ -1,0 +1,82 @@
+"""What the engine tells about a request while it runs: plain data, in this order:
+one ``Admitted``, any number of ``Snapshot`` and ``Delta``, then exactly one ``Finished`` or ``Failed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmserve.errors import MMServeError
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The request was accepted and waits for its first stage."""
+
+    queued_ahead: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The canvas as it is now; positions still masked appear as ``▒`` and may become anything."""
+
+    text: str
+    committed: int
+    total: int
+    forwards: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Text that is final and follows all text sent before; never taken back."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Where a request's time went (milliseconds). ``queue`` is the wait before and between stages."""
+
+    queue: float = 0.0
+    encode: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
+    first_token: float = 0.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts: the prompt with its visual tokens, the visual ones alone, and the answer up to its end."""
+
+    prompt_tokens: int
+    visual_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The whole answer. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``."""
+
+    reason: str
+    text: str
+    usage: Usage
+    forwards: int
+    recomputed_tokens: int
+    times: StageTimes
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Completion tokens over forward passes."""
+        return self.usage.completion_tokens / max(1, self.forwards)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request ended without an answer."""
+
+    error: MMServeError
+
+
+Event = Admitted | Snapshot | Delta | Finished | Failed

@@ -1,0 +1,127 @@
+"""A request as the engine knows it: what was asked, and the one table of stages it lives through.
+
+Plain data: neither torch nor gRPC is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+RequestId = str
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Text of a message."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image of a message, as its encoded file (PNG, JPEG, …)."""
+
+    data: bytes = field(repr=False)
+
+
+Part = TextPart | ImagePart
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message: ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 keep every token."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A policy by its registered name, with its own numbers."""
+
+    name: str
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diffusion:
+    """How a canvas is filled. ``steps`` 0 means one token a step; ``block_length`` 0 means the model's default."""
+
+    steps: int = 0
+    block_length: int = 0
+    recompute: Policy = Policy(name="none")
+    commit: Policy = Policy(name="low_confidence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """Which events the client wants besides the final one."""
+
+    deltas: bool = True
+    snapshots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One generation request; ``deadline`` is on the monotonic clock (seconds), None = none."""
+
+    id: RequestId
+    model: str
+    messages: tuple[Message, ...]
+    sampling: Sampling = Sampling()
+    diffusion: Diffusion = Diffusion()
+    streaming: Streaming = Streaming()
+    deadline: float | None = None
+
+
+class Stage(Enum):
+    """Where a request is. A waiting state follows each running one, so that queues are visible and bounded."""
+
+    QUEUED = auto()
+    ENCODING = auto()
+    ENCODED = auto()  # waits for prefill
+    PREFILLING = auto()
+    PREFILLED = auto()  # waits for decode
+    STEPPING = auto()  # in the decode step that runs now
+    READY = auto()  # decoding, waits for its next step
+    FINISHED = auto()
+    FAILED = auto()  # also cancelled and expired: the error says which
+
+
+#: Stages in which a worker holds the request's state: nobody else may touch it until the worker returns.
+RUNNING = frozenset({Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
+TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED})
+
+#: The life of a request. A running stage ends in the next waiting one, or in failure.
+TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
+    Stage.QUEUED: frozenset({Stage.ENCODING, Stage.FAILED}),
+    Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
+    Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.FAILED}),
+    Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.FAILED}),
+    Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.FAILED}),
+    Stage.STEPPING: frozenset({Stage.READY, Stage.FINISHED, Stage.FAILED}),
+    Stage.READY: frozenset({Stage.STEPPING, Stage.FAILED}),
+    Stage.FINISHED: frozenset(),
+    Stage.FAILED: frozenset(),
+}
+
+
+def advance(current: Stage, following: Stage) -> Stage:
+    """``following``, if the table allows it after ``current``; anything else is a bug and raises ``ValueError``."""
+    if following not in TRANSITIONS[current]:
+        raise ValueError(f"a request cannot go from {current.name} to {following.name}")
+    return following

@@ -1,0 +1,126 @@
+"""The error tree: what can go wrong with a request, and the gRPC status each kind becomes.
+
+Raised anywhere in the server, carried over the wire by ``mmserve.rpc.status``, raised again by the client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class MMServeError(Exception):
+    """Base of every error a request can end with; ``code`` is the name of a gRPC status code."""
+
+    code = "INTERNAL"
+
+    @property
+    def message(self) -> str:
+        """What happened and what to do about it, in one sentence."""
+        return str(self)
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One field of a request that is not acceptable, and why."""
+
+    field: str
+    description: str
+
+
+class InvalidArgument(MMServeError):
+    """The request itself is wrong; sending it again unchanged cannot work."""
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, *violations: FieldViolation) -> None:
+        super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
+        self.violations = violations
+
+    @classmethod
+    def of(cls, field: str, description: str) -> InvalidArgument:
+        """An error with one violation."""
+        return cls(FieldViolation(field, description))
+
+
+class Unauthenticated(MMServeError):
+    """The call carries no bearer token that the server accepts."""
+
+    code = "UNAUTHENTICATED"
+
+
+class NotFound(MMServeError):
+    """A model or media id that the server does not have."""
+
+    code = "NOT_FOUND"
+
+
+class FailedPrecondition(MMServeError):
+    """The request is fine, but not for this model or this state of the server."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class Unimplemented(MMServeError):
+    """The model or server lacks a capability that the request needs; the message names it."""
+
+    code = "UNIMPLEMENTED"
+
+
+class ResourceExhausted(MMServeError):
+    """A queue, store or budget is full; ``retry_after`` says when to try again (seconds)."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(MMServeError):
+    """The server is draining or cannot be reached; another one may take the request."""
+
+    code = "UNAVAILABLE"
+
+
+class DeadlineExceeded(MMServeError):
+    """The request's deadline passed before it finished."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(MMServeError):
+    """The client cancelled the request."""
+
+    code = "CANCELLED"
+
+
+class Internal(MMServeError):
+    """A bug; ``error_id`` is in the server's log beside the traceback."""
+
+    code = "INTERNAL"
+
+    def __init__(self, message: str, *, error_id: str) -> None:
+        super().__init__(message)
+        self.error_id = error_id
+
+
+#: Every concrete error class by its gRPC status code's name.
+BY_CODE: dict[str, type[MMServeError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        Unauthenticated,
+        NotFound,
+        FailedPrecondition,
+        Unimplemented,
+        ResourceExhausted,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        Internal,
+    )
+}
+
+
+class ConfigError(ValueError):
+    """A configuration file or a model directory is wrong; raised at start, never during a request."""

@@ -1,0 +1,71 @@
+"""What a loaded model is to the rest of the server: a spec that says what it can do, and its parts.
+
+Policies and stages ask the spec, never the model's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from mmserve.models.decoder import Decoder
+
+
+class Attention(Enum):
+    """How far right a position may look: to the end of the canvas, or to itself."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a model is. Token ids come from its checkpoint."""
+
+    name: str
+    architecture: str
+    attention: Attention
+    mask_id: int
+    end_ids: frozenset[int]  # any of them ends the answer
+    banned_ids: tuple[int, ...]  # never generated: the mask itself, and what the checkpoint says
+    image_id: int | None  # placeholder of an image in the token row; None = text only
+    max_tokens: int  # positions the checkpoint was made for
+    default_block_length: int = 32
+
+
+class VisionEncoder(nn.Module):
+    """Tower and projector: pictures to visual tokens in the decoder's embedding space."""
+
+    #: Visual tokens an image becomes; 0 where it depends on the image.
+    tokens_per_image: int
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        """Pixels ``[3, height, width]`` fp32 of an RGB image, resized and normalised as the checkpoint says."""
+        raise NotImplementedError
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint in memory. ``tokenizer`` has a chat template; ``vision`` is None for text-only models."""
+
+    spec: ModelSpec
+    decoder: Decoder
+    tokenizer: PreTrainedTokenizerBase
+    vision: VisionEncoder | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of decoder, tower and projector."""
+        modules = [self.decoder, *([self.vision] if self.vision is not None else [])]
+        return sum(p.numel() for m in modules for p in m.parameters())

@@ -1,0 +1,65 @@
+"""The bundled model's tokenizer: byte-level BPE holding every byte, with LLaDA's special tokens and chat template."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mmserve.reference.scenes import TASKS, TRAIN_SEEDS, sample
+
+BOS, EOS, EOT, MASK = "<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|mdm_mask|>"
+HEADER, HEADER_END = "<|start_header_id|>", "<|end_header_id|>"
+IMAGE = "<image>"
+SPECIALS = (BOS, EOS, EOT, MASK, HEADER, HEADER_END, IMAGE)
+VOCAB_SIZE = 512
+
+#: LLaDA's chat format; an image part becomes the placeholder ``<image>`` and a line break, as in LLaVA.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>\n{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def _corpus(lines: int) -> Iterator[str]:
+    rng = random.Random(TRAIN_SEEDS[0])
+    for index in range(lines):
+        _scene, question = sample(rng, TASKS[index % len(TASKS)])
+        yield question.text
+        yield question.answer
+    yield from ("user", "assistant", "system") * lines
+
+
+def train_tokenizer(*, lines: int = 3000) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on generated questions and answers; the same call always gives the same tokenizer."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIALS), initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(_corpus(lines), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        mask_token=MASK,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and the chat template into ``folder``."""
+    tokenizer.save_pretrained(folder)

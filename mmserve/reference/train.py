@@ -1,0 +1,242 @@
+"""Train the bundled model: ``python -m mmserve.reference.train --out runs/reference``; resumes where it stopped.
+
+Stage 1 teaches the tower alone (labels of every patch and of the picture): with a tower that already sees, the
+decoder learns to look ten times sooner. Stage 2 trains everything with the masked-diffusion loss of LLaDA
+(cross-entropy at masked positions over the masking rate; arXiv 2502.09992) beside the teaching loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from mmserve.reference.data import Batch, collate, draw
+from mmserve.reference.model import ReferenceModel, TeachingHeads
+from mmserve.reference.tokenizer import MASK, train_tokenizer
+
+#: Vocabulary rows: the tokenizer's size rounded up to a multiple of 64.
+VOCAB_MULTIPLE = 64
+#: Block of the semi-autoregressive half of the masks (tokens).
+BLOCK = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the result; recorded in the checkpoint."""
+
+    tower_steps: int = 1000
+    steps: int = 7000
+    muon_lr: float = 2e-3
+    adam_lr: float = 1.5e-3
+    warmup: int = 150
+    teaching: float = 0.3
+    ema: float = 0.998
+    lowest_rate: float = 0.08
+    seed: int = 0
+
+
+class Optimizers:
+    """Muon for the matrices of the towers' and decoder's layers, AdamW for everything else."""
+
+    def __init__(self, model: ReferenceModel, heads: TeachingHeads, recipe: Recipe) -> None:
+        matrices, rest = [], list(heads.parameters())
+        for name, parameter in model.named_parameters():
+            is_matrix = parameter.dim() == 2 and ".layers." in name
+            (matrices if is_matrix else rest).append(parameter)
+        self.rates = (recipe.muon_lr, recipe.adam_lr)
+        self.all: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        )
+
+    def step(self, factor: float) -> None:
+        for optimizer, rate in zip(self.all, self.rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def mask_canvas(batch: Batch, mask_id: int, lowest_rate: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Masked ids ``[B, T]`` and the loss weight of each canvas position ``[B, canvas]`` (0 where not masked).
+
+    Half of the rows of a canvas longer than a block are masked as block-wise decoding meets them: what stands
+    left of a random block is known, what stands right of it is masked and carries no loss.
+    """
+    rows, canvas = batch.ids.shape[0], batch.canvas
+    rate = torch.rand(rows, 1, generator=generator) * (1 - lowest_rate) + lowest_rate
+    masked = torch.rand(rows, canvas, generator=generator) < rate
+    weight = masked / rate
+    if canvas > BLOCK:
+        position = torch.arange(canvas)
+        blockwise = torch.rand(rows, 1, generator=generator) < 0.5
+        block = torch.randint(0, canvas // BLOCK, (rows, 1), generator=generator) * BLOCK
+        right = position >= block + BLOCK
+        inside = (position >= block) & ~right
+        masked = torch.where(blockwise, (masked & inside) | right, masked)
+        weight = torch.where(blockwise, weight * inside * (canvas / BLOCK) * 0.5, weight)
+    ids = batch.ids.clone()
+    ids[:, -canvas:][masked] = mask_id
+    return ids, weight
+
+
+def diffusion_loss(model: ReferenceModel, features: Tensor, batch: Batch, ids: Tensor, weight: Tensor) -> Tensor:
+    """Weighted cross-entropy of the canvas's true tokens, averaged over all canvas positions."""
+    logits = model(features, ids, batch.image_at, batch.positions, batch.seen, batch.canvas).float()
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, -batch.canvas :].flatten(), reduction="none")
+    return (loss * weight.flatten()).mean()
+
+
+class Run:
+    """A training run: state, one step, and its checkpoint."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.folder = recipe, folder
+        self.tokenizer: PreTrainedTokenizerFast = train_tokenizer()
+        self.mask_id: int = self.tokenizer.convert_tokens_to_ids(MASK)
+        vocab = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.model = ReferenceModel(vocab)
+        self.heads = TeachingHeads(self.model.projector[0].in_features)
+        self.average = ReferenceModel(vocab)
+        self.average.load_state_dict(self.model.state_dict())
+        self.optimizers = Optimizers(self.model, self.heads, recipe)
+        self.done = 0
+        self.seconds = 0.0
+
+    def step(self) -> dict[str, float | str]:
+        """One optimisation step; returns its figures."""
+        recipe, step = self.recipe, self.done
+        kind, samples, canvas = draw(step, recipe.seed)
+        batch = collate(samples, canvas, self.tokenizer)
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        with torch.autocast("cpu", torch.bfloat16):
+            features, pooled = self.model.look(batch.pixels)
+            teaching, right = self.heads(features, pooled, batch.labels)
+            if step < recipe.tower_steps:
+                loss = main = teaching
+            else:
+                ids, weight = mask_canvas(batch, self.mask_id, recipe.lowest_rate, generator)
+                main = diffusion_loss(self.model, features, batch, ids, weight)
+                loss = main + recipe.teaching * teaching
+        loss.backward()
+        nn.utils.clip_grad_norm_([*self.model.parameters(), *self.heads.parameters()], 1.0)
+        self.optimizers.step(self._rate(step))
+        self.done += 1
+        self._average()
+        return {"kind": kind, "loss": main.item(), "teaching": teaching.item(), "tower": right.item()}
+
+    def _rate(self, step: int) -> float:
+        """Warm-up, then cosine, anew for each stage."""
+        tower = self.recipe.tower_steps
+        done, total = (step, tower) if step < tower else (step - tower, self.recipe.steps - tower)
+        return min(1.0, (done + 1) / self.recipe.warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done / total)))
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        decay = min(self.recipe.ema, (1 + self.done) / (10 + self.done))
+        mine, theirs = list(self.average.parameters()), list(self.model.parameters())
+        torch._foreach_lerp_(mine, theirs, 1 - decay)
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "recipe": asdict(self.recipe),
+            "done": self.done,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "heads": self.heads.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers.all],
+        }
+        temporary = self.folder / "state.tmp"
+        torch.save(state, temporary)
+        temporary.replace(self.folder / "state.pt")
+
+    def resume(self) -> bool:
+        path = self.folder / "state.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, weights_only=True)
+        if state["recipe"] != asdict(self.recipe):
+            raise SystemExit(f"{path} was made by another recipe: {state['recipe']}; name another --out or remove it")
+        self.done, self.seconds = state["done"], state["seconds"]
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.heads.load_state_dict(state["heads"])
+        for optimizer, saved in zip(self.optimizers.all, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return True
+
+
+@torch.no_grad()
+def quick_accuracy(run: Run, rows: int = 96) -> dict[str, float]:
+    """Share of held-out-order training scenes answered exactly by threshold decoding of the averaged weights."""
+    result = {}
+    for kind, step in (("short", 2_000_000), ("json", 2_000_001)):
+        _kind, samples, _canvas = draw(step, run.recipe.seed + 1)
+        batch = collate(samples[:rows], 8 if kind == "short" else 64, run.tokenizer)
+        with torch.autocast("cpu", torch.bfloat16):
+            features, _pooled = run.average.look(batch.pixels)
+            ids = batch.ids.clone()
+            canvas = ids[:, -batch.canvas :]
+            canvas.fill_(run.mask_id)
+            while (canvas == run.mask_id).any():
+                logits = run.average(features, ids, batch.image_at, batch.positions, batch.seen, batch.canvas)
+                confidence, token = logits.float().softmax(-1).max(-1)
+                confidence = confidence.masked_fill(canvas != run.mask_id, -1.0)
+                chosen = confidence >= 0.9
+                chosen[torch.arange(len(ids)), confidence.argmax(1)] = True
+                chosen &= canvas == run.mask_id
+                canvas[chosen] = token[chosen]
+        truth = batch.ids[:, -batch.canvas :]
+        result[kind] = round((canvas == truth).all(1).float().mean().item(), 3)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/reference"), help="folder of state and log")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; leave cores to what else runs")
+    for name, value in asdict(Recipe()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    arguments = vars(parser.parse_args())
+    torch.set_num_threads(arguments.pop("threads"))
+    run = Run(Recipe(**{k: v for k, v in arguments.items() if k != "out"}), arguments["out"])
+    resumed = run.resume()
+    parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
+    print(f"{parameters:.2f} M parameters, {'resumed at' if resumed else 'from'} step {run.done}", flush=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log = (run.folder / "log.jsonl").open("a")
+    recent: dict[str, float] = {}
+    started, first = time.monotonic() - run.seconds, run.done
+    begun = time.monotonic()
+    while run.done < run.recipe.steps:
+        figures = run.step()
+        kind = str(figures["kind"])
+        recent[kind] = 0.95 * recent.get(kind, float(figures["loss"])) + 0.05 * float(figures["loss"])
+        run.seconds = time.monotonic() - started
+        if run.done % 100 == 0:
+            left = (time.monotonic() - begun) / (run.done - first) * (run.recipe.steps - run.done)
+            line = {"step": run.done, "seconds": round(run.seconds), **{f"loss_{k}": round(v, 4) for k, v in recent.items()}}
+            line |= {"teaching": round(float(figures["teaching"]), 4), "tower": round(float(figures["tower"]), 3)}
+            if run.done % 500 == 0 and run.done > run.recipe.tower_steps:
+                line |= quick_accuracy(run)
+                run.save()
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            print(line, f"about {left / 60:.0f} min left", flush=True)
+    run.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generated from protos/mmserve/v1; see CONTRIBUTING."""

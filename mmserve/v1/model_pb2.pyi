@@ -1,0 +1,85 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelInfo]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
+
+class DescribeModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class DescribeModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: ModelInfo
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "architecture", "capabilities", "limits", "defaults", "parameters", "dtype", "device")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    architecture: str
+    capabilities: ModelCapabilities
+    limits: ModelLimits
+    defaults: ModelDefaults
+    parameters: int
+    dtype: str
+    device: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+
+class ModelCapabilities(_message.Message):
+    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    DIFFUSION_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_POLICIES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_POLICIES_FIELD_NUMBER: _ClassVar[int]
+    images: bool
+    diffusion: bool
+    recompute_policies: _containers.RepeatedScalarFieldContainer[str]
+    commit_policies: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ModelLimits(_message.Message):
+    __slots__ = ("max_tokens", "max_images", "visual_tokens_per_image", "max_image_bytes")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    VISUAL_TOKENS_PER_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    max_images: int
+    visual_tokens_per_image: int
+    max_image_bytes: int
+    def __init__(self, max_tokens: _Optional[int] = ..., max_images: _Optional[int] = ..., visual_tokens_per_image: _Optional[int] = ..., max_image_bytes: _Optional[int] = ...) -> None: ...
+
+class ModelDefaults(_message.Message):
+    __slots__ = ("max_new_tokens", "block_length", "recompute_policy", "commit_policy")
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    max_new_tokens: int
+    block_length: int
+    recompute_policy: str
+    commit_policy: str
+    def __init__(self, max_new_tokens: _Optional[int] = ..., block_length: _Optional[int] = ..., recompute_policy: _Optional[str] = ..., commit_policy: _Optional[str] = ...) -> None: ...

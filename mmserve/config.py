@@ -67,7 +67,6 @@ class MediaConfig:
     max_pixels: int = 64_000_000
     max_side: int = 16_384  # pixels
     max_images: int = 16  # a request
-    decode_seconds: float = 10.0
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
 
 
@@ -110,10 +109,10 @@ def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
 def load(path: Path) -> Config:
     """Read a TOML file; raises ``ConfigError`` naming the file, the key and what is accepted."""
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return from_mapping(data, source=str(path))
 
@@ -128,6 +127,8 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
         name: _section(kind, data[name], f"{source}: [{name}]") for name, kind in known.items() if name in data
     }
     if "models" in data:
+        if not isinstance(data["models"], list):
+            raise ConfigError(f"{source}: models must be tables, each under [[models]], not {data['models']!r}")
         parts["models"] = tuple(
             _section(ModelConfig, entry, f"{source}: [[models]] {index}") for index, entry in enumerate(data["models"])
         )
@@ -137,6 +138,8 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
 
 
 def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} must be a table, not {values!r}")
     fields = {f.name: f.default for f in dataclasses.fields(kind)}
     hints = get_type_hints(kind)
     checked: dict[str, Any] = {}
@@ -148,7 +151,8 @@ def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
         wanted = type(fields[key])
         if wanted is float and type(value) is int:
             value = float(value)
-        if type(value) is not wanted:
+        entries: tuple[Any, ...] = value if wanted is tuple and type(value) is tuple else ()
+        if type(value) is not wanted or not all(isinstance(entry, str) for entry in entries):
             raise ConfigError(f"{where} {key} must be {hints[key]}, not {value!r}")
         checked[key] = value
     return kind(**checked)
@@ -161,6 +165,11 @@ def _check(config: Config, source: str) -> None:
     for key in positive:
         if getattr(config.engine, key) < 1:
             raise ConfigError(f"{source}: [engine] {key} must be at least 1")
+    for key in ("torch_threads", "pages"):
+        if getattr(config.engine, key) < 0:
+            raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
+    if config.server.keepalive_seconds <= 0:
+        raise ConfigError(f"{source}: [server] keepalive_seconds must be positive")
     if bool(config.server.tls_certificate) != bool(config.server.tls_key):
         raise ConfigError(f"{source}: [server] tls_certificate and tls_key go together")
     if config.server.tls_client_ca and not config.server.tls_key:

@@ -126,7 +126,7 @@ class Decoder(nn.Module):
 
 
 def dense_attention(mask: Tensor | None = None) -> Attend:
-    """Attention within each row of a padded batch ``[B, T, ...]``; ``mask`` is bool ``[B, 1, T or 1, T]`` (True = seen)."""
+    """Attention within each row of a padded batch ``[B, T, …]``; ``mask``: bool ``[B, 1, T or 1, T]``, True = seen."""
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))

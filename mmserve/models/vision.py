@@ -26,7 +26,7 @@ class LlavaVision(VisionEncoder):
         super().__init__()
         self.tower, self.projector, self.processor = tower, projector, processor
         self.select_layer, self.has_cls = select_layer, has_cls
-        config = tower.config
+        config: Any = tower.config
         self.tokens_per_image = (int(config.image_size) // int(config.patch_size)) ** 2
 
     def prepare(self, image: Image.Image) -> Tensor:

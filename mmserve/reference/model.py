@@ -84,7 +84,9 @@ class ReferenceModel(nn.Module):
         out = self.tower(pixels, output_hidden_states=True)
         return out.hidden_states[SELECT_LAYER][:, 1:], out.pooler_output
 
-    def forward(self, features: Tensor, ids: Tensor, image_at: int, positions: Tensor, seen: Tensor, tail: int) -> Tensor:
+    def forward(
+        self, features: Tensor, ids: Tensor, image_at: int, positions: Tensor, seen: Tensor, tail: int
+    ) -> Tensor:
         """Logits ``[B, tail, V]`` of the last ``tail`` rows of ``ids [B, T]``.
 
         The ``VISUAL_TOKENS`` rows from ``image_at`` hold ``features``; ``seen [B, T]`` is False at padding.
@@ -102,13 +104,14 @@ def _initialise(model: ReferenceModel) -> None:
         if not name.startswith("tower.") and parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
     nn.init.normal_(model.decoder.embed.weight, std=0.1)
-    for layer in model.decoder.layers:
-        for linear in (layer.o_proj, layer.down_proj):
-            nn.init.normal_(linear.weight, std=0.02 / (2 * model.decoder.config.num_layers) ** 0.5)
-    for linear in (model.projector[0], model.projector[2]):
-        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
-    embeddings = model.tower.vision_model.embeddings if hasattr(model.tower, "vision_model") else model.tower.embeddings
-    nn.init.normal_(embeddings.position_embedding.weight, std=0.1)
+    residual = 0.02 / (2 * model.decoder.config.num_layers) ** 0.5
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) and name.startswith("decoder."):
+            nn.init.normal_(parameter, std=residual)
+        elif name.startswith("projector.") and parameter.dim() == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        elif name.endswith("position_embedding.weight"):
+            nn.init.normal_(parameter, std=0.1)
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ class SceneLabels:
         for b, scene in enumerate(scenes):
             for row in range(3):
                 for column in range(3):
-                    block = patches[b, row * per_cell : (row + 1) * per_cell, column * per_cell : (column + 1) * per_cell]
+                    block = patches[
+                        b, row * per_cell : (row + 1) * per_cell, column * per_cell : (column + 1) * per_cell
+                    ]
                     block[..., 4], block[..., 5] = row, column
             for rank, s in enumerate(scene.shapes, start=1):
                 block = patches[

@@ -7,26 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mmserve.models.chat import CHAT_TEMPLATE, IMAGE
 from mmserve.reference.scenes import TASKS, TRAIN_SEEDS, sample
 
 BOS, EOS, EOT, MASK = "<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|mdm_mask|>"
 HEADER, HEADER_END = "<|start_header_id|>", "<|end_header_id|>"
-IMAGE = "<image>"
 SPECIALS = (BOS, EOS, EOT, MASK, HEADER, HEADER_END, IMAGE)
 VOCAB_SIZE = 512
-
-#: LLaDA's chat format; an image part becomes the placeholder ``<image>`` and a line break, as in LLaVA.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>\n{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 
 
 def _corpus(lines: int) -> Iterator[str]:
@@ -58,6 +47,14 @@ def train_tokenizer(*, lines: int = 3000) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """Id of one special token."""
+    found = tokenizer.convert_tokens_to_ids(token)
+    if not isinstance(found, int):
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return found
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -1,0 +1,64 @@
+"""The PyTorch reference of ``cached_attention``.
+
+Shapes in names: T query rows of all requests, P pages, S positions a page, H query heads, G key/value heads,
+K head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Which rows of a batch are whose, and where each request's keys and values lie.
+
+    Rows are laid request after request; ``row_counts[r]`` of them belong to request r, whose ``kv_lengths[r]``
+    positions fill the pages ``page_tables[r]`` (int64 ``[ceil(kv_length / S)]``) in order. ``slots`` (int64 ``[T]``)
+    says where each row's own key and value belong: page × S + offset. ``kv_limit`` (int64 ``[T]``) bounds what a
+    row may look at: positions below its limit; None = all of its request.
+    """
+
+    row_counts: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    page_tables: tuple[Tensor, ...]
+    slots: Tensor
+    kv_limit: Tensor | None = None
+
+
+def scatter(k_TGK: Tensor, v_TGK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged) -> None:
+    """Write each row's fresh key and value into its slot, in place."""
+    k_PSGK.view(-1, *k_PSGK.shape[2:]).index_copy_(0, ragged.slots, k_TGK)
+    v_PSGK.view(-1, *v_PSGK.shape[2:]).index_copy_(0, ragged.slots, v_TGK)
+
+
+def cached_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged) -> Tensor:
+    """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
+
+    Each request is computed by itself, so its result does not depend on who else is in the batch.
+    """
+    out = torch.empty_like(q_THK)
+    grouped = q_THK.shape[1] != k_PSGK.shape[2]
+    start = 0
+    for rows, length, pages in zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, strict=True):
+        if rows == 0:
+            continue
+        here = slice(start, start + rows)
+        k_LGK = k_PSGK.index_select(0, pages).flatten(0, 1)[:length]
+        v_LGK = v_PSGK.index_select(0, pages).flatten(0, 1)[:length]
+        mask = None
+        if ragged.kv_limit is not None:
+            mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[here, None]
+        out[here] = F.scaled_dot_product_attention(
+            q_THK[here].transpose(0, 1)[None],
+            k_LGK.transpose(0, 1)[None],
+            v_LGK.transpose(0, 1)[None],
+            attn_mask=mask,
+            enable_gqa=grouped,
+        )[0].transpose(0, 1)
+        start += rows
+    return out

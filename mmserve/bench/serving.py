@@ -1,0 +1,113 @@
+"""Time, forwards and throughput of the server, over real gRPC: ``mmserve bench serving``.
+
+Three questions, each a pair measured side by side in this process on the same scenes:
+what a cache policy gains (``none`` against ``dkv_decode``), what concurrency gains (eight at once against one after
+another), and what the server itself costs (the share of a request's time spent outside its stages).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mmserve.assembly import BackgroundServer
+from mmserve.cli.options import read_config
+from mmserve.client import Client, Result
+from mmserve.config import Config
+from mmserve.reference.scenes import TEST_SEEDS, Question, Scene, correct, sample
+
+CANVAS = 64
+CONCURRENT = 8
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Rows of figures; times are medians (milliseconds) with their quartiles."""
+    settings: Config = read_config(arguments)
+    rng = random.Random(TEST_SEEDS[1_000_000 - arguments.seed])
+    scenes = [sample(rng, "json") for _ in range(arguments.limit)]
+    with BackgroundServer(settings) as server, Client(server.address, timeout=600) as client:
+        client.wait_ready()
+        _ask(client, *scenes[0])  # warm-up
+        rows = _policies(client, scenes, arguments.repeats, progress)
+        rows += _throughput(client, scenes, arguments.repeats, progress)
+    return {"rows": rows, "settings": {"canvas": CANVAS, "scenes": arguments.limit, "repeats": arguments.repeats}}
+
+
+def _ask(client: Client, scene: Scene, question: Question, **options: Any) -> Result:
+    return client.generate(question.text, images=[scene.png()], max_new_tokens=CANVAS, **options)
+
+
+def _policies(
+    client: Client, scenes: list[tuple[Scene, Question]], repeats: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Each policy on each scene in turn, so that noise falls on all alike."""
+    policies: dict[str, dict[str, Any]] = {
+        "none × low_confidence": {},
+        "dkv_decode × low_confidence": {"recompute": "dkv_decode"},
+        "none × threshold": {"commit": "threshold"},
+        "dkv_decode × threshold": {"recompute": "dkv_decode", "commit": "threshold"},
+    }
+    results: dict[str, list[tuple[Result, float, bool]]] = {name: [] for name in policies}
+    for repeat in range(repeats):
+        for index, (scene, question) in enumerate(scenes):
+            progress(f"policies: round {repeat + 1} of {repeats}, scene {index + 1} of {len(scenes)}")
+            for name, options in policies.items():
+                begun = time.monotonic()
+                result = _ask(client, scene, question, **options)
+                seen = 1000 * (time.monotonic() - begun)
+                results[name].append((result, seen, correct(question, result.text)))
+    baseline = statistics.median(r.times.total for r, _seen, _right in results["none × low_confidence"])
+    return [_policy_row(name, measured, baseline) for name, measured in results.items()]
+
+
+def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline: float) -> dict[str, Any]:
+    totals = [r.times.total for r, _seen, _right in measured]
+    # What the client waited beyond the stages' own time: queues, the engine's loop, gRPC and the network stack.
+    outside = [1 - (r.times.encode + r.times.prefill + r.times.decode) / seen for r, seen, _right in measured]
+    low, _middle, high = statistics.quantiles(totals, n=4)
+    return {
+        "measured": name,
+        "accuracy": round(sum(right for _r, _seen, right in measured) / len(measured), 4),
+        "total_ms": round(statistics.median(totals), 1),
+        "total_ms_quartiles": [round(low, 1), round(high, 1)],
+        "forwards": round(statistics.mean(r.forwards for r, _seen, _right in measured), 1),
+        "tokens_per_forward": round(statistics.mean(r.tokens_per_forward for r, _seen, _right in measured), 2),
+        "recomputed_tokens": round(statistics.mean(r.recomputed_tokens for r, _seen, _right in measured), 1),
+        "speedup": round(baseline / statistics.median(totals), 2),
+        "outside_stages": round(statistics.median(outside), 4),
+    }
+
+
+def _throughput(
+    client: Client, scenes: list[tuple[Scene, Question]], repeats: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The same requests one after another and ``CONCURRENT`` at once, alternating."""
+    serial: list[float] = []
+    together: list[float] = []
+    texts: list[list[str]] = []
+    with ThreadPoolExecutor(CONCURRENT) as pool:
+        for repeat in range(repeats):
+            progress(f"throughput: round {repeat + 1} of {repeats}")
+            begun = time.monotonic()
+            texts.append([_ask(client, *item).text for item in scenes])
+            serial.append(len(scenes) / (time.monotonic() - begun))
+            begun = time.monotonic()
+            texts.append([r.text for r in pool.map(lambda item: _ask(client, *item), scenes)])
+            together.append(len(scenes) / (time.monotonic() - begun))
+    return [
+        {
+            "measured": f"{CONCURRENT} at once against one after another",
+            "serial_per_second": round(statistics.median(serial), 2),
+            "concurrent_per_second": round(statistics.median(together), 2),
+            "speedup": round(statistics.median(c / s for c, s in zip(together, serial, strict=True)), 2),
+            "speedup_range": [
+                round(pick(c / s for c, s in zip(together, serial, strict=True)), 2) for pick in (min, max)
+            ],
+            "answers_equal": all(t == texts[0] for t in texts),
+        }
+    ]

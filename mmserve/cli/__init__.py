@@ -1,0 +1,53 @@
+"""The command line: ``mmserve serve | demo | generate | models | bench``.
+
+Answers and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = done, 1 = failed, 2 = wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from importlib import import_module
+
+import mmserve
+from mmserve.errors import ConfigError, MMServeError
+
+#: Subcommand to the module that has ``add_arguments(parser)`` and ``run(arguments) -> exit code``.
+COMMANDS = {
+    "serve": "mmserve.cli.serve",
+    "demo": "mmserve.cli.demo",
+    "generate": "mmserve.cli.generate",
+    "models": "mmserve.cli.models",
+    "bench": "mmserve.cli.bench",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="mmserve", description=mmserve.__doc__)
+    parser.add_argument("--version", action="version", version=f"mmserve {mmserve.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    modules = {name: import_module(path) for name, path in COMMANDS.items()}
+    for name, module in modules.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.add_argument("-v", "--verbose", action="store_true", help="log more")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if arguments.verbose else _level(arguments.command),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return int(modules[arguments.command].run(arguments))
+    except (ConfigError, MMServeError) as error:
+        print(f"mmserve {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _level(command: str) -> int:
+    return logging.INFO if command == "serve" else logging.WARNING

@@ -1,0 +1,46 @@
+"""Run a benchmark: pairs measured side by side in one process, accuracy beside speed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any
+
+from mmserve.cli.options import add_config, add_json, print_json
+
+#: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
+BENCHMARKS = {"serving": "mmserve.bench.serving"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve bench``."""
+    parser.add_argument("name", choices=sorted(BENCHMARKS))
+    parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes (default 16)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
+    add_config(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, with progress on stderr, and print a table or one JSON object."""
+    from mmserve.observe.machine import describe  # loads torch
+
+    figures = import_module(BENCHMARKS[arguments.name]).run(arguments, _progress)
+    report = {"bench": arguments.name, **figures, "machine": describe()}
+    if arguments.json:
+        print_json(report)
+    else:
+        for row in report["rows"]:
+            print(_line(row))
+    return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _line(row: dict[str, Any]) -> str:
+    name, *rest = row.items()
+    return f"{name[1]}: " + ", ".join(f"{key} {value}" for key, value in rest)

@@ -1,0 +1,175 @@
+"""Start a server with the bundled model, show it freshly drawn scenes over gRPC and check its answers."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmserve.cli.options import add_config, add_json, add_server, address, print_json
+from mmserve.cli.screen import CanvasLine
+from mmserve.client import Client, Finished, Snapshot
+from mmserve.errors import MMServeError
+from mmserve.reference.scenes import SHORT_TASKS, TEST_SEEDS, Question, Scene, correct, sample
+
+#: Canvas (tokens) asked for, by task.
+CANVAS = {"json": 64}
+SHORT_CANVAS = 16
+#: One item in so many is a scene as JSON.
+JSON_EVERY = 5
+#: Snapshots of a canvas printed for one answer where there is no terminal to rewrite.
+PRINTED_SNAPSHOTS = 4
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question of the demo and how it went; times in milliseconds."""
+
+    task: str
+    question: str
+    expected: str
+    answer: str
+    correct: bool
+    ttft_ms: float
+    total_ms: float
+    forwards: int
+    tokens: int
+    error: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve demo``."""
+    parser.add_argument("--items", type=int, default=10, help="questions to ask (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the scenes there as PNG files")
+    add_server(parser)
+    add_config(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, print, judge; exit code 0 if every request was answered."""
+    say = _Teller(quiet=arguments.json)
+    say.line("Loading the server …")
+    items: list[Item] = []
+    with address(arguments) as where, Client(where, token=arguments.token) as client:
+        client.wait_ready(timeout=60)
+        say.line(f"Serving on {where}. {arguments.items} questions about freshly drawn scenes:")
+        for number, (scene, question) in enumerate(_questions(arguments.items, arguments.seed), start=1):
+            if arguments.save is not None:
+                arguments.save.mkdir(parents=True, exist_ok=True)
+                scene.picture.save(arguments.save / f"{number:03}-{question.task}.png")
+            say.question(number, question)
+            item = _ask(client, scene, question, say)
+            say.answer(item)
+            items.append(item)
+    right = sum(item.correct for item in items)
+    answered = not any(item.error for item in items)
+    if arguments.json:
+        from mmserve.observe.machine import describe
+
+        print_json(
+            {
+                "ok": answered,
+                "items": [item.__dict__ for item in items],
+                "accuracy": round(right / max(1, len(items)), 4),
+                "accuracy_by_task": _by_task(items),
+                "machine": describe(),
+            }
+        )
+    else:
+        say.line(f"\n{right} of {len(items)} right.")
+    return 0 if answered else 1
+
+
+def _questions(count: int, seed: int) -> Iterator[tuple[Scene, Question]]:
+    """Short questions of every task in turn, and a scene as JSON at every ``JSON_EVERY``-th place."""
+    for index in range(count):
+        rng = random.Random(TEST_SEEDS[seed * 10_007 % len(TEST_SEEDS)] + index)
+        is_json = index % JSON_EVERY == JSON_EVERY - 1
+        short = index - index // JSON_EVERY
+        yield sample(rng, "json" if is_json else SHORT_TASKS[short % len(SHORT_TASKS)])
+
+
+def _ask(client: Client, scene: Scene, question: Question, say: _Teller) -> Item:
+    started = time.monotonic()
+    finished: Finished | None = None
+    error = ""
+    try:
+        for event in client.stream(
+            question.text,
+            images=[scene.png()],
+            max_new_tokens=CANVAS.get(question.task, SHORT_CANVAS),
+            snapshots=not say.quiet,
+        ):
+            if isinstance(event, Snapshot):
+                say.canvas(event)
+            elif isinstance(event, Finished):
+                finished = event
+    except MMServeError as raised:
+        error = f"{raised.code}: {raised.message}"
+    total = 1000 * (time.monotonic() - started)
+    if finished is None:
+        return Item(question.task, question.text, question.answer, "", False, 0.0, round(total, 1), 0, 0, error)
+    return Item(
+        question.task,
+        question.text,
+        question.answer,
+        finished.text,
+        correct(question, finished.text),
+        round(finished.times.first_token, 1),
+        round(total, 1),
+        finished.forwards,
+        finished.usage.completion_tokens,
+    )
+
+
+def _by_task(items: list[Item]) -> dict[str, float]:
+    """Accuracy of each task, of all short ones together, and of JSON."""
+    groups: dict[str, list[bool]] = defaultdict(list)
+    for item in items:
+        groups[item.task].append(item.correct)
+        if item.task != "json":
+            groups["short"].append(item.correct)
+    return {name: round(sum(group) / len(group), 4) for name, group in sorted(groups.items())}
+
+
+class _Teller:
+    """What the demo says to a person: on stdout, or nothing at all where a program reads it."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._screen = CanvasLine()
+        self._printed = 0
+
+    def line(self, text: str) -> None:
+        print(text, file=sys.stderr if self.quiet else sys.stdout, flush=True)
+
+    def question(self, number: int, question: Question) -> None:
+        self._printed = 0
+        if not self.quiet:
+            print(f"\n{number:3}. {question.text}", flush=True)
+        elif number % 10 == 0:
+            self.line(f"{number} asked")
+
+    def canvas(self, snapshot: Snapshot) -> None:
+        if self._screen.live:
+            self._screen.show(snapshot.text)
+        elif snapshot.committed * PRINTED_SNAPSHOTS >= snapshot.total * (self._printed + 1):
+            self._printed = snapshot.committed * PRINTED_SNAPSHOTS // snapshot.total
+            print(f"     {snapshot.text}", flush=True)
+
+    def answer(self, item: Item) -> None:
+        self._screen.clear()
+        if self.quiet:
+            return
+        if item.error:
+            print(f"     no answer: {item.error}")
+            return
+        verdict = "right" if item.correct else f"WRONG, it is {item.expected}"
+        print(f"     {item.answer}   [{verdict}; {item.total_ms:.0f} ms, {item.forwards} forward passes]", flush=True)

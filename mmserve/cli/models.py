@@ -1,0 +1,41 @@
+"""List the models of a server, with what they can do and their limits."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from mmserve.cli.options import add_config, add_json, add_server, address, print_json
+from mmserve.client import Client, ModelInfo
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve models``."""
+    add_server(parser)
+    add_config(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the server and print one model a paragraph."""
+    with address(arguments) as where, Client(where, token=arguments.token) as client:
+        models = client.models()
+    if arguments.json:
+        print_json({"models": [asdict(m) for m in models]})
+    else:
+        print("\n\n".join(map(_paragraph, models)))
+    return 0
+
+
+def _paragraph(m: ModelInfo) -> str:
+    sees = (
+        f"up to {m.max_images} images of {m.visual_tokens_per_image or 'varying'} tokens" if m.images else "no images"
+    )
+    return "\n".join(
+        (
+            f"{m.name}: {m.architecture}, {m.parameters / 1e6:.1f} M parameters, {m.dtype} on {m.device}",
+            f"  takes {m.max_tokens} tokens, {sees}",
+            f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",
+            f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
+        )
+    )

@@ -1,0 +1,93 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmserve import config
+from mmserve.config import Config
+from mmserve.errors import ConfigError
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """``--config``, ``--model`` and ``--set``: what to serve and how."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="PATH",
+        help="checkpoint directory, 'bundled' (the default) or 'hub:owner/name'; may be given several times",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override one value of the configuration, as in server.port=0",
+    )
+
+
+def read_config(arguments: argparse.Namespace) -> Config:
+    """The configuration that ``--config``, ``--model`` and ``--set`` name together."""
+    data: dict[str, Any] = {}
+    source = "command line"
+    if arguments.config is not None:
+        config.load(arguments.config)  # its own errors first
+        data, source = tomllib.loads(arguments.config.read_text()), str(arguments.config)
+    if arguments.model:
+        data["models"] = [{"path": path} for path in arguments.model]
+    for override in arguments.set:
+        name, equals, value = override.partition("=")
+        table, dot, key = name.partition(".")
+        if not (equals and dot):
+            raise ConfigError(f"--set takes TABLE.KEY=VALUE, not {override!r}")
+        data.setdefault(table, {})[key] = _value(value)
+    return config.from_mapping(data, source=source)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; bare words are strings."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``: one JSON object on stdout."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """``--server``: ask a running server instead of starting one."""
+    parser.add_argument("--server", metavar="HOST:PORT", help="ask this server instead of starting one here")
+    parser.add_argument("--token", help="bearer token for --server")
+
+
+@contextmanager
+def address(arguments: argparse.Namespace) -> Iterator[str]:
+    """Address of ``--server``, or of a server started here for as long as the context lasts."""
+    if arguments.server:
+        yield arguments.server
+        return
+    from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server
+
+    with BackgroundServer(_any_port(read_config(arguments))) as server:
+        yield server.address
+
+
+def _any_port(settings: Config) -> Config:
+    from dataclasses import replace
+
+    return replace(settings, server=replace(settings.server, port=0, tls_certificate="", tls_key="", tls_client_ca=""))

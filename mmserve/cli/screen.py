@@ -1,0 +1,27 @@
+"""The canvas on a terminal: one line on stderr, rewritten while positions are filled in."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+
+class CanvasLine:
+    """Shows a canvas in place on a terminal; elsewhere it shows nothing (``live`` is False)."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Replace the line by ``text``, cut to the terminal's width."""
+        if self.live:
+            width = shutil.get_terminal_size().columns - 3
+            line = text.replace("\n", " ")
+            sys.stderr.write("\r\x1b[2K  " + (line if len(line) <= width else line[: width - 1] + "…"))
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self.live:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()

@@ -1,0 +1,31 @@
+"""Serve models over gRPC until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from mmserve.cli.options import add_config, read_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve serve``."""
+    add_config(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve; prints the address once requests are welcome."""
+    from mmserve.assembly import build_engines  # loads torch: `mmserve --help` need not wait for it
+    from mmserve.rpc.server import Server
+
+    settings = read_config(arguments)
+    engines = build_engines(settings)
+
+    async def serve() -> None:
+        server = Server(settings, engines)
+        port = await server.start()
+        print(f"mmserve serves {', '.join(engines)} on {settings.server.host}:{port}", flush=True)
+        await server.serve_until_signal()
+
+    asyncio.run(serve())
+    return 0

@@ -1,0 +1,97 @@
+"""The canvas: one request's row of tokens, its prompt and its generated positions, masked or committed.
+
+Plain numpy state; policies read it, only the decode loop changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+#: ``committed_at`` of the prompt, and of a position that is still masked.
+PROMPT, MASKED = -1, 1 << 30
+
+
+@dataclass
+class Canvas:
+    """Tokens of positions 0 … N-1 and the step at which each became final.
+
+    ``step`` counts the forward passes done; ``block_start`` is where the block being filled begins and
+    ``block_step`` counts the forward passes done for it. Blocks are ``block_length`` long, the last may be shorter.
+    """
+
+    tokens: np.ndarray  # int64 [N]
+    committed_at: np.ndarray  # int64 [N]
+    prompt_length: int
+    block_length: int
+    block_start: int
+    step: int = 0
+    block_step: int = 0
+    _known: int = field(default=0, repr=False)
+
+    @classmethod
+    def create(cls, prompt: np.ndarray, *, new_tokens: int, block_length: int, mask_id: int) -> Canvas:
+        """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions."""
+        size = len(prompt)
+        tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
+        committed = np.concatenate([np.full(size, PROMPT, np.int64), np.full(new_tokens, MASKED, np.int64)])
+        return cls(tokens, committed, size, min(block_length, new_tokens), size, _known=size)
+
+    @property
+    def size(self) -> int:
+        """Positions of prompt and answer together."""
+        return len(self.tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        """Positions of the answer."""
+        return self.size - self.prompt_length
+
+    @property
+    def masked(self) -> np.ndarray:
+        """Bool ``[N]``: positions not yet committed."""
+        return self.committed_at == MASKED
+
+    @property
+    def block_end(self) -> int:
+        """First position right of the current block."""
+        return min(self.block_start + self.block_length, self.size)
+
+    def block_masked(self) -> np.ndarray:
+        """Positions (int64, ascending) of the current block that are masked."""
+        return self.block_start + np.flatnonzero(self.committed_at[self.block_start : self.block_end] == MASKED)
+
+    def count_forward(self) -> None:
+        """Record that a forward pass over this canvas was made."""
+        self.step += 1
+        self.block_step += 1
+
+    def commit(self, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Make ``tokens`` final at ``positions``; a committed position never changes, so that is a ``ValueError``."""
+        if (self.committed_at[positions] != MASKED).any():
+            raise ValueError("a committed position cannot be committed again")
+        self.tokens[positions] = tokens
+        self.committed_at[positions] = self.step
+        while self.block_start < self.size and not len(self.block_masked()):
+            self.block_start, self.block_step = self.block_end, 0
+
+    def known(self) -> int:
+        """Positions, counted from the left, before the first masked one."""
+        while self._known < self.size and self.committed_at[self._known] != MASKED:
+            self._known += 1
+        return self._known
+
+    def answer(self, end_ids: Collection[int]) -> tuple[np.ndarray, bool]:
+        """The final tokens of the answer so far, and whether the answer is complete.
+
+        Final are the tokens left of the first masked position and before the first end token among them; complete
+        means that such an end token was reached, or that no position is left.
+        """
+        known = self.known()
+        tokens = self.tokens[self.prompt_length : known]
+        ends = np.flatnonzero(np.isin(tokens, list(end_ids)))
+        if len(ends):
+            return tokens[: ends[0]], True
+        return tokens, known == self.size

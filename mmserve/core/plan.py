@@ -1,0 +1,41 @@
+"""What the scheduler reads and what it decides: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmserve.core.request import RequestId, Stage
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One live request as the scheduler sees it; entries come in order of arrival."""
+
+    id: RequestId
+    stage: Stage
+    images: int = 0
+    tokens: int = 0  # positions of prompt and answer; known once encoded
+    pages: int = 0  # K/V pages they need
+    last_step: int = 0  # number of the decode batch it was last in
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What may be used now."""
+
+    idle: frozenset[str]  # stages whose worker is free: "encode", "prefill", "decode"
+    free_pages: int
+    handover: int  # requests that may wait for prefill, and for decode
+    max_running: int  # requests that may hold pages
+    encode_batch: int  # images
+    prefill_tokens: int
+    decode_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which requests each idle stage takes next, in order; empty = nothing to do."""
+
+    encode: tuple[RequestId, ...] = ()
+    prefill: tuple[RequestId, ...] = ()
+    decode: tuple[RequestId, ...] = ()

@@ -1,0 +1,76 @@
+"""One forward pass of a ragged batch: any positions of any requests, through one decoder and one K/V store."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmserve.core.canvas import Canvas
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+logger = logging.getLogger("mmserve.decode")
+
+#: Candidates for the smallest number of rows of a matrix product, and rows of the batch they are compared with.
+ROW_FLOORS = (8, 16, 32, 64)
+PROBE_ROWS = 160
+
+
+@torch.inference_mode()
+def row_floor(model: LoadedModel) -> int:
+    """The number of rows from which on a row's result no longer depends, bit for bit, on how many are beside it.
+
+    For few rows the CPU's libraries switch to other kernels that add in another order: with one thread below 4 rows,
+    with two below 12. That is not for this project to guess, so it is measured on the model's own weights.
+    """
+    linears = [m for m in (*model.decoder.layers[:1].modules(), model.decoder.head) if isinstance(m, nn.Linear)]
+    generator = torch.Generator().manual_seed(0)
+    for floor in ROW_FLOORS:
+        sizes = (*range(floor, 2 * floor + 8), PROBE_ROWS - 1)
+        if all(_stable(linear, sizes, generator, model) for linear in linears):
+            return floor
+    logger.warning("on %s the last bits of a result depend on the size of its batch", model.device)
+    return ROW_FLOORS[0]
+
+
+def _stable(linear: nn.Linear, sizes: tuple[int, ...], generator: torch.Generator, model: LoadedModel) -> bool:
+    x = torch.randn(PROBE_ROWS, linear.in_features, generator=generator).to(model.device, model.dtype)
+    whole = linear(x)
+    return all(torch.equal(linear(x[:size]), whole[:size]) for size in sizes)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One request's part of a forward pass."""
+
+    canvas: Canvas
+    pages: np.ndarray  # int64 page ids of the whole canvas
+    embeddings: Tensor  # [N, D]
+    rows: np.ndarray  # int64 positions to run, ascending
+    wanted: np.ndarray  # int64 positions whose logits are wanted; a subset of rows
+
+
+def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Tensor]:
+    """Logits ``[len(wanted), V]`` of each request; K/V of all rows run is written to the store.
+
+    Batches of fewer than ``floor`` rows (see ``row_floor``) are padded to that many.
+    """
+    ragged = store.ragged([p.rows for p in batch], [p.pages for p in batch], [p.canvas.size for p in batch])
+    positions = torch.from_numpy(np.concatenate([p.rows for p in batch])).to(model.device)
+    x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
+    short = max(0, floor - len(x))
+    x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+    hidden = model.decoder(x, positions, store.attend(ragged))
+    offset, wanted = 0, []
+    for p in batch:
+        wanted.append(offset + np.searchsorted(p.rows, p.wanted))
+        offset += len(p.rows)
+    chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
+    count = len(chosen)
+    logits = model.decoder.logits(F.pad(chosen, (0, 0, 0, max(0, floor - count))))[:count]
+    return list(logits.split([len(w) for w in wanted]))

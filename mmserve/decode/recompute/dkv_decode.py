@@ -1,0 +1,33 @@
+"""dKV-Cache-Decode (arXiv 2505.15781; horseee/dKV-Cache, generation_utils/llada_dkv_cache_decode.py).
+
+A token's key and value are cached one step after it was decoded: right after decoding they still change much. With
+T_i the positions known after step i of a block, step i runs the positions outside T_(i-2), which are the masked ones
+and those decoded at step i-1, and reads the rest. Steps 0 and 1 of a block and every ``refresh``-th run everything,
+so ``refresh`` 1 is exactly no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.recompute.base import every_position
+
+
+@dataclass(frozen=True)
+class DkvDecode:
+    """``refresh``: steps between full passes (the paper's R, 8)."""
+
+    refresh: int = 8
+
+    def __post_init__(self) -> None:
+        if self.refresh < 1:
+            raise ValueError("refresh must be at least 1")
+
+    def rows(self, canvas: Canvas) -> np.ndarray:
+        if canvas.block_step <= 1 or canvas.block_step % self.refresh == 0:
+            return every_position(canvas)
+        # `step` forward passes are done, numbered 1 … step: what the latest decoded carries that number.
+        return np.flatnonzero(canvas.committed_at >= canvas.step)

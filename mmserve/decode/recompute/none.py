@@ -1,0 +1,15 @@
+"""No cache: every position, every step. The baseline that other policies are judged by."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.recompute.base import every_position
+
+
+class NoCache:
+    """Run everything."""
+
+    def rows(self, canvas: Canvas) -> np.ndarray:
+        return every_position(canvas)

@@ -1,0 +1,51 @@
+"""What passes between the stages for one request, and what decode keeps of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Request
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.recompute import Recompute
+from mmserve.decode.text import TextStream
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Encode → prefill: the prompt as ids, and the visual tokens that stand at ``image_rows`` instead of embeddings."""
+
+    ids: np.ndarray  # int64 [prompt]
+    image_rows: np.ndarray  # int64 [visual tokens], ascending
+    features: Tensor | None  # [visual tokens, D]; None without images
+
+
+@dataclass
+class Prefilled:
+    """Prefill → decode: the canvas, its K/V pages and embeddings, and the candidates of step 0."""
+
+    canvas: Canvas
+    pages: np.ndarray  # int64 page ids, in order of position
+    embeddings: Tensor  # [N, D], current at every position
+    candidates: Candidates
+    recomputed: int  # token positions run through the model so far
+
+
+@dataclass
+class Decoding:
+    """A request in decode: what prefill handed over, its policies, and its text so far."""
+
+    request: Request
+    prefilled: Prefilled
+    recompute: Recompute
+    commit: Commit
+    text: TextStream
+    candidates: Candidates | None  # of step 0, until its tokens are chosen
+    forwards: int = 1
+
+    @property
+    def canvas(self) -> Canvas:
+        return self.prefilled.canvas

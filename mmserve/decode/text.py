@@ -1,0 +1,95 @@
+"""Final tokens to final text: whole characters only, stop strings held back until it is sure that they are none."""
+
+from __future__ import annotations
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from mmserve.core.canvas import MASKED, Canvas
+
+#: Shown in a snapshot where a position is still masked.
+MASK_GLYPH = "▒"
+
+
+class TextStream:
+    """Turns a growing row of final tokens into text that is never taken back."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._decoded = ""  # whole characters so far
+        self._sent = 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text so far, cut before a stop string."""
+        return self._decoded
+
+    @property
+    def tokens(self) -> int:
+        """Tokens taken in so far."""
+        return len(self._tokens)
+
+    def push(self, tokens: np.ndarray) -> str:
+        """Take in the tokens from the answer's start (those known before come first) and return the new final text."""
+        for token in tokens[len(self._tokens) :].tolist():
+            if self.stopped:
+                break
+            self._tokens.append(token)
+            self._decoded += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._cut()
+        return self._take(len(self._decoded) - self._held())
+
+    def finish(self) -> str:
+        """The rest of the text: what was held back, and what of a broken character can be shown."""
+        if not self.stopped:
+            whole = _decode(self._tokenizer, self._tokens)
+            if whole.startswith(self._decoded):
+                self._decoded = whole
+            self._cut()
+        return self._take(len(self._decoded))
+
+    def _cut(self) -> None:
+        found = [at for at in (self._decoded.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self._decoded, self.stopped = self._decoded[: min(found)], True
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        if self.stopped:
+            return 0
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._decoded)), longest, -1):
+                if self._decoded.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+    def _take(self, until: int) -> str:
+        new = self._decoded[self._sent : max(self._sent, until)]
+        self._sent += len(new)
+        return new
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:
+    """The answer's canvas as text, a glyph for each masked position, cut at the first end token."""
+    tokens = canvas.tokens[canvas.prompt_length :]
+    masked = canvas.committed_at[canvas.prompt_length :] == MASKED
+    ends = np.flatnonzero(np.isin(tokens, list(end_ids)) & ~masked)
+    stop = ends[0] if len(ends) else len(tokens)
+    pieces: list[str] = []
+    start = 0
+    for cut in [*np.flatnonzero(np.diff(masked[:stop])) + 1, stop]:
+        run = tokens[start:cut]
+        if len(run):
+            pieces.append(MASK_GLYPH * len(run) if masked[start] else _decode(tokenizer, run.tolist()))
+        start = cut
+    return "".join(pieces)

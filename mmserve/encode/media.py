@@ -1,0 +1,170 @@
+"""Image bytes from a client to RGB pixels, within limits that are checked before anything large is allocated."""
+
+from __future__ import annotations
+
+import re
+import struct
+import warnings
+import zlib
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+# Image.open() only looks for these two plugins by loading every plugin there is.
+from PIL import TiffImagePlugin as _tiff  # noqa: F401
+from PIL import WebPImagePlugin as _webp  # noqa: F401
+
+from mmserve.config import MediaConfig
+from mmserve.errors import InvalidArgument
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+#: What pillow's plugins raise on damaged files.
+_DAMAGE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+#: The others are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and goes on.
+_TIFF_COMPRESSIONS = ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg")
+_PILLOW = re.compile(r"PIL\.")
+_ORIENTATION_TAG = 0x0112
+#: EXIF orientation to the operation that puts the picture upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> Image.Image:
+    """The picture in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright, in mode RGB, without metadata.
+
+    The first frame of an animation; transparency over white; 16-bit grey scaled to 8 bits; colour profiles ignored.
+    Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, damaged or cut off, or
+    beyond ``limits`` (bytes, pixels, side); sizes are read from the header before pixels are decoded.
+    """
+    _silence_pillow()
+    if not data:
+        raise InvalidArgument.of(field, "is empty (0 bytes)")
+    if len(data) > limits.max_item_bytes:
+        raise InvalidArgument.of(field, f"has {len(data)} bytes; the limit is {limits.max_item_bytes}")
+    _check_size(_early_size(data), limits, field)
+    try:
+        image: Image.Image = Image.open(BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise InvalidArgument.of(field, f"is {_looks_like(data)}, not a readable {', '.join(FORMATS)} image") from None
+    except Image.DecompressionBombError:
+        limit = min(limits.max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or limits.max_pixels))
+        raise InvalidArgument.of(field, f"has too many pixels; the limit is {limit} in all") from None
+    except _DAMAGE as error:
+        raise InvalidArgument.of(field, f"is a damaged image: {error}") from None
+    _check_size(image.size, limits, field)
+    if image.mode in ("I", "F") and image.format != "PNG":
+        raise InvalidArgument.of(field, "has pixels of 32 bits a channel; send 8 or 16")
+    if image.format == "TIFF" and image.info.get("compression") not in _TIFF_COMPRESSIONS:
+        raise InvalidArgument.of(field, f"is a TIFF compressed as {image.info.get('compression')!r}; send PNG instead")
+    try:
+        image.load()
+        upright = _upright(_rgb(image), _orientation(image))
+    except _DAMAGE as error:
+        raise InvalidArgument.of(field, f"is a damaged or cut off {image.format} image: {error}") from None
+    _check_size(upright.size, limits, field)
+    upright.info = {}
+    return upright
+
+
+def _silence_pillow() -> None:
+    """Keep pillow's warnings about odd files out of the log: what matters comes out as an error.
+
+    Adding one filter is safe from any thread, where ``warnings.catch_warnings`` is not.
+    """
+    if not warnings.filters or warnings.filters[0][3] != _PILLOW:
+        warnings.filterwarnings("ignore", module=_PILLOW.pattern)
+
+
+def _early_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height in a GIF or WebP header: their plugins allocate the canvas as soon as a file is opened."""
+    if data[:6] in (b"GIF87a", b"GIF89a") and len(data) >= 10:
+        width, height = struct.unpack_from("<HH", data, 6)
+        return width, height
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
+        return None
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    width, height = struct.unpack_from("<HH", data, 26)
+    return width & 0x3FFF, height & 0x3FFF
+
+
+def _check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) -> None:
+    if size is None:
+        return
+    width, height = size
+    if width < 1 or height < 1:
+        raise InvalidArgument.of(field, f"has no pixels ({width} x {height})")
+    if max(size) > limits.max_side:
+        raise InvalidArgument.of(field, f"is {width} x {height} pixels; the limit is {limits.max_side} a side")
+    if width * height > limits.max_pixels:
+        raise InvalidArgument.of(field, f"has {width} x {height} pixels; the limit is {limits.max_pixels} in all")
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode == "I"):
+        grey = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((grey * 255 + 32_767) // 65_535).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        canvas = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        canvas.alpha_composite(layer)
+        return canvas.convert("RGB")
+    return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 where there is none or it cannot be read: damaged metadata is no damaged picture."""
+    try:
+        value = image.getexif().get(_ORIENTATION_TAG, 1)
+    except _DAMAGE:
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    operation = _UPRIGHT.get(orientation)
+    return image if operation is None else image.transpose(operation)
+
+
+def _looks_like(data: bytes) -> str:
+    head = data[:512]
+    if head[4:8] == b"ftyp" or head[:4] in (b"\x1aE\xdf\xa3", b"OggS", b"FLV\x01") or head[8:12] == b"AVI ":
+        return "a video or another container"
+    if head[:5] == b"%PDF-":
+        return "a PDF"
+    if head.lstrip()[:4].lower() in (b"<svg", b"<?xm"):
+        return "SVG or XML"
+    if b"\x00" not in head:
+        try:
+            head.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return "text" if error.start >= len(head) - 3 and error.start else "a file of unknown kind"
+        return "text"
+    return "a file of unknown kind"

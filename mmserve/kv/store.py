@@ -1,0 +1,61 @@
+"""The paged K/V store: keys and values of every layer, addressed by page."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from mmserve_kernels.cached_attention import Ragged, cached_attention, scatter
+from torch import Tensor
+
+from mmserve.models.decoder import Attend, DecoderConfig
+
+
+class KVStore:
+    """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` a layer.
+
+    Rotary embedding depends on a token's own position only, so an entry stays valid while its position does and
+    any subset of a request's positions can be written anew while the rest is read as it is.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (pages, page_size, config.num_kv_heads, config.head_dim)
+        self.page_size, self.device = page_size, device
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    def ragged(self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int]) -> Ragged:
+        """Address a batch: per request the positions to run, its page table and its length (all positions)."""
+        slots = [
+            table[r // self.page_size] * self.page_size + r % self.page_size
+            for r, table in zip(rows, tables, strict=True)
+        ]
+        return Ragged(
+            row_counts=tuple(len(r) for r in rows),
+            kv_lengths=tuple(lengths),
+            page_tables=tuple(self._tensor(table) for table in tables),
+            slots=self._tensor(np.concatenate(slots)),
+        )
+
+    def attend(self, ragged: Ragged) -> Attend:
+        """Attention that first writes the rows' fresh keys and values, then reads all of each request's.
+
+        Rows past the batch (padding) take part in nothing and come back as zeros.
+        """
+        count = len(ragged.slots)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            scatter(k[:count].to(keys.dtype), v[:count].to(values.dtype), keys, values, ragged)
+            out = torch.zeros_like(q) if len(q) > count else None
+            rows = cached_attention(q[:count], keys, values, ragged)
+            if out is None:
+                return rows
+            out[:count] = rows
+            return out
+
+        return attend
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

@@ -1,0 +1,238 @@
+"""Checkpoint directories: ``config.json`` beside safetensors, one file or shards, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mmserve.errors import ConfigError
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+#: dtypes that weights are served in, by the name that configuration files use.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Tensors that old checkpoints store although they follow from the configuration.
+COMPUTED = (".position_ids", ".inv_freq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """How a checkpoint is to be loaded; ``hub`` allows fetching what it refers to from the Hugging Face hub."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    hub: bool = False
+
+
+_log = logging.getLogger(__name__)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises ``ConfigError`` when it is missing, unreadable or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path.parent} has no {path.name}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class Weights:
+    """The tensors of a directory's safetensors by name, opened lazily and remembered as read.
+
+    Raises ``ConfigError`` where the directory has none, a shard is missing, or a file is not safetensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.read: set[str] = set()
+        self._open: dict[str, Any] = {}
+        index = folder / INDEX
+        if index.is_file():
+            self.source, self._files = index, _index(index)
+        elif (folder / WEIGHTS).is_file():
+            self.source = folder / WEIGHTS
+            self._files = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
+        else:
+            raise ConfigError(f"{folder} has no safetensors: neither {WEIGHTS} nor {INDEX}")
+
+    @classmethod
+    def has(cls, folder: Path) -> bool:
+        """Whether ``folder`` holds safetensors at all."""
+        return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        return self._files.keys()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that tensor ``name`` is stored in."""
+        return self._tensor(name).dtype
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``.
+
+        Raises ``ConfigError`` when it is missing, of another shape, or not of floating point (quantised).
+        """
+        stored = self._tensor(name)
+        if stored.shape != shape:
+            raise ConfigError(
+                f"{self._place(name)}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
+            )
+        if stored.dtype not in (*DTYPES.values(), torch.float64):
+            raise ConfigError(
+                f"{self._place(name)}: tensor {name} is {_name(stored.dtype)}; only plain floating-point weights "
+                f"({', '.join(DTYPES)}) can be served"
+            )
+        self.read.add(name)
+        return stored.to(device=device, dtype=dtype, copy=True)
+
+    def fill(self, module: nn.Module, names: Mapping[str, str], dtype: torch.dtype, device: torch.device) -> None:
+        """Give every parameter of ``module`` (built on the meta device) its tensor, frozen.
+
+        ``names`` maps a parameter's name to its tensor's; parameters tied to another one are filled once.
+        """
+        filled: dict[int, nn.Parameter] = {}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if id(parameter) not in filled:
+                tensor = self.tensor(names[name], parameter.shape, dtype, device)
+                filled[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, filled[id(parameter)])
+
+    def warn_unread(self, prefixes: tuple[str, ...] = ("",)) -> list[str]:
+        """Log the tensors under ``prefixes`` that nothing has read, and return their names."""
+        unread = sorted(
+            n for n in self._files.keys() - self.read if n.startswith(prefixes) and not n.endswith(COMPUTED)
+        )
+        if unread:
+            shown = ", ".join(unread[:20]) + (f" and {len(unread) - 20} more" if len(unread) > 20 else "")
+            _log.warning("%s: %d tensors are not used: %s", self.source, len(unread), shown)
+        return unread
+
+    def _place(self, name: str) -> Path:
+        return self.folder / self._files[name]
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ConfigError(f"{self.source} has no tensor {name}")
+        try:
+            return self._file(self._files[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self._place(name)} has no readable tensor {name}: {error}") from error
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            if not path.is_file():
+                raise ConfigError(f"{self.source.name} names {file}, which {self.folder} does not have")
+            try:
+                self._open[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} is not a readable safetensors file: {error}") from error
+        return self._open[file]
+
+
+class Checkpoint:
+    """A model directory: its ``config``, its generation settings and its ``weights``."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], weights: Weights) -> None:
+        self.folder, self.config, self.weights = folder, config, weights
+        generation = folder / "generation_config.json"
+        self.generation = read_json(generation) if generation.is_file() else {}
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open a directory without reading any weights; raises ``ConfigError`` saying what is missing."""
+        if not folder.is_dir():
+            raise ConfigError(f"there is no model directory {folder}")
+        config = read_json(folder / CONFIG)
+        if config.get("quantization_config"):
+            raise ConfigError(f"{folder / CONFIG}: quantization_config is not supported; use a plain checkpoint")
+        return cls(folder, config, Weights(folder))
+
+    @property
+    def architecture(self) -> str:
+        """The configuration's ``model_type``."""
+        architecture = self.config.get("model_type")
+        if not isinstance(architecture, str):
+            raise ConfigError(f"{self.folder / CONFIG} has no model_type")
+        return architecture
+
+    def dtype(self) -> torch.dtype:
+        """The served dtype that the configuration names, else the one that most tensors are stored in."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        if named in DTYPES:
+            return DTYPES[named]
+        stored = Counter(self.weights.dtype(name) for name in self.weights.names)
+        return next((dtype for dtype, _count in stored.most_common() if dtype in DTYPES.values()), torch.float32)
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, shard_bytes: int | None = None
+) -> None:
+    """Write ``config.json`` and ``tensors`` into ``folder``, as one file or as shards of at most ``shard_bytes``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG, config)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if room is not None and shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room = None if room is None else room - tensor.nbytes
+    for stale in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*-of-*.safetensors")):
+        stale.unlink(missing_ok=True)
+    if shard_bytes is None:
+        _save(shards[0], folder / WEIGHTS)
+        return
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _save(shard, folder / file)
+        files |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented, ending in a line break."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes through a private temporary file
+
+
+def _index(path: Path) -> dict[str, str]:
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ConfigError(f"{path} has no weight_map from tensor names to file names")
+    return files
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

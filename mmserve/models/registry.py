@@ -1,0 +1,95 @@
+"""From a model's configuration to a loaded model: where its files are, and which loader knows its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from mmserve.config import BUNDLED, ModelConfig
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
+
+#: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
+LOADERS = {
+    "llada": "mmserve.models.llada",
+    "llava_llada": "mmserve.models.llada",
+}
+HUB = "hub:"
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load the model that ``config`` names, in eval mode with frozen weights.
+
+    Only ``hub:owner/name`` may use the network. Raises ``ConfigError`` saying what is wrong and what is accepted.
+    """
+    device = resolve_device(config.device)
+    folder, name = _locate(config.path)
+    checkpoint = Checkpoint.open(folder)
+    load = loader(checkpoint)
+    target = Target(
+        name=config.name or name,
+        dtype=_resolve_dtype(config.dtype, checkpoint, device),
+        device=device,
+        hub=config.path.startswith(HUB),
+    )
+    return load(checkpoint, target)
+
+
+def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], LoadedModel]:
+    """The function that loads ``checkpoint``; raises ``ConfigError`` naming the known architectures."""
+    architecture = checkpoint.architecture
+    if architecture not in LOADERS:
+        raise ConfigError(
+            f"{checkpoint.folder / 'config.json'}: unknown model_type {architecture!r}; known are {sorted(LOADERS)}"
+        )
+    function: Callable[[Checkpoint, Target], LoadedModel] = import_module(LOADERS[architecture]).load
+    return function
+
+
+def bundled_folder() -> Path:
+    """The directory of the model shipped with the package; raises ``ConfigError`` where this copy has none."""
+    folder = Path(__file__).parent.parent / "assets" / "reference"
+    if not (folder / "config.json").is_file():
+        raise ConfigError("this copy of mmserve has no bundled model; name a checkpoint directory or hub:owner/name")
+    return folder
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` names; raises ``ConfigError`` if it is not there."""
+    available = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda:0" if available else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is not known; it can be 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda" or not available or (resolved.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} is not available here")
+    return resolved
+
+
+def _resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else checkpoint.dtype()
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not known; it can be 'auto', {', '.join(map(repr, DTYPES))}")
+    return DTYPES[dtype]
+
+
+def _locate(path: str) -> tuple[Path, str]:
+    if path == BUNDLED:
+        return bundled_folder(), "reference"
+    if path.startswith(HUB):
+        # Imported here: nothing else in loading may reach the network.
+        from mmserve.models.towers import download
+
+        repository = path.removeprefix(HUB)
+        return download(repository), repository.rpartition("/")[2]
+    folder = Path(path).expanduser().resolve()
+    return folder, folder.name

@@ -1,0 +1,257 @@
+"""Vision towers of LLaVA-style checkpoints: configuration, weights and image processor from local files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from mmserve.errors import ConfigError
+from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
+from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Keys, projector_tensor
+from mmserve.models.vision import LlavaVision, mlp_projector
+
+#: Where a checkpoint keeps its tower's files when ``mm_vision_tower`` is a hub id.
+BESIDE = "vision_tower"
+PROCESSOR = "preprocessor_config.json"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    config: type[Any]
+    model: type[Any]
+    processor: type[Any]
+    has_cls: bool
+    fixed_layer: int | None  # LLaVA's own tower classes read `mm_vision_select_layer` for CLIP only
+    overrides: dict[str, Any]  # of the processor's settings
+
+
+_CLIP = _Kind(CLIPVisionConfig, CLIPVisionModel, CLIPImageProcessorPil, True, None, {})
+_SIGLIP = _Kind(
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    SiglipImageProcessorPil,
+    False,
+    -2,
+    {"resample": Image.Resampling.BICUBIC, "do_resize": True, "do_convert_rgb": True},
+)
+_KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGLIP, "siglip": _SIGLIP}
+
+
+class PaddedProcessor:
+    """LLaVA's ``image_aspect_ratio = "pad"``: centre the image on a square of the mean colour, then process it."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.fill = tuple(int(mean * 255) for mean in processor.image_mean)
+
+    def __call__(self, image: Image.Image, **options: Any) -> Any:
+        width, height = image.size
+        side = max(width, height)
+        if width != height:
+            square = Image.new("RGB", (side, side), self.fill)
+            square.paste(image, ((side - width) // 2, (side - height) // 2))
+            image = square
+        return self.processor(image, **options)
+
+
+class NewlineProjector(nn.Module):
+    """A projector that ends every image in LLaVA's ``image_newline``: ``[B, N, C]`` to ``[B, N + 1, D]``."""
+
+    def __init__(self, projector: nn.Module, newline: Tensor) -> None:
+        super().__init__()
+        self.projector = projector
+        self.newline = nn.Parameter(newline, requires_grad=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        tokens = self.projector(features)
+        return torch.cat([tokens, self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)], dim=1)
+
+
+def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> LlavaVision:
+    """Tower and projector of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
+
+    The tower's configuration and processor come from the directory that ``mm_vision_tower`` names, or from
+    ``vision_tower`` beside ``config.json``; its weights from the checkpoint, or from that directory where the
+    checkpoint has none. As in LLaVA (``llava/model/multimodal_encoder``), SigLIP features are always those of the
+    last layer but one and its images are resized bicubically, whatever the files say. Raises ``ConfigError``.
+    """
+    keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
+    _check_merging(keys)
+    own = any(name.startswith(TOWER) for name in checkpoint.weights.names)
+    folder = _tower_folder(checkpoint, target, weights=not own)
+    kind, config = _tower_config(folder)
+    weights = checkpoint.weights if own else _tower_weights(folder)
+    select = kind.fixed_layer or _select_layer(keys, config.num_hidden_layers)
+    tower, cut = _load_tower(kind, config, weights, TOWER if own else "", select, target)
+    feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
+    projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
+    extra = 0
+    if kind.has_cls and feature == "cls_patch":
+        extra += 1
+    if "unpad" in str(keys.values.get("mm_patch_merge_type", "flat")):
+        newline = checkpoint.weights.tensor(NEWLINE, torch.Size([hidden_size]), target.dtype, target.device)
+        projector, extra = NewlineProjector(projector, newline), extra + 1
+    vision = LlavaVision(
+        tower,
+        projector,
+        _processor(kind, folder, keys, int(config.image_size)),
+        select_layer=select + cut,
+        has_cls=kind.has_cls and feature == "patch",
+    )
+    vision.tokens_per_image += extra
+    return vision
+
+
+def _check_merging(keys: Keys) -> None:
+    ratio = keys.values.get("image_aspect_ratio") or "square"
+    if ratio not in ("square", "pad"):
+        raise ConfigError(
+            f"{keys.path}: image_aspect_ratio = {ratio!r} is not supported: images are encoded as one tile; "
+            "it can be 'square' or 'pad'"
+        )
+    keys.choice("mm_patch_merge_type", ("flat", "spatial", "spatial_unpad"), "flat")
+    keys.check({"mm_resampler_type": (None,), "mm_use_im_start_end": (False, None), "s2": (False, None)})
+
+
+def _select_layer(keys: Keys, layers: int) -> int:
+    select = keys.values.get("mm_vision_select_layer", -2)
+    if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
+        raise ConfigError(f"{keys.path}: mm_vision_select_layer = {select!r} is not one of the tower's {layers} layers")
+    return select if select < 0 else select - layers - 1
+
+
+def _tower_folder(checkpoint: Checkpoint, target: Target, *, weights: bool) -> Path:
+    """The directory with the tower's ``config.json``; the hub is asked only when the model itself came from it."""
+    named = checkpoint.config.get("mm_vision_tower") or BESIDE
+    if not isinstance(named, str):
+        raise ConfigError(f"{checkpoint.folder / 'config.json'}: mm_vision_tower must be a string, not {named!r}")
+    for folder in (checkpoint.folder / named, checkpoint.folder / BESIDE):
+        if (folder / "config.json").is_file():
+            return folder
+    if target.hub:
+        return download(named, weights=weights)
+    raise ConfigError(
+        f"mm_vision_tower = {named!r} is no directory with a config.json: put a copy of the tower's config.json "
+        f"and {PROCESSOR}{' and its safetensors' if weights else ''} into {checkpoint.folder / BESIDE}"
+    )
+
+
+def download(repository: str, *, weights: bool = True) -> Path:
+    """The local folder of a hub repository's settings, and of its ``weights``; raises ``ConfigError``."""
+    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"cannot fetch {repository!r} from the Hugging Face hub: {error}") from error
+
+
+def _tower_config(folder: Path) -> tuple[_Kind, Any]:
+    values = read_json(folder / "config.json")
+    architecture = values.get("model_type")
+    if architecture not in _KINDS:
+        raise ConfigError(
+            f"{folder / 'config.json'}: unknown vision tower model_type {architecture!r}; known are {sorted(_KINDS)}"
+        )
+    kind = _KINDS[architecture]
+    values = values.get("vision_config", values)
+    try:
+        return kind, kind.config.from_dict({key: value for key, value in values.items() if key != "model_type"})
+    except (TypeError, ValueError, AttributeError, StrictDataclassError) as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _tower_weights(folder: Path) -> Weights:
+    if not Weights.has(folder):
+        raise ConfigError(f"neither the checkpoint nor {folder} has the vision tower's safetensors")
+    return Weights(folder)
+
+
+def _load_tower(
+    kind: _Kind, config: Any, weights: Weights, prefix: str, select: int, target: Target
+) -> tuple[nn.Module, int]:
+    """The tower, and how many of its last layers are absent.
+
+    LLaVA drops SigLIP's last layer and pooling head before training; layers past the selected one may be missing.
+    transformers up to 4 put ``vision_model.`` before every name, later ones do not: both are read.
+    """
+    if any(name.startswith(f"{prefix}vision_model.") for name in weights.names):
+        prefix += "vision_model."
+    cut = 0
+    while select + cut < -1 and not _has_layer(weights, prefix, config.num_hidden_layers - 1):
+        config.num_hidden_layers -= 1
+        cut += 1
+    if kind.model is SiglipVisionModel:
+        config.vision_use_head = any(name.startswith(f"{prefix}head.") for name in weights.names)
+    with torch.device("meta"):
+        tower = kind.model(config)
+    weights.fill(tower, {name: prefix + name for name, _ in tower.named_parameters()}, target.dtype, target.device)
+    for name, buffer in list(tower.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        if leaf != "position_ids":
+            raise ConfigError(f"the vision tower has a buffer {name} that no checkpoint holds")
+        positions = torch.arange(buffer.shape[-1], device=target.device).expand(buffer.shape).clone()
+        tower.get_submodule(owner).register_buffer(leaf, positions, persistent=False)
+    return tower.eval(), cut
+
+
+def _has_layer(weights: Weights, prefix: str, layer: int) -> bool:
+    return any(name.startswith(f"{prefix}encoder.layers.{layer}.") for name in weights.names)
+
+
+def _load_projector(
+    checkpoint: Checkpoint, keys: Keys, vision_size: int, hidden_size: int, target: Target
+) -> nn.Module:
+    kind = keys.values.get("mm_projector_type", "linear")
+    depth = str(kind).removeprefix("mlp").removesuffix("x_gelu")
+    if kind != "linear" and not (str(kind) == f"mlp{depth}x_gelu" and depth.isdecimal() and 0 < int(depth) <= 8):
+        raise ConfigError(
+            f"{keys.path}: mm_projector_type = {kind!r} is not supported; it can be 'linear' or 'mlpNx_gelu'"
+        )
+    with torch.device("meta"):
+        projector = mlp_projector(str(kind), vision_size, hidden_size)
+    alone = kind == "linear" and f"{PROJECTOR}weight" in checkpoint.weights
+    names = {name: projector_tensor(name, alone=alone) for name, _ in projector.named_parameters()}
+    checkpoint.weights.fill(projector, names, target.dtype, target.device)
+    return projector.eval()
+
+
+def _processor(kind: _Kind, folder: Path, keys: Keys, side: int) -> Callable[..., Any]:
+    path = folder / PROCESSOR
+    if path.is_file():
+        settings = read_json(path)
+    elif kind is _SIGLIP:
+        settings = {"size": {"height": side, "width": side}}
+    else:
+        raise ConfigError(f"{folder} has no {PROCESSOR}: the vision tower's image processor is unknown")
+    settings = {k: v for k, v in settings.items() if k not in ("image_processor_type", "processor_class")}
+    try:
+        processor: Callable[..., Any] = kind.processor(**settings | kind.overrides)
+        if keys.values.get("image_aspect_ratio") == "pad":
+            processor = PaddedProcessor(processor)
+        shape = processor(Image.new("RGB", (side + 3, side)), return_tensors="np")["pixel_values"].shape
+    except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if shape != (1, 3, side, side):
+        raise ConfigError(f"{path} makes images of {shape[2:]}, but the tower takes {side} x {side}")
+    return processor

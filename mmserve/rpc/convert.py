@@ -1,0 +1,345 @@
+"""Between protobuf and ``mmserve.core``: the only place that knows both.
+
+A request is judged as a whole first, so that a client learns everything that is wrong with it at once; only an
+acceptable one is then built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from google.protobuf.message import Message as ProtoMessage
+
+from mmserve.config import MediaConfig
+from mmserve.core import events
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, Streaming, TextPart
+from mmserve.encode.store import is_media_id
+from mmserve.errors import FieldViolation, Internal, InvalidArgument, Unimplemented
+from mmserve.v1 import generation_pb2 as pb
+from mmserve.v1 import model_pb2
+
+MAX_STOP_STRINGS = 16
+
+ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
+REASONS = {pb.FINISH_REASON_END: "end", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
+_REASON_NUMBERS = {name: number for number, name in REASONS.items()}
+
+#: Policies as they are when a client names none of their numbers.
+DEFAULT_OPTIONS: dict[str, dict[str, float]] = {"dkv_decode": {"refresh": 8}, "threshold": {"confidence": 0.9}}
+
+
+def to_request(
+    message: pb.GenerateRequest,
+    *,
+    request_id: str,
+    info: ModelInfo,
+    limits: MediaConfig,
+    media: Callable[[str], bytes],
+    deadline: float | None,
+) -> Request:
+    """The core request for the model of ``info``; ``media`` gives the bytes of a media id, or raises ``NotFound``.
+
+    ``deadline`` is on the monotonic clock (seconds). Raises ``InvalidArgument`` with every violation, or
+    ``Unimplemented`` where the model lacks what the request needs.
+    """
+    violations = tuple(_violations(message, info, limits))
+    if violations:
+        raise InvalidArgument(*violations)
+    diffusion = _diffusion(message.diffusion, info)
+    _require_capabilities(message, diffusion, info)
+    return Request(
+        id=request_id,
+        model=info.name,
+        messages=tuple(_message(m, media) for m in message.messages),
+        sampling=_sampling(message.sampling, info),
+        diffusion=diffusion,
+        streaming=_streaming(message.stream),
+        deadline=deadline,
+    )
+
+
+def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
+    """The response message of ``event``; a ``Failed`` has none, it becomes a status."""
+    match event:
+        case events.Admitted(queued_ahead):
+            return pb.GenerateResponse(admitted=pb.Admitted(request_id=request_id, queued_ahead=queued_ahead))
+        case events.Snapshot(text, committed, total, forwards):
+            return pb.GenerateResponse(
+                snapshot=pb.Snapshot(text=text, committed=committed, total=total, forwards=forwards)
+            )
+        case events.Delta(text):
+            return pb.GenerateResponse(delta=pb.Delta(text=text))
+        case events.Finished():
+            return pb.GenerateResponse(finished=_finished(event))
+    raise TypeError(f"no response message for {event!r}")
+
+
+def from_response(response: pb.GenerateResponse) -> events.Event:
+    """The event that ``response`` carries; raises ``Internal`` where this version knows none in it."""
+    match response.WhichOneof("event"):
+        case "admitted":
+            return events.Admitted(response.admitted.queued_ahead)
+        case "snapshot":
+            s = response.snapshot
+            return events.Snapshot(s.text, s.committed, s.total, s.forwards)
+        case "delta":
+            return events.Delta(response.delta.text)
+        case "finished":
+            return _from_finished(response.finished)
+    raise Internal("the server sent an event that this client does not know", error_id="")
+
+
+def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
+    """The protobuf form of ``info``."""
+    return model_pb2.ModelInfo(
+        name=info.name,
+        architecture=info.architecture,
+        capabilities=model_pb2.ModelCapabilities(
+            images=info.images,
+            diffusion=info.diffusion,
+            recompute_policies=info.recompute_policies,
+            commit_policies=info.commit_policies,
+        ),
+        limits=model_pb2.ModelLimits(
+            max_tokens=info.max_tokens,
+            max_images=info.max_images,
+            visual_tokens_per_image=info.visual_tokens_per_image,
+            max_image_bytes=info.max_image_bytes,
+        ),
+        defaults=model_pb2.ModelDefaults(
+            max_new_tokens=info.max_new_tokens,
+            block_length=info.block_length,
+            recompute_policy=info.recompute_policy,
+            commit_policy=info.commit_policy,
+        ),
+        parameters=info.parameters,
+        dtype=info.dtype,
+        device=info.device,
+    )
+
+
+def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
+    """The core form of ``message``."""
+    return ModelInfo(
+        name=message.name,
+        architecture=message.architecture,
+        images=message.capabilities.images,
+        diffusion=message.capabilities.diffusion,
+        recompute_policies=tuple(message.capabilities.recompute_policies),
+        commit_policies=tuple(message.capabilities.commit_policies),
+        max_tokens=message.limits.max_tokens,
+        max_images=message.limits.max_images,
+        visual_tokens_per_image=message.limits.visual_tokens_per_image,
+        max_image_bytes=message.limits.max_image_bytes,
+        max_new_tokens=message.defaults.max_new_tokens,
+        block_length=message.defaults.block_length,
+        recompute_policy=message.defaults.recompute_policy,
+        commit_policy=message.defaults.commit_policy,
+        parameters=message.parameters,
+        dtype=message.dtype,
+        device=message.device,
+    )
+
+
+def role_number(name: str) -> int:
+    """The enum value of a role; raises ``InvalidArgument`` for any but ``system``, ``user`` and ``assistant``."""
+    if name not in _ROLE_NUMBERS:
+        raise InvalidArgument.of("messages.role", f"must be one of {', '.join(_ROLE_NUMBERS)}, not {name!r}")
+    return _ROLE_NUMBERS[name]
+
+
+def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Iterator[FieldViolation]:
+    for field, description in (
+        *_wrong_messages(message, info, limits),
+        *_wrong_sampling(message.sampling, info),
+        *_wrong_diffusion(message.diffusion),
+    ):
+        yield FieldViolation(field, description)
+
+
+Wrong = Iterator[tuple[str, str]]
+
+
+def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Wrong:
+    if not message.messages:
+        yield "messages", "must hold at least one message"
+        return
+    images = 0
+    for i, chat in enumerate(message.messages):
+        if chat.role not in ROLES:
+            yield f"messages[{i}].role", "must be ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT"
+        if not chat.parts:
+            yield f"messages[{i}].parts", "must hold at least one part"
+        for j, part in enumerate(chat.parts):
+            path = f"messages[{i}].parts[{j}]"
+            match part.WhichOneof("part"):
+                case None:
+                    yield path, "must be a text or an image"
+                case "image":
+                    images += 1
+                    yield from _wrong_image(part.image, f"{path}.image", limits)
+    if message.messages[-1].role in ROLES and message.messages[-1].role != pb.ROLE_USER:
+        yield f"messages[{len(message.messages) - 1}].role", "must be ROLE_USER: the last message is the user's"
+    allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
+    if images > allowed:
+        yield "messages", f"must hold at most {allowed} images, not {images}"
+
+
+def _wrong_image(image: pb.Image, path: str, limits: MediaConfig) -> Wrong:
+    match image.WhichOneof("source"):
+        case None:
+            yield path, "must have data or a media_id"
+        case "data" if not image.data:
+            yield f"{path}.data", "must not be empty"
+        case "data" if len(image.data) > limits.max_item_bytes:
+            yield f"{path}.data", f"must be at most {limits.max_item_bytes} bytes, not {len(image.data)}"
+        case "media_id" if not is_media_id(image.media_id):
+            yield f"{path}.media_id", "must be 'sha256:' and 64 lower-case hexadecimal digits"
+
+
+def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        yield "sampling.temperature", f"must be finite and at least 0, not {sampling.temperature}"
+    if _set(sampling, "top_p") and not 0 < sampling.top_p <= 1:
+        yield "sampling.top_p", f"must be in (0, 1], not {sampling.top_p}"
+    if _set(sampling, "max_new_tokens") and not 1 <= sampling.max_new_tokens <= info.max_tokens:
+        yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        yield "sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(sampling.stop)}"
+    for i, stop in enumerate(sampling.stop):
+        if not stop:
+            yield f"sampling.stop[{i}]", "must not be empty"
+
+
+def _wrong_diffusion(diffusion: pb.DiffusionParams) -> Wrong:
+    for name in ("steps", "block_length"):
+        if _set(diffusion, name) and getattr(diffusion, name) < 1:
+            yield f"diffusion.{name}", "must be at least 1"
+    if _set(diffusion, "dkv_decode") and _set(diffusion.dkv_decode, "refresh") and diffusion.dkv_decode.refresh < 1:
+        yield "diffusion.dkv_decode.refresh", "must be at least 1"
+    threshold = diffusion.threshold
+    if _set(diffusion, "threshold") and _set(threshold, "confidence") and not 0 < threshold.confidence <= 1:
+        yield "diffusion.threshold.confidence", f"must be in (0, 1], not {threshold.confidence}"
+
+
+def _set(message: ProtoMessage, field: str) -> bool:
+    return message.HasField(field)
+
+
+def _message(chat: pb.ChatMessage, media: Callable[[str], bytes]) -> Message:
+    return Message(role=ROLES[chat.role], parts=tuple(_part(part, media) for part in chat.parts))
+
+
+def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
+    if part.WhichOneof("part") == "text":
+        return TextPart(part.text)
+    image = part.image
+    return ImagePart(image.data if image.WhichOneof("source") == "data" else media(image.media_id))
+
+
+def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if _set(sampling, "top_p") else 1.0,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_new_tokens=sampling.max_new_tokens if _set(sampling, "max_new_tokens") else info.max_new_tokens,
+        stop=tuple(sampling.stop),
+    )
+
+
+def _diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Diffusion:
+    return Diffusion(
+        steps=diffusion.steps,
+        block_length=diffusion.block_length,
+        recompute=_recompute(diffusion, info),
+        commit=_commit(diffusion, info),
+    )
+
+
+def _recompute(diffusion: pb.DiffusionParams, info: ModelInfo) -> Policy:
+    match diffusion.WhichOneof("recompute"):
+        case "no_cache":
+            return _policy("none")
+        case "dkv_decode":
+            asked = diffusion.dkv_decode
+            return _policy("dkv_decode", **({"refresh": asked.refresh} if _set(asked, "refresh") else {}))
+    return _policy(info.recompute_policy)
+
+
+def _commit(diffusion: pb.DiffusionParams, info: ModelInfo) -> Policy:
+    match diffusion.WhichOneof("commit"):
+        case "low_confidence":
+            return _policy("low_confidence")
+        case "threshold":
+            asked = diffusion.threshold
+            return _policy("threshold", **({"confidence": asked.confidence} if _set(asked, "confidence") else {}))
+    return _policy(info.commit_policy)
+
+
+def _policy(name: str, **options: float) -> Policy:
+    return Policy(name=name, options={**DEFAULT_OPTIONS.get(name, {}), **options})
+
+
+def _streaming(stream: pb.StreamOptions) -> Streaming:
+    return Streaming(deltas=stream.deltas if _set(stream, "deltas") else True, snapshots=stream.snapshots)
+
+
+def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, info: ModelInfo) -> None:
+    if not info.images and any(_set(part, "image") for chat in message.messages for part in chat.parts):
+        raise Unimplemented(f"model {info.name!r} takes no images")
+    for kind, policy, known in (
+        ("recompute", diffusion.recompute, info.recompute_policies),
+        ("commit", diffusion.commit, info.commit_policies),
+    ):
+        if policy.name not in known:
+            raise Unimplemented(
+                f"model {info.name!r} has no {kind} policy {policy.name!r}; it has {', '.join(known) or 'none'}"
+            )
+
+
+def _finished(event: events.Finished) -> pb.Finished:
+    return pb.Finished(
+        reason=_REASON_NUMBERS[event.reason],
+        text=event.text,
+        usage=pb.Usage(
+            prompt_tokens=event.usage.prompt_tokens,
+            visual_tokens=event.usage.visual_tokens,
+            completion_tokens=event.usage.completion_tokens,
+        ),
+        forwards=event.forwards,
+        tokens_per_forward=event.tokens_per_forward,
+        recomputed_tokens=event.recomputed_tokens,
+        times=pb.StageTimes(
+            queue_ms=event.times.queue,
+            encode_ms=event.times.encode,
+            prefill_ms=event.times.prefill,
+            decode_ms=event.times.decode,
+            total_ms=event.times.total,
+            first_token_ms=event.times.first_token,
+        ),
+        warnings=event.warnings,
+    )
+
+
+def _from_finished(message: pb.Finished) -> events.Finished:
+    usage, times = message.usage, message.times
+    return events.Finished(
+        reason=REASONS.get(message.reason, "unspecified"),
+        text=message.text,
+        usage=events.Usage(usage.prompt_tokens, usage.visual_tokens, usage.completion_tokens),
+        forwards=message.forwards,
+        recomputed_tokens=message.recomputed_tokens,
+        times=events.StageTimes(
+            queue=times.queue_ms,
+            encode=times.encode_ms,
+            prefill=times.prefill_ms,
+            decode=times.decode_ms,
+            total=times.total_ms,
+            first_token=times.first_token_ms,
+        ),
+        warnings=tuple(message.warnings),
+    )

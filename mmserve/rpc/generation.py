@@ -1,0 +1,105 @@
+"""GenerationService: one request in, its events out."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from mmserve.config import MediaConfig
+from mmserve.core.events import Event, Failed
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Request
+from mmserve.encode.store import MediaStore
+from mmserve.errors import DeadlineExceeded, MMServeError, NotFound
+from mmserve.rpc import convert, request_id
+from mmserve.rpc.status import errors_to_status
+from mmserve.rpc.stream import Outbox
+from mmserve.v1 import generation_pb2 as pb
+from mmserve.v1 import generation_pb2_grpc
+
+logger = logging.getLogger("mmserve.rpc")
+
+
+class EngineLike(Protocol):
+    """What the server needs of an engine; every method may be called from any thread."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model it runs."""
+
+    def start(self) -> None:
+        """Begin to serve."""
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
+        """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events."""
+
+    def cancel(self, request_id: str, error: MMServeError | None = None) -> None:
+        """End a request with ``error`` (default ``Cancelled``); an unknown or ended one is ignored."""
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the running ones, ``timeout`` seconds at most; fail the rest.
+
+        True if all ended by themselves. May be called again, with a shorter time, while a first call waits.
+        """
+
+    def stop(self) -> None:
+        """End its threads."""
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers ``Generate`` with the engine of the model that the request names."""
+
+    def __init__(self, engines: Mapping[str, EngineLike], media: MediaStore, limits: MediaConfig) -> None:
+        self._engines = engines
+        self._media = media
+        self._limits = limits
+
+    async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
+        """Stream the events of one request; a client that leaves cancels it."""
+        label = request_id.label_in(context.invocation_metadata())
+        async with errors_to_status(context, f"Generate {label}"):
+            await context.send_initial_metadata(((request_id.KEY, label),))
+            engine = find_engine(self._engines, message.model)
+            request = convert.to_request(
+                message,
+                request_id=uuid.uuid4().hex,  # two clients may use one label: the engine's ids are its own
+                info=engine.info,
+                limits=self._limits,
+                media=self._media.get,
+                deadline=_deadline(context),
+            )
+            logger.info("request %s for %s (%s: %s)", request.id, request.model, request_id.KEY, label)
+            await _relay(engine, request, label, context)
+
+
+async def _relay(engine: EngineLike, request: Request, label: str, context: Any) -> None:
+    outbox = Outbox()
+    engine.submit(request, outbox.put)
+    try:
+        async for event in outbox:
+            if isinstance(event, Failed):
+                logger.info("request %s failed: %s", request.id, event.error)
+                raise event.error
+            await context.write(convert.to_response(event, label))
+    finally:
+        if not outbox.ended:  # the client went away, or its deadline passed
+            late = request.deadline is not None and time.monotonic() >= request.deadline
+            logger.info("request %s abandoned: %s", request.id, "deadline" if late else "cancelled by the client")
+            engine.cancel(request.id, DeadlineExceeded("the deadline passed") if late else None)
+
+
+def find_engine(engines: Mapping[str, EngineLike], name: str) -> EngineLike:
+    """The engine of model ``name``, the first one for an empty name; raises ``NotFound`` listing the known."""
+    if not name:
+        return next(iter(engines.values()))
+    if name not in engines:
+        raise NotFound(f"no model {name!r} here; there is {', '.join(engines)}")
+    return engines[name]
+
+
+def _deadline(context: Any) -> float | None:
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining

@@ -1,0 +1,64 @@
+"""``grpc.health.v1`` for asyncio: the state of each service, and of the server under the empty name.
+
+grpcio's own asyncio servicer forgets the other watchers of a service when one of them leaves; this one does not, and
+lets its watchers go when the server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from mmserve.errors import NotFound
+from mmserve.rpc.status import abort
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """One state for all ``services`` and the server itself, NOT_SERVING at first; used on one event loop."""
+
+    def __init__(self, services: Iterable[str]) -> None:
+        self._services = frozenset({"", *services})
+        self._status = NOT_SERVING
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def set(self, status: int) -> None:
+        """Change the state and tell every watcher."""
+        self._status = status
+        self._wake()
+
+    def close(self) -> None:
+        """Tell every watcher the last state and end its stream."""
+        self._closed = True
+        self._wake()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """The state of a service now; NOT_FOUND for an unknown one."""
+        if request.service not in self._services:
+            await abort(context, NotFound(f"no service {request.service!r} here"))
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        """The state of a service now and after each change; SERVICE_UNKNOWN for an unknown one."""
+        sent = None
+        while True:
+            changed, closed = self._changed, self._closed
+            status = self._status if request.service in self._services else _UNKNOWN
+            if status != sent:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                sent = status
+            if closed:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+            await changed.wait()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

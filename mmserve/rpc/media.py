@@ -1,0 +1,60 @@
+"""MediaService: files sent once, in chunks, and kept under their hash."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from mmserve.config import MediaConfig
+from mmserve.encode.store import MediaStore
+from mmserve.errors import InvalidArgument, ResourceExhausted
+from mmserve.rpc.status import errors_to_status
+from mmserve.v1 import media_pb2, media_pb2_grpc
+
+#: When a client may try again after too many uploads at once (seconds).
+_RETRY_AFTER = 1.0
+
+
+class MediaService(media_pb2_grpc.MediaServiceServicer):
+    """Takes uploads; those in progress hold together at most as many bytes as the store."""
+
+    def __init__(self, store: MediaStore, limits: MediaConfig) -> None:
+        self._store = store
+        self._limits = limits
+        self._in_progress = 0  # bytes of unfinished uploads
+
+    async def UploadMedia(
+        self, chunks: AsyncIterator[media_pb2.UploadMediaRequest], context: Any
+    ) -> media_pb2.UploadMediaResponse:
+        """Store the joined chunks; refuses empty and too large items, and more than the store can take."""
+        async with errors_to_status(context, "UploadMedia"):
+            return await self._receive(chunks)
+        raise AssertionError("unreachable: an error ends the call")
+
+    async def _receive(self, chunks: AsyncIterator[media_pb2.UploadMediaRequest]) -> media_pb2.UploadMediaResponse:
+        received: list[bytes] = []
+        size = 0
+        digest = hashlib.sha256()
+        try:
+            async for message in chunks:
+                self._check_room(size, len(message.chunk))
+                received.append(message.chunk)
+                size += len(message.chunk)
+                self._in_progress += len(message.chunk)
+                digest.update(message.chunk)
+            if not size:
+                raise InvalidArgument.of("chunk", "must not be empty: the upload has no bytes")
+            stored = self._store.put(b"".join(received), media_id=f"sha256:{digest.hexdigest()}")
+        finally:
+            self._in_progress -= size
+        return media_pb2.UploadMediaResponse(media_id=stored.media_id, bytes=size, deduplicated=stored.deduplicated)
+
+    def _check_room(self, size: int, more: int) -> None:
+        limit = self._limits.max_item_bytes
+        if size + more > limit:
+            raise InvalidArgument.of("chunk", f"must be at most {limit} bytes together")
+        if size + more > self._store.capacity:
+            raise ResourceExhausted(f"the item does not fit into the media store of {self._store.capacity} bytes")
+        if self._in_progress + more > self._store.capacity:
+            raise ResourceExhausted("too many uploads at once", retry_after=_RETRY_AFTER)

@@ -1,0 +1,321 @@
+"""What both clients share: arguments to a request message, events to a result, channels, and when to try again."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import grpc
+import PIL.Image
+
+from mmserve.core import events
+from mmserve.core.request import ImagePart, Message, TextPart
+from mmserve.encode.store import is_media_id
+from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
+from mmserve.rpc import request_id
+from mmserve.rpc.convert import role_number
+from mmserve.v1 import generation_pb2 as pb
+
+#: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
+Image = bytes | Path | PIL.Image.Image | str
+#: A chat message: typed, or ``{"role": …, "content": …}``.
+Chat = Message | Mapping[str, str]
+
+ATTEMPTS = 4
+UPLOAD_CHUNK = 1 << 20
+_FIRST_DELAY = 0.1  # seconds; doubles with every attempt
+
+
+@dataclass(frozen=True)
+class DkvDecode:
+    """dKV-Cache-Decode (arXiv 2505.15781); ``refresh`` = steps between full refreshes, 1 = never cached."""
+
+    refresh: int = 8
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Every candidate at least this confident becomes final (arXiv 2505.22618); ``confidence`` in (0, 1]."""
+
+    confidence: float = 0.9
+
+
+Recompute = Literal["none", "dkv_decode"] | DkvDecode
+Commit = Literal["low_confidence", "threshold"] | Threshold
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of ``generate`` and ``stream``; what is left out takes the model's default."""
+
+    model: str | None
+    max_new_tokens: int | None
+    temperature: float | None  # 0 = greedy
+    top_p: float | None  # (0, 1]
+    top_k: int | None  # 0 = every token
+    seed: int | None
+    stop: str | Sequence[str]
+    steps: int | None
+    block_length: int | None
+    recompute: Recompute | None
+    commit: Commit | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TLS:
+    """How to trust the server (``ca``: PEM bytes or file, None = the system's) and who the client is (mTLS)."""
+
+    ca: bytes | Path | None = None
+    certificate: bytes | Path | None = None
+    key: bytes | Path | None = None
+    server_name: str | None = None  # name in the server's certificate, where it is not the target's host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished answer; ``finish_reason`` is ``end``, ``stop`` or ``length``, ``times`` are milliseconds."""
+
+    text: str
+    finish_reason: str
+    usage: events.Usage
+    forwards: int
+    tokens_per_forward: float
+    recomputed_tokens: int
+    times: events.StageTimes
+    warnings: tuple[str, ...]
+    request_id: str
+
+
+def to_result(event: events.Event | None, request_id: str) -> Result:
+    """The result in the last event of a stream; raises ``Unavailable`` where the stream ended without one."""
+    if not isinstance(event, events.Finished):
+        raise Unavailable("the server ended the stream without an answer")
+    return Result(
+        text=event.text,
+        finish_reason=event.reason,
+        usage=event.usage,
+        forwards=event.forwards,
+        tokens_per_forward=event.tokens_per_forward,
+        recomputed_tokens=event.recomputed_tokens,
+        times=event.times,
+        warnings=event.warnings,
+        request_id=request_id,
+    )
+
+
+def build_request(
+    prompt: str | Sequence[Chat],
+    images: Sequence[Image],
+    *,
+    deltas: bool,
+    snapshots: bool,
+    model: str | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    steps: int | None = None,
+    block_length: int | None = None,
+    recompute: Recompute | None = None,
+    commit: Commit | None = None,
+) -> pb.GenerateRequest:
+    """The message for these arguments; ``images`` go in front of the last message's text.
+
+    Raises ``InvalidArgument`` for what cannot be put into a message, ``OSError`` for an unreadable image file.
+    """
+    request = pb.GenerateRequest(messages=_messages(prompt, images))
+    _put(request, "", model=model)
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    _put(request.sampling, "sampling.", **sampling)
+    for i, text in enumerate([stop] if isinstance(stop, str) else stop):
+        if not isinstance(text, str):
+            raise InvalidArgument.of(f"sampling.stop[{i}]", f"must be a string, not {text!r}")
+        request.sampling.stop.append(text)
+    _put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
+    _put_recompute(request.diffusion, recompute)
+    _put_commit(request.diffusion, commit)
+    request.stream.deltas, request.stream.snapshots = deltas, snapshots
+    return request
+
+
+def file_bytes(image: Any, where: str) -> bytes:
+    """The encoded file of an image given as bytes, path or picture (which becomes a PNG)."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, Path):
+        return image.read_bytes()
+    if isinstance(image, PIL.Image.Image):
+        file = io.BytesIO()
+        (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(file, "PNG")
+        return file.getvalue()
+    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path, a PIL image or a media id 'sha256:…'")
+
+
+def request_label(given: str | None) -> str:
+    """``given``, or a fresh id; raises ``InvalidArgument`` for what a server would not accept."""
+    if given is None:
+        return uuid.uuid4().hex
+    if not request_id.is_label(given):
+        raise InvalidArgument.of("request_id", "must be 1 to 128 printable ASCII characters")
+    return given
+
+
+def call_metadata(token: str | None, label: str | None = None) -> list[tuple[str, str]]:
+    """The metadata of a call."""
+    pairs = [("authorization", f"Bearer {token}")] if token else []
+    return [*pairs, (request_id.KEY, label)] if label else pairs
+
+
+def channel_options(tls: TLS | bool | None) -> list[tuple[str, int | str]]:
+    """Options of a client's channel; message sizes are the server's to limit."""
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.use_local_subchannel_pool", 1),  # one client's failed connection is not another's
+    ]
+    if isinstance(tls, TLS) and tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return options
+
+
+def channel_credentials(tls: TLS | bool | None) -> Any:
+    """The channel credentials for ``tls``; None = not encrypted."""
+    if not tls:
+        return None
+    chosen = tls if isinstance(tls, TLS) else TLS()
+    return grpc.ssl_channel_credentials(_pem(chosen.ca), _pem(chosen.key), _pem(chosen.certificate))
+
+
+class Retries:
+    """How long one call of the user may still take, and whether a failed attempt is worth another."""
+
+    def __init__(self, timeout: float) -> None:
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
+        self._deadline = time.monotonic() + timeout
+        self._attempts = 1
+
+    def remaining(self) -> float:
+        """Seconds left for everything."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def delay(self, error: MMServeError, *, started: bool = False) -> float:
+        """Seconds to wait before the next attempt, or raise ``error`` where there should be none.
+
+        Tried again are calls that the server surely did not begin to answer (``started`` false): it could not be
+        reached, or it was full and said when it will not be.
+        """
+        pause = _FIRST_DELAY * 2 ** (self._attempts - 1) * random.uniform(0.5, 1.0)
+        if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+            pause += error.retry_after
+        elif not isinstance(error, Unavailable):
+            raise error
+        if started or self._attempts >= ATTEMPTS or pause >= self.remaining():
+            raise error
+        self._attempts += 1
+        return pause
+
+
+def _messages(prompt: str | Sequence[Chat], images: Sequence[Image]) -> list[pb.ChatMessage]:
+    chats: Sequence[Chat] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [_message(chat, f"messages[{i}]") for i, chat in enumerate(chats)]
+    if images:
+        if not messages:
+            raise InvalidArgument.of("messages", "must hold at least one message")
+        parts = [pb.ContentPart(image=_image(image, f"images[{i}]")) for i, image in enumerate(images)]
+        last = messages[-1]
+        messages[-1] = pb.ChatMessage(role=last.role, parts=[*parts, *last.parts])
+    return messages
+
+
+def _message(chat: Chat, where: str) -> pb.ChatMessage:
+    if isinstance(chat, Message):
+        return pb.ChatMessage(role=_role(chat.role), parts=[_part(part, where) for part in chat.parts])
+    if not isinstance(chat, Mapping) or set(chat) != {"role", "content"}:
+        raise InvalidArgument.of(where, "must be a Message, or a mapping with the keys 'role' and 'content'")
+    return pb.ChatMessage(role=_role(chat["role"]), parts=[_part(TextPart(chat["content"]), where)])
+
+
+def _role(name: str) -> Any:
+    return role_number(name)
+
+
+def _part(part: TextPart | ImagePart, where: str) -> pb.ContentPart:
+    try:
+        if isinstance(part, ImagePart):
+            return pb.ContentPart(image=pb.Image(data=part.data))
+        return pb.ContentPart(text=part.text)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument.of(where, f"cannot be sent: {error}") from error
+
+
+def _image(image: Image, where: str) -> pb.Image:
+    if isinstance(image, str):
+        if not is_media_id(image):
+            raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
+        return pb.Image(media_id=image)
+    return pb.Image(data=file_bytes(image, where))
+
+
+def _put_recompute(diffusion: pb.DiffusionParams, policy: Recompute | None) -> None:
+    match policy:
+        case None:
+            pass
+        case "none":
+            diffusion.no_cache.SetInParent()
+        case "dkv_decode":
+            diffusion.dkv_decode.SetInParent()
+        case DkvDecode(refresh):
+            _put(diffusion.dkv_decode, "diffusion.dkv_decode.", refresh=refresh)
+        case _:
+            raise InvalidArgument.of(
+                "diffusion.recompute", f"must be 'none', 'dkv_decode' or DkvDecode, not {policy!r}"
+            )
+
+
+def _put_commit(diffusion: pb.DiffusionParams, policy: Commit | None) -> None:
+    match policy:
+        case None:
+            pass
+        case "low_confidence":
+            diffusion.low_confidence.SetInParent()
+        case "threshold":
+            diffusion.threshold.SetInParent()
+        case Threshold(confidence):
+            _put(diffusion.threshold, "diffusion.threshold.", confidence=confidence)
+        case _:
+            wanted = "'low_confidence', 'threshold' or Threshold"
+            raise InvalidArgument.of("diffusion.commit", f"must be {wanted}, not {policy!r}")
+
+
+def _put(message: Any, path: str, **values: Any) -> None:
+    for name, value in values.items():
+        if value is None:
+            continue
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument.of(f"{path}{name}", f"cannot be {value!r}: {error}") from error
+
+
+def _pem(source: bytes | Path | None) -> bytes | None:
+    return source.read_bytes() if isinstance(source, Path) else source

@@ -1,0 +1,204 @@
+"""The gRPC server: all services on one port, from start to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from mmserve.config import Config, ServerConfig
+from mmserve.encode.store import MediaStore
+from mmserve.errors import ConfigError
+from mmserve.rpc.auth import BearerAuth
+from mmserve.rpc.generation import EngineLike, GenerationService
+from mmserve.rpc.health import NOT_SERVING, SERVING, Health
+from mmserve.rpc.media import MediaService
+from mmserve.rpc.model import ModelService
+from mmserve.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    media_pb2,
+    media_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+
+logger = logging.getLogger("mmserve.rpc")
+
+SERVICES = tuple(
+    service.full_name
+    for module in (generation_pb2, media_pb2, model_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+#: How long last words may take to reach the clients once nothing runs any more (seconds).
+_GOODBYE_SECONDS = 2.0
+
+
+class Server:
+    """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops."""
+
+    def __init__(self, config: Config, engines: Mapping[str, EngineLike]) -> None:
+        if not engines:
+            raise ConfigError("a server needs at least one model")
+        self.config = config
+        self.engines = dict(engines)
+        self.media = MediaStore(config.media.store_bytes)
+        self.port = 0
+        self._health = Health(SERVICES)
+        self._grpc: Any = None
+        self._ending: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+        # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another
+        self._threads = ThreadPoolExecutor(2 * len(self.engines), "mmserve-engine")
+
+    async def start(self) -> int:
+        """Start the engines, listen, and return the bound port; raises ``ConfigError`` where that is impossible."""
+        if self._grpc is not None:
+            raise RuntimeError("a server starts once")
+        self._grpc = self._build()
+        self.port = self._bind()
+        started: list[EngineLike] = []
+        try:
+            for engine in self.engines.values():
+                await self._for_all([engine], "start")
+                started.append(engine)
+            await self._grpc.start()
+        except BaseException:
+            await self._for_all(started, "stop")
+            await self._grpc.stop(None)
+            raise
+        self._health.set(SERVING)
+        logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
+        return self.port
+
+    async def drain(self) -> None:
+        """End in order: health says NOT_SERVING, new requests are refused, running ones get ``drain_seconds``."""
+        await self._end(self.config.server.drain_seconds)
+
+    async def stop(self) -> None:
+        """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` under way."""
+        if self._ending is not None and not self._ending.done():
+            logger.warning("stopping at once")
+            await self._for_all(self.engines.values(), "drain", 0.0)
+        await self._end(0.0)
+
+    async def serve_until_signal(self) -> None:
+        """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once."""
+        loop = asyncio.get_running_loop()
+        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        watched = (signal.SIGTERM, signal.SIGINT)
+        for number in watched:
+            loop.add_signal_handler(number, signals.put_nowait, number)
+        obeying = asyncio.create_task(self._obey(signals))
+        try:
+            await self._ended.wait()
+            await self.drain()  # over already: raises what went wrong in it
+        finally:
+            obeying.cancel()
+            for number in watched:
+                loop.remove_signal_handler(number)
+
+    async def _obey(self, signals: asyncio.Queue[signal.Signals]) -> None:
+        logger.info("%s: draining", (await signals.get()).name)
+        draining = asyncio.create_task(self.drain())
+        logger.info("%s again", (await signals.get()).name)
+        await self.stop()
+        await draining
+
+    async def _end(self, seconds: float) -> None:
+        if self._grpc is None:
+            return
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._shut_down(seconds))
+        await asyncio.shield(self._ending)
+
+    async def _shut_down(self, seconds: float) -> None:
+        self._health.set(NOT_SERVING)
+        try:
+            ended = await self._for_all(self.engines.values(), "drain", seconds)
+            if not all(ended):
+                logger.warning("requests were still running after %s seconds and were cancelled", seconds)
+        finally:
+            self._health.close()
+            await self._grpc.stop(_GOODBYE_SECONDS)
+            await self._for_all(self.engines.values(), "stop")
+            self._threads.shutdown(wait=False)
+            self._ended.set()
+            logger.info("stopped")
+
+    async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
+        """Call a blocking method of several engines, side by side."""
+        loop = asyncio.get_running_loop()
+        calls = (loop.run_in_executor(self._threads, getattr(engine, method), *args) for engine in engines)
+        return await asyncio.gather(*calls)
+
+    def _build(self) -> Any:
+        config = self.config.server
+        interceptors = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
+        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        generation = GenerationService(self.engines, self.media, self.config.media)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
+        media_pb2_grpc.add_MediaServiceServicer_to_server(MediaService(self.media, self.config.media), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((*SERVICES, health, reflection.SERVICE_NAME), server)
+        return server
+
+    def _bind(self) -> int:
+        config = self.config.server
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        credentials = _credentials(config)
+        try:
+            if credentials is None:
+                return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
+            return int(self._grpc.add_secure_port(f"{host}:{config.port}", credentials))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    keepalive_ms = int(config.keepalive_seconds * 1000)
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing of its calls
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # clients ping during long silent streams: without this they are sent away for it
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def _credentials(config: ServerConfig) -> Any:
+    if not config.tls_key:
+        return None
+    certificate, key = _pem("tls_certificate", config.tls_certificate), _pem("tls_key", config.tls_key)
+    try:  # gRPC itself would say no more than that the port cannot be bound
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"[server] tls_certificate and tls_key are not a pair (PEM, key not encrypted): {error}"
+        ) from error
+    client_ca = _pem("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
+    return grpc.ssl_server_credentials(
+        [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )
+
+
+def _pem(name: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"[server] {name}: cannot read {path}: {error.strerror}") from error

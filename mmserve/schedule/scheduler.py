@@ -1,0 +1,64 @@
+"""The scheduler: a pure function from the requests' states and the budgets to a plan.
+
+First come, first served at every stage, each bounded by its budget. A batch always takes at least its first
+request, so nothing can be too large to run. Decode batches take whoever waited longest since their last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mmserve.core.plan import Budgets, Entry, Plan
+from mmserve.core.request import RequestId, Stage
+
+_HOLDS_PAGES = frozenset({Stage.PREFILLING, Stage.PREFILLED, Stage.STEPPING, Stage.READY})
+
+
+def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
+    """What each idle stage does next, given all live requests in order of arrival."""
+    return Plan(
+        encode=_encode(entries, budgets) if "encode" in budgets.idle else (),
+        prefill=_prefill(entries, budgets) if "prefill" in budgets.idle else (),
+        decode=_decode(entries, budgets) if "decode" in budgets.idle else (),
+    )
+
+
+def _encode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+    room = budgets.handover - _count(entries, Stage.ENCODING, Stage.ENCODED)
+    queued = [e for e in entries if e.stage is Stage.QUEUED][: max(0, room)]
+    return _fill(queued, [max(1, e.images) for e in queued], budgets.encode_batch)
+
+
+def _prefill(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+    room = min(
+        budgets.handover - _count(entries, Stage.PREFILLING, Stage.PREFILLED),
+        budgets.max_running - _count(entries, *_HOLDS_PAGES),
+    )
+    waiting: list[Entry] = []
+    pages = budgets.free_pages
+    for entry in (e for e in entries if e.stage is Stage.ENCODED):
+        if len(waiting) >= room or entry.pages > pages:
+            break  # nobody overtakes the first that does not fit: it would wait for ever
+        pages -= entry.pages
+        waiting.append(entry)
+    return _fill(waiting, [e.tokens for e in waiting], budgets.prefill_tokens)
+
+
+def _decode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+    ready = sorted((e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)), key=lambda e: e.last_step)
+    return _fill(ready, [e.tokens for e in ready], budgets.decode_tokens)
+
+
+def _count(entries: Sequence[Entry], *stages: Stage) -> int:
+    return sum(e.stage in stages for e in entries)
+
+
+def _fill(entries: Sequence[Entry], costs: Iterable[int], budget: int) -> tuple[RequestId, ...]:
+    """The longest prefix whose costs fit the budget, at least one entry."""
+    taken: list[RequestId] = []
+    for entry, cost in zip(entries, costs, strict=True):
+        budget -= cost
+        if taken and budget < 0:
+            break
+        taken.append(entry.id)
+    return tuple(taken)

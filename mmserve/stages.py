@@ -1,0 +1,119 @@
+"""The three stages of one model, joined by a transport: what the engine's workers run.
+
+A stage takes a batch of requests and returns one outcome each: a small plain result, or the exception that this
+request alone met. Payloads (visual tokens, pages, canvases) travel by the transport and never touch the engine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.events import Usage
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Request, RequestId
+from mmserve.decode.commit import COMMIT
+from mmserve.decode.loop import DiffusionDecoder, Stepped, commit_policy, recompute_policy
+from mmserve.decode.recompute import RECOMPUTE
+from mmserve.decode.state import Decoding, Encoded, Prefilled
+from mmserve.encode.encoder import Encoder
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+from mmserve.transfer.base import Transport
+from mmserve.transfer.local import LocalTransport
+from mmserve.worker import run_isolated
+
+
+class Stages:
+    """Encode, prefill and decode of one model. Each method belongs to one worker; all may run at the same time."""
+
+    def __init__(self, model: LoadedModel, engine: EngineConfig, media: MediaConfig) -> None:
+        self.model, self._media = model, media
+        self.max_tokens = min(engine.max_tokens, model.spec.max_tokens)
+        self.store = KVStore(
+            model.decoder.config, pages=engine.pages, page_size=engine.page_size, dtype=model.dtype, device=model.device
+        )
+        self.encoder = Encoder(model, media, max_tokens=self.max_tokens)
+        self.decoder = DiffusionDecoder(model, self.store)
+        self.to_prefill: Transport = LocalTransport()
+        self.to_decode: Transport = LocalTransport()
+        self._decoding: dict[RequestId, Decoding] = {}
+
+    def describe(self) -> ModelInfo:
+        """What the model can do here."""
+        sees = self.model.vision is not None
+        return ModelInfo(
+            name=self.model.spec.name,
+            architecture=self.model.spec.architecture,
+            images=sees,
+            diffusion=True,
+            recompute_policies=tuple(RECOMPUTE),
+            commit_policies=tuple(COMMIT),
+            max_tokens=self.max_tokens,
+            max_images=self._media.max_images if sees else 0,
+            visual_tokens_per_image=self.model.vision.tokens_per_image if self.model.vision is not None else 0,
+            max_image_bytes=self._media.max_item_bytes,
+            max_new_tokens=64,
+            block_length=self.model.spec.default_block_length,
+            recompute_policy="none",
+            commit_policy="low_confidence",
+            parameters=self.model.parameters,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=str(self.model.device),
+        )
+
+    def check(self, request: Request) -> None:
+        """Refuse at once what no stage could do: ``InvalidArgument`` for unknown policies."""
+        recompute_policy(request)
+        commit_policy(request)
+
+    def encode(self, batch: list[Request]) -> list[Usage | Exception]:
+        """Encode each request; its token counts (no completion yet)."""
+        outcomes = run_isolated(self.encoder.encode, batch)
+        return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
+
+    def prefill(self, batch: list[tuple[Request, tuple[int, ...]]]) -> list[Exception | None]:
+        """Prefill each request into its pages."""
+        items = [(r, self.to_prefill.receive(r.id), np.asarray(pages, dtype=np.int64)) for r, pages in batch]
+        outcomes = run_isolated(self.decoder.prefill, items)
+        for (request, _pages), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Prefilled):
+                self.to_decode.send(request.id, outcome)
+        return [None if isinstance(outcome, Prefilled) else outcome for outcome in outcomes]
+
+    def decode(self, batch: list[Request]) -> list[Stepped | Exception]:
+        """One step of each request."""
+        states = [self._state(request) for request in batch]
+        proposed = run_isolated(self.decoder.propose, states)
+        outcomes: list[Stepped | Exception] = []
+        for state, failure in zip(states, proposed, strict=True):
+            outcomes += [failure] if failure is not None else run_isolated(self._commit, [state])
+        return outcomes
+
+    def finished(self, request: RequestId) -> tuple[str, int, int, int]:
+        """Text, completion tokens, forward passes and recomputed positions of a request that ended in decode."""
+        state = self._decoding[request]
+        return state.text.text, state.text.tokens, state.forwards, state.prefilled.recomputed
+
+    def release(self, request: RequestId) -> None:
+        """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
+        self.to_prefill.drop(request)
+        self.to_decode.drop(request)
+        self._decoding.pop(request, None)
+
+    @property
+    def held(self) -> int:
+        """Requests of which anything is kept."""
+        return self.to_prefill.waiting + self.to_decode.waiting + len(self._decoding)
+
+    def _send_encoded(self, request: Request, encoded: Encoded) -> Usage:
+        self.to_prefill.send(request.id, encoded)
+        return Usage(len(encoded.ids), len(encoded.image_rows), 0)
+
+    def _state(self, request: Request) -> Decoding:
+        if request.id not in self._decoding:
+            self._decoding[request.id] = self.decoder.open(request, self.to_decode.receive(request.id))
+        return self._decoding[request.id]
+
+    def _commit(self, states: list[Decoding]) -> list[Stepped]:
+        return [self.decoder.commit(state) for state in states]

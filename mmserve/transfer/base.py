@@ -1,0 +1,31 @@
+"""How one stage's result reaches the next stage."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mmserve.core.request import RequestId
+
+
+class Transport(Protocol):
+    """Moves a request's payload from the stage that made it to the stage that needs it.
+
+    The engine bounds how many payloads wait (``EngineConfig.handover``); a transport only holds and moves them.
+    """
+
+    def send(self, request: RequestId, payload: Any) -> None:
+        """Called by the stage that made the payload."""
+        ...
+
+    def receive(self, request: RequestId) -> Any:
+        """Called by the stage that needs the payload; it is the receiver's from then on. ``KeyError`` if not there."""
+        ...
+
+    def drop(self, request: RequestId) -> None:
+        """Forget a payload that nobody will receive; nothing happens if there is none."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Payloads sent and not yet received or dropped."""
+        ...

@@ -1,0 +1,25 @@
+"""Ask about a picture: ``python samples/ask_about_a_picture.py [HOST:PORT]`` (``mmserve serve`` runs there).
+
+Draws a scene, uploads it once, asks several questions about it and prints the answers.
+"""
+
+import random
+import sys
+
+from mmserve.client import Client, Threshold
+from mmserve.reference.scenes import draw_scene, scene_json
+
+
+def main(target: str) -> None:
+    """Upload one picture and ask about it."""
+    scene = draw_scene(random.Random(7))
+    with Client(target) as client:
+        picture = client.upload(scene.png())
+        for question in ("How many shapes are there?", "Is there a red circle?", "Describe the scene as JSON."):
+            result = client.generate(question, images=[picture], commit=Threshold(0.9))
+            print(f"{question}\n  {result.text}   ({result.forwards} forward passes, {result.times.total:.0f} ms)")
+    print(f"truth:\n  {scene_json(scene)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")

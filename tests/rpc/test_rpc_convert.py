@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+from echo_server import model_info
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmserve.config import MediaConfig
+from mmserve.core.events import Admitted, Delta, Failed, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Streaming, TextPart
+from mmserve.encode.store import MediaStore
+from mmserve.errors import Cancelled, Internal, InvalidArgument, NotFound, Unimplemented
+from mmserve.rpc import convert
+from mmserve.v1 import generation_pb2 as pb
+
+USER = {"role": "ROLE_USER", "parts": [{"text": "hello"}]}
+LIMITS = MediaConfig(max_item_bytes=100, max_images=2)
+
+
+def build(info: ModelInfo | None = None, store: MediaStore | None = None, **fields: Any) -> Request:
+    message = pb.GenerateRequest(**{"messages": [USER], **fields})
+    return convert.to_request(
+        message,
+        request_id="id",
+        info=info or model_info(),
+        limits=LIMITS,
+        media=(store or MediaStore(1000)).get,
+        deadline=12.5,
+    )
+
+
+def wrong(**fields: Any) -> list[str]:
+    with pytest.raises(InvalidArgument) as caught:
+        build(**fields)
+    return [v.field for v in caught.value.violations]
+
+
+def test_defaults() -> None:
+    assert build(model="echo") == Request(
+        id="id", model="echo", messages=(Message("user", (TextPart("hello"),)),), deadline=12.5
+    )
+
+
+def test_defaults_are_the_models() -> None:
+    info = model_info(max_new_tokens=7, recompute_policy="dkv_decode", commit_policy="threshold")
+    request = build(info)
+    assert request.sampling.max_new_tokens == 7
+    assert request.diffusion.recompute == Policy(name="dkv_decode", options={"refresh": 8})
+    assert request.diffusion.commit == Policy(name="threshold", options={"confidence": 0.9})
+
+
+def test_everything_set() -> None:
+    store = MediaStore(1000)
+    media_id = store.put(b"uploaded").media_id
+    request = build(
+        store=store,
+        messages=[
+            {"role": "ROLE_SYSTEM", "parts": [{"text": "s"}]},
+            {"role": "ROLE_ASSISTANT", "parts": [{"text": "a"}]},
+            {
+                "role": "ROLE_USER",
+                "parts": [{"image": {"data": b"inline"}}, {"text": "u"}, {"image": {"media_id": media_id}}],
+            },
+        ],
+        sampling={"temperature": 1.5, "top_p": 1.0, "top_k": 4, "seed": 9, "max_new_tokens": 1024, "stop": ["x"] * 16},
+        diffusion={"steps": 1, "block_length": 1, "dkv_decode": {"refresh": 1}, "threshold": {"confidence": 1.0}},
+        stream={"deltas": False, "snapshots": True},
+    )
+    assert [m.role for m in request.messages] == ["system", "assistant", "user"]
+    assert request.messages[2].parts == (ImagePart(b"inline"), TextPart("u"), ImagePart(b"uploaded"))
+    assert request.sampling == Sampling(
+        temperature=1.5, top_p=1.0, top_k=4, seed=9, max_new_tokens=1024, stop=("x",) * 16
+    )
+    assert request.diffusion == Diffusion(
+        steps=1,
+        block_length=1,
+        recompute=Policy(name="dkv_decode", options={"refresh": 1}),
+        commit=Policy(name="threshold", options={"confidence": 1.0}),
+    )
+    assert request.streaming == Streaming(deltas=False, snapshots=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("sampling.temperature", [-0.1, math.nan, math.inf, -math.inf]),
+        ("sampling.top_p", [0.0, -1.0, 1.01, math.nan]),
+        ("sampling.max_new_tokens", [0, 1025]),
+        ("diffusion.steps", [0]),
+        ("diffusion.block_length", [0]),
+        ("diffusion.dkv_decode.refresh", [0]),
+        ("diffusion.threshold.confidence", [0.0, 1.5, math.nan, -math.inf]),
+        ("sampling.stop", [["x"] * 17]),
+    ],
+)
+def test_ranges(field: str, values: list[Any]) -> None:
+    for value in values:
+        nested: Any = value
+        for name in reversed(field.split(".")):
+            nested = {name: nested}
+        assert wrong(**nested) == [field]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        ([], ["messages"]),
+        ([{"parts": [{"text": "x"}]}], ["messages[0].role"]),
+        ([{"role": 77, "parts": [{"text": "x"}]}], ["messages[0].role"]),
+        ([{"role": "ROLE_USER"}], ["messages[0].parts"]),
+        ([USER, {"role": "ROLE_ASSISTANT", "parts": [{"text": "x"}]}], ["messages[1].role"]),
+        ([USER, {"role": "ROLE_USER", "parts": [{"text": "x"}, {}]}], ["messages[1].parts[1]"]),
+        ([{"role": "ROLE_USER", "parts": [{"text": "x"}, {"image": {}}]}], ["messages[0].parts[1].image"]),
+        ([{"role": "ROLE_USER", "parts": [{"image": {"data": b""}}]}], ["messages[0].parts[0].image.data"]),
+        ([{"role": "ROLE_USER", "parts": [{"image": {"data": b"1" * 101}}]}], ["messages[0].parts[0].image.data"]),
+        ([{"role": "ROLE_USER", "parts": [{"image": {"media_id": "x"}}]}], ["messages[0].parts[0].image.media_id"]),
+        ([{"role": "ROLE_USER", "parts": [{"image": {"data": b"1"}}] * 3}], ["messages"]),
+    ],
+)
+def test_messages(messages: list[Any], fields: list[str]) -> None:
+    assert wrong(messages=messages) == fields
+
+
+def test_all_violations_at_once() -> None:
+    assert wrong(
+        messages=[{"parts": [{}]}, USER],
+        sampling={"temperature": -1.0, "top_p": 2.0, "stop": ["ok", ""]},
+        diffusion={"steps": 0, "threshold": {"confidence": 0.0}},
+    ) == [
+        "messages[0].role",
+        "messages[0].parts[0]",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.stop[1]",
+        "diffusion.steps",
+        "diffusion.threshold.confidence",
+    ]
+
+
+def test_the_models_own_image_limit_counts_too() -> None:
+    images = [{"role": "ROLE_USER", "parts": [{"image": {"data": b"1"}}] * 2}]
+    assert len(build(messages=images).messages[0].parts) == 2
+    with pytest.raises(InvalidArgument, match="at most 1 images"):
+        build(model_info(max_images=1), messages=images)
+
+
+def test_missing_media_and_capabilities() -> None:
+    lost = [{"role": "ROLE_USER", "parts": [{"image": {"media_id": "sha256:" + "0" * 64}}]}]
+    with pytest.raises(NotFound, match="sha256:000"):
+        build(messages=lost)
+    text_only = model_info(images=False, max_images=0, recompute_policies=("none",), commit_policies=())
+    with pytest.raises(Unimplemented, match="images"):
+        build(text_only, messages=lost)
+    with pytest.raises(Unimplemented, match="recompute policy 'dkv_decode'; it has none"):
+        build(text_only, diffusion={"dkv_decode": {}})
+    with pytest.raises(Unimplemented, match="commit policy 'low_confidence'"):
+        build(text_only, diffusion={"no_cache": {}, "low_confidence": {}})
+
+
+EVENTS = [
+    Admitted(3),
+    Snapshot("a▒", 1, 2, 1),
+    Delta("é"),
+    Finished("stop", "é", Usage(5, 2, 4), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
+    Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
+def test_events_there_and_back(event: Any) -> None:
+    assert convert.from_response(convert.to_response(event, "r")) == event
+
+
+def test_odd_events() -> None:
+    assert convert.to_response(Admitted(0), "r").admitted.request_id == "r"
+    assert convert.to_response(EVENTS[3], "r").finished.tokens_per_forward == 2.0
+    with pytest.raises(TypeError):
+        convert.to_response(Failed(Cancelled("x")), "r")
+    with pytest.raises(Internal, match="does not know"):
+        convert.from_response(pb.GenerateResponse())
+
+
+def test_model_info_there_and_back() -> None:
+    info = model_info()
+    assert convert.from_model_info(convert.to_model_info(info)) == info
+
+
+@given(st.binary(max_size=300))
+def test_no_message_crashes_it(data: bytes) -> None:
+    message = pb.GenerateRequest()
+    try:
+        message.MergeFromString(data)
+    except Exception:  # noqa: BLE001 - not a message at all
+        return
+    with contextlib.suppress(InvalidArgument, NotFound, Unimplemented):
+        convert.to_request(
+            message, request_id="i", info=model_info(), limits=LIMITS, media=MediaStore(1).get, deadline=None
+        )

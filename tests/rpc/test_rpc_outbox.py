@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot, StageTimes, Usage
+from mmserve.errors import Cancelled
+from mmserve.rpc.stream import Outbox, coalesce
+
+END = Finished("end", "done", Usage(1, 0, 1), 1, 1, StageTimes())
+
+
+def shot(n: int) -> Snapshot:
+    return Snapshot("▒", n, 100, n)
+
+
+def test_unsent_deltas_join_and_the_latest_snapshot_stays() -> None:
+    unsent: list[Event] = []
+    for event in (Admitted(0), Delta("a"), Delta("b"), shot(1), Delta("c"), shot(2), Delta("d"), Delta("e"), END):
+        coalesce(unsent, event)
+    assert unsent == [Admitted(0), Delta("abc"), shot(2), Delta("de"), END]
+
+
+letters = st.text(alphabet="abc▒é", max_size=3)
+steps = st.lists(st.one_of(letters.map(Delta), st.integers(0, 99).map(shot), st.none()), max_size=60)
+
+
+@given(steps)
+def test_any_interleaving_gives_the_whole_text_and_the_last_snapshot(script: list[Event | None]) -> None:
+    """``None`` stands for the client taking one event."""
+    unsent: list[Event] = []
+    sent: list[Event] = []
+    for event in script:
+        if event is not None:
+            coalesce(unsent, event)
+        elif unsent:
+            sent.append(unsent.pop(0))
+        assert len(unsent) <= 3
+    sent += unsent
+    put = [e for e in script if e is not None]
+    assert "".join(e.text for e in sent if isinstance(e, Delta)) == "".join(e.text for e in put if isinstance(e, Delta))
+    assert [e for e in sent if isinstance(e, Snapshot)][-1:] == [e for e in put if isinstance(e, Snapshot)][-1:]
+
+
+def test_from_another_thread() -> None:
+    async def main() -> None:
+        outbox = Outbox()
+
+        def produce() -> None:
+            outbox.put(Admitted(0))
+            for i in range(5000):
+                outbox.put(Delta(f"{i} "))
+                outbox.put(shot(i))
+                assert len(outbox) <= 4
+            outbox.put(END)
+
+        thread = threading.Thread(target=produce)
+        thread.start()
+        events = [event async for event in outbox]
+        thread.join()
+        assert events[0] == Admitted(0) and events[-1] == END and outbox.ended
+        assert "".join(e.text for e in events if isinstance(e, Delta)) == "".join(f"{i} " for i in range(5000))
+        assert [e for e in events if isinstance(e, Snapshot)][-1] == shot(4999)
+        assert [event async for event in outbox] == []
+
+    asyncio.run(main())
+
+
+def test_nothing_follows_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        outbox = Outbox()
+        outbox.put(Failed(Cancelled("x")))
+        outbox.put(END)
+        assert [type(e) async for e in outbox] == [Failed]
+
+    asyncio.run(main())
+    assert "after the last one" in caplog.text
+
+
+def test_events_after_the_loop_has_closed_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async def make() -> Outbox:
+        return Outbox()
+
+    outbox = asyncio.run(make())
+    with caplog.at_level(logging.DEBUG, "mmserve.rpc"):
+        outbox.put(END)
+    assert "after the end of the server" in caplog.text

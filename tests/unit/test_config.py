@@ -1,0 +1,216 @@
+"""Configuration: every wrong file is refused with what is wrong in it, and "auto" is resolved once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmserve.config import (
+    Config,
+    EngineConfig,
+    MediaConfig,
+    ModelConfig,
+    ServerConfig,
+    from_mapping,
+    load,
+    resolve,
+)
+from mmserve.errors import ConfigError
+
+TABLES: dict[str, type[Any]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
+KEYS = [(table, f.name, f.default) for table, kind in TABLES.items() for f in dataclasses.fields(kind)]
+COUNTS = ["max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch"]
+
+
+def toml(value: Any) -> str:
+    """``value`` as TOML, enough for what a config holds."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return repr(value)
+
+
+def written(config: Config) -> str:
+    lines = []
+    for table in TABLES:
+        lines.append(f"[{table}]")
+        lines += [f"{k} = {toml(v)}" for k, v in dataclasses.asdict(getattr(config, table)).items()]
+    for model in config.models:
+        lines.append("[[models]]")
+        lines += [f"{k} = {toml(v)}" for k, v in dataclasses.asdict(model).items()]
+    return "\n".join(lines)
+
+
+words = st.text(st.characters(codec="utf-8"), max_size=8)
+sizes = st.integers(1, 1 << 40)
+configs = st.builds(
+    Config,
+    server=st.builds(
+        ServerConfig,
+        host=words,
+        port=st.integers(0, 65535),
+        max_message_bytes=sizes,
+        auth_tokens=st.lists(words, max_size=3).map(tuple),
+        drain_seconds=st.floats(0, 1e6),
+    ),
+    engine=st.builds(
+        EngineConfig,
+        stages=st.sampled_from(["threads", "inline"]),
+        torch_threads=st.integers(0, 64),
+        pages=st.integers(0, 1 << 20),
+        **dict.fromkeys([*COUNTS, "prefill_tokens", "decode_tokens"], sizes),
+    ),
+    media=st.builds(MediaConfig, max_pixels=sizes, decode_seconds=st.floats(0.1, 1e3)),
+    models=st.lists(st.builds(ModelConfig, path=words, name=words), min_size=1, max_size=3).map(tuple),
+)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config") / "mmserve.toml"
+
+
+@given(config=configs)
+def test_a_written_config_reads_back_equal(config_file: Path, config: Config) -> None:
+    config_file.write_text(written(config), encoding="utf-8")
+    assert load(config_file) == config
+
+
+def test_an_empty_file_is_the_default_config(config_file: Path) -> None:
+    config_file.write_text("")
+    assert load(config_file) == Config()
+    assert Config().models == (ModelConfig(path="bundled"),)
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().engine.page_size = 4  # type: ignore[misc]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config file .*nowhere\.toml"):
+        load(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("content", [b"[server", b"port = ", b'[server]\nhost = "\xff"\n'])
+def test_a_file_that_is_no_toml_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        load(path)
+
+
+def test_an_unknown_table_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown table 'servers'.*server.*engine.*media.*models"):
+        from_mapping({"servers": {}})
+
+
+@pytest.mark.parametrize("table", [*TABLES, "models"])
+def test_an_unknown_key_is_refused_with_the_known_ones(table: str) -> None:
+    wrong = {"colour": 1}
+    with pytest.raises(ConfigError, match=rf"{table}.*has no key 'colour'") as refused:
+        from_mapping({table: [wrong] if table == "models" else wrong})
+    for field in dataclasses.fields(TABLES.get(table, ModelConfig)):
+        assert field.name in str(refused.value)
+
+
+def _of_another_type(default: Any) -> list[Any]:
+    values: list[Any] = [True, 3, 2.5, "text", ["a"], [1], {"a": 1}]
+    fits = {int: [3], float: [3, 2.5], str: ["text"], tuple: [["a"]]}[type(default)]
+    return [v for v in values if not any(v is f or (type(v) is type(f) and v == f) for f in fits)]
+
+
+@pytest.mark.parametrize(("table", "key", "default"), KEYS, ids=lambda v: v if isinstance(v, str) else None)
+def test_a_value_of_another_type_is_refused_with_table_and_key(table: str, key: str, default: Any) -> None:
+    for value in _of_another_type(default):
+        with pytest.raises(ConfigError, match=rf"\[{table}\] {key} must be"):
+            from_mapping({table: {key: value}})
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("value", [3, "text", [1], True])
+def test_a_value_where_a_table_belongs_is_refused(table: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=table):
+        from_mapping({table: value})
+
+
+@pytest.mark.parametrize("value", [3, "bundled", {"path": "bundled"}, ["bundled"]])
+def test_models_that_are_not_an_array_of_tables_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="models"):
+        from_mapping({"models": value})
+
+
+def test_an_integer_is_good_for_a_float() -> None:
+    config = from_mapping({"server": {"drain_seconds": 5}})
+    assert config.server.drain_seconds == 5.0
+    assert isinstance(config.server.drain_seconds, float)
+
+
+@pytest.mark.parametrize("key", COUNTS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_count_below_one_is_refused(key: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"\[engine\] {key} must be at least 1"):
+        from_mapping({"engine": {key: value}})
+
+
+@pytest.mark.parametrize("key", ["torch_threads", "pages"])
+def test_a_negative_number_where_zero_means_auto_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[engine\] {key}"):
+        from_mapping({"engine": {key: -1}})
+
+
+def test_an_unknown_way_to_run_the_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stages must be 'threads' or 'inline', not 'processes'"):
+        from_mapping({"engine": {"stages": "processes"}})
+
+
+@pytest.mark.parametrize(
+    "server",
+    [{"tls_certificate": "a.pem"}, {"tls_key": "a.key"}, {"tls_client_ca": "ca.pem"}],
+    ids=lambda s: next(iter(s)),
+)
+def test_half_a_tls_setting_is_refused(server: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"\[server\] .*tls_"):
+        from_mapping({"server": server})
+    whole = {"tls_certificate": "a.pem", "tls_key": "a.key", **server}
+    assert from_mapping({"server": whole}).server.tls_key == "a.key"
+
+
+def test_a_config_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one model"):
+        from_mapping({"models": []})
+
+
+@given(configs, st.integers(1, 256))
+def test_resolve_leaves_no_auto_and_changes_nothing_that_is_set(config: Config, cores: int) -> None:
+    engine = config.engine
+    resolved = resolve(engine, cores=cores)
+    assert resolved.torch_threads >= 1
+    assert resolved.pages >= 1
+    assert dataclasses.replace(resolved, torch_threads=engine.torch_threads, pages=engine.pages) == engine
+    assert engine.torch_threads in (0, resolved.torch_threads)
+    assert engine.pages in (0, resolved.pages)
+    assert resolve(resolved, cores=cores) == resolved
+    if not engine.pages:
+        assert resolved.pages * engine.page_size >= engine.max_running * engine.max_tokens
+
+
+@pytest.mark.parametrize(("stages", "workers"), [("threads", 3), ("inline", 1)])
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 7, 8, 64])
+def test_auto_threads_of_all_busy_stages_stay_within_the_cores(stages: str, workers: int, cores: int) -> None:
+    threads = resolve(EngineConfig(stages=stages), cores=cores).torch_threads
+    assert threads == max(1, cores // workers)
+
+
+def test_resolve_counts_the_cores_of_this_process() -> None:
+    assert resolve(EngineConfig()).torch_threads >= 1
+    assert resolve(EngineConfig(stages="inline")).torch_threads >= resolve(EngineConfig()).torch_threads

@@ -1,0 +1,255 @@
+"""The scheduler: first come, first served, within every budget, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmserve.core.plan import Budgets, Entry, Plan
+from mmserve.core.request import RUNNING, TERMINAL, Stage, advance
+from mmserve.schedule.scheduler import schedule
+
+STAGES = {"encode": Stage.ENCODING, "prefill": Stage.PREFILLING, "decode": Stage.STEPPING}
+HOLDS_PAGES = {Stage.PREFILLING, Stage.PREFILLED, Stage.STEPPING, Stage.READY}
+ALL_IDLE = frozenset(STAGES)
+
+
+def budgets(**changes: object) -> Budgets:
+    base = Budgets(
+        idle=ALL_IDLE,
+        free_pages=1000,
+        handover=8,
+        max_running=64,
+        encode_batch=8,
+        prefill_tokens=2048,
+        decode_tokens=4096,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
+    """Any table of live requests and any budgets, whether or not the engine would ever get there."""
+    entries = [
+        Entry(
+            f"r{index}",
+            draw(st.sampled_from([s for s in Stage if s not in TERMINAL])),
+            images=draw(st.integers(0, 5)),
+            tokens=draw(st.integers(0, 50)),
+            pages=draw(st.integers(0, 12)),
+            last_step=draw(st.integers(0, 6)),
+        )
+        for index in range(draw(st.integers(0, 14)))
+    ]
+    limits = Budgets(
+        idle=frozenset(draw(st.sets(st.sampled_from(sorted(STAGES))))),
+        free_pages=draw(st.integers(0, 40)),
+        handover=draw(st.integers(1, 6)),
+        max_running=draw(st.integers(1, 10)),
+        encode_batch=draw(st.integers(1, 10)),
+        prefill_tokens=draw(st.integers(0, 120)),
+        decode_tokens=draw(st.integers(0, 120)),
+    )
+    return entries, limits
+
+
+def _prefix(planned: tuple[str, ...], candidates: list[Entry]) -> list[Entry]:
+    """The planned entries, checked to be the first of ``candidates`` in their order."""
+    taken = candidates[: len(planned)]
+    assert planned == tuple(e.id for e in taken)
+    return taken
+
+
+def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
+    """Every promise of a single plan."""
+    for name in STAGES:
+        assert name in limits.idle or getattr(plan, name) == (), f"planned for a busy {name} worker"
+    in_stage = {stage: [e for e in entries if e.stage is stage] for stage in Stage}
+
+    encode = _prefix(plan.encode, in_stage[Stage.QUEUED])
+    assert len(encode) <= 1 or sum(max(1, e.images) for e in encode) <= limits.encode_batch
+    waiting = len(in_stage[Stage.ENCODING]) + len(in_stage[Stage.ENCODED])
+    assert not encode or waiting + len(encode) <= limits.handover
+
+    prefill = _prefix(plan.prefill, in_stage[Stage.ENCODED])
+    assert len(prefill) <= 1 or sum(e.tokens for e in prefill) <= limits.prefill_tokens
+    assert sum(e.pages for e in prefill) <= limits.free_pages
+    holding = sum(e.stage in HOLDS_PAGES for e in entries)
+    assert not prefill or holding + len(prefill) <= limits.max_running
+    waiting = len(in_stage[Stage.PREFILLING]) + len(in_stage[Stage.PREFILLED])
+    assert not prefill or waiting + len(prefill) <= limits.handover
+
+    ready = [e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)]
+    decode = _prefix(plan.decode, sorted(ready, key=lambda e: (e.last_step, entries.index(e))))
+    assert len(decode) <= 1 or sum(e.tokens for e in decode) <= limits.decode_tokens
+    assert bool(decode) == (bool(ready) and "decode" in limits.idle)
+
+
+@given(tables())
+def test_a_plan_keeps_every_budget_and_the_order_of_arrival(case: tuple[list[Entry], Budgets]) -> None:
+    entries, limits = case
+    check(entries, limits, schedule(entries, limits))
+
+
+@given(tables())
+def test_scheduling_is_pure(case: tuple[list[Entry], Budgets]) -> None:
+    entries, limits = case
+    before = list(entries)
+    assert schedule(entries, limits) == schedule(tuple(entries), limits)
+    assert entries == before
+
+
+@given(tables(), st.integers(0, 50))
+def test_a_request_that_arrives_later_never_changes_who_is_encoded_or_prefilled(
+    case: tuple[list[Entry], Budgets], tokens: int
+) -> None:
+    entries, limits = case
+    plan = schedule(entries, limits)
+    later = schedule([*entries, Entry("late", Stage.QUEUED, images=1, tokens=tokens, pages=1)], limits)
+    assert later.encode[: len(plan.encode)] == plan.encode
+    assert (later.prefill, later.decode) == (plan.prefill, plan.decode)
+
+
+def test_a_single_request_larger_than_a_budget_runs_alone() -> None:
+    big, small = dict(images=50, tokens=9000, pages=9), dict(images=1, tokens=1, pages=1)
+    limits = budgets()
+    for stage, name in ((Stage.QUEUED, "encode"), (Stage.ENCODED, "prefill"), (Stage.READY, "decode")):
+        plan = schedule([Entry("big", stage, **big), Entry("small", stage, **small)], limits)
+        assert getattr(plan, name) == ("big",)
+
+
+def test_batches_are_filled_up_to_their_budget() -> None:
+    queued = [Entry(f"q{i}", Stage.QUEUED, images=i % 2) for i in range(8)]
+    assert schedule(queued, budgets(encode_batch=5)).encode == ("q0", "q1", "q2", "q3", "q4")
+    encoded = [Entry(f"e{i}", Stage.ENCODED, tokens=10, pages=1) for i in range(8)]
+    assert schedule(encoded, budgets(prefill_tokens=30)).prefill == ("e0", "e1", "e2")
+    assert schedule(encoded, budgets(prefill_tokens=30, free_pages=2)).prefill == ("e0", "e1")
+    ready = [Entry(f"d{i}", Stage.READY, tokens=10) for i in range(8)]
+    assert schedule(ready, budgets(decode_tokens=45)).decode == ("d0", "d1", "d2", "d3")
+
+
+def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
+    entries = [Entry("big", Stage.ENCODED, tokens=10, pages=6), Entry("small", Stage.ENCODED, tokens=1, pages=1)]
+    assert schedule(entries, budgets(free_pages=5)).prefill == ()
+    assert schedule(entries, budgets(free_pages=6)).prefill == ("big",)
+    assert schedule(entries, budgets(free_pages=7)).prefill == ("big", "small")
+
+
+def test_decode_takes_whoever_waited_longest_since_its_last_step() -> None:
+    entries = [
+        Entry("recent", Stage.READY, tokens=10, last_step=9),
+        Entry("old", Stage.READY, tokens=10, last_step=4),
+        Entry("older", Stage.READY, tokens=10, last_step=2),
+        Entry("running", Stage.STEPPING, tokens=10, last_step=1),
+    ]
+    assert schedule(entries, budgets(decode_tokens=20)).decode == ("older", "old")
+
+
+def test_encode_stops_where_the_handover_to_prefill_is_full() -> None:
+    waiting = [Entry(f"w{i}", Stage.ENCODED, tokens=1, pages=1) for i in range(3)]
+    queued = [Entry(f"q{i}", Stage.QUEUED) for i in range(3)]
+    assert schedule([*waiting, *queued], budgets(handover=3)).encode == ()
+    assert schedule([*waiting, *queued], budgets(handover=4)).encode == ("q0",)
+
+
+@dataclass
+class Job:
+    """A request of the simulation."""
+
+    entry: Entry
+    arrives: int
+    steps: int
+
+
+def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> dict[str, list[str]]:
+    """Run ``jobs`` to completion with stages that take random times; the order of entry into each stage."""
+    rng = random.Random(seed)
+    table: dict[str, Entry] = {}
+    left = {job.entry.id: job.steps for job in jobs}
+    running: dict[str, tuple[tuple[str, ...], int]] = {}
+    order: dict[str, list[str]] = {name: [] for name in STAGES}
+    free, decodes, now = total_pages, 0, 0
+    unarrived = sorted(jobs, key=lambda j: j.arrives)
+    # Each job needs an encode, a prefill and its steps, each at most 3 ticks long and never idle without cause.
+    bound = 3 * sum(job.steps + 2 for job in jobs) + max((j.arrives for j in jobs), default=0) + 3
+    while unarrived or table:
+        while unarrived and unarrived[0].arrives <= now:
+            job = unarrived.pop(0)
+            table[job.entry.id] = job.entry
+        now_limits = dataclasses.replace(limits, idle=ALL_IDLE - running.keys(), free_pages=free)
+        entries = list(table.values())
+        plan = schedule(entries, now_limits)
+        check(entries, now_limits, plan)
+        decodes += bool(plan.decode)
+        for name, stage in STAGES.items():
+            ids = getattr(plan, name)
+            for i in ids:
+                step = decodes if name == "decode" else table[i].last_step
+                table[i] = dataclasses.replace(table[i], stage=advance(table[i].stage, stage), last_step=step)
+                free -= table[i].pages if name == "prefill" else 0
+                if name != "decode" or i not in order["decode"]:
+                    order[name].append(i)
+            if ids:
+                running[name] = (ids, now + rng.randint(1, 3))
+        assert free >= 0
+        assert running or not table, f"nothing runs although {list(table)} wait"
+        now += 1
+        for name in [n for n, (_ids, until) in running.items() if until <= now]:
+            for i in running.pop(name)[0]:
+                if name == "decode":
+                    left[i] -= 1
+                    if not left[i]:
+                        free += table.pop(i).pages
+                        continue
+                following = {"encode": Stage.ENCODED, "prefill": Stage.PREFILLED, "decode": Stage.READY}[name]
+                table[i] = dataclasses.replace(table[i], stage=advance(table[i].stage, following))
+        assert now <= bound, f"{list(table)} starve"
+    assert free == total_pages
+    assert not any(e.stage in RUNNING for e in table.values())
+    return order
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[list[Job], Budgets, int]:
+    total_pages = draw(st.integers(1, 30))
+    jobs = []
+    for index in range(draw(st.integers(1, 12))):
+        entry = Entry(
+            f"r{index}",
+            Stage.QUEUED,
+            images=draw(st.integers(0, 4)),
+            tokens=draw(st.integers(1, 60)),
+            pages=draw(st.integers(1, total_pages)),  # the engine refuses what could never fit
+        )
+        arrives = max([j.arrives for j in jobs[-1:]], default=0) + draw(st.integers(0, 4))
+        jobs.append(Job(entry, arrives, draw(st.integers(1, 8))))
+    limits = budgets(
+        handover=draw(st.integers(1, 4)),
+        max_running=draw(st.integers(1, 6)),
+        encode_batch=draw(st.integers(1, 6)),
+        prefill_tokens=draw(st.integers(1, 150)),
+        decode_tokens=draw(st.integers(1, 150)),
+    )
+    return jobs, limits, total_pages
+
+
+@given(workloads(), st.integers(0, 1000))
+def test_every_workload_runs_to_its_end_in_order_of_arrival(case: tuple, seed: int) -> None:
+    jobs, limits, total_pages = case
+    order = simulate(jobs, limits, total_pages, seed)
+    arrival = [job.entry.id for job in jobs]
+    assert order["encode"] == arrival
+    assert order["prefill"] == arrival
+    assert sorted(order["decode"]) == sorted(arrival)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_requests_that_each_need_all_pages_take_turns(seed: int) -> None:
+    jobs = [Job(Entry(f"r{i}", Stage.QUEUED, tokens=100, pages=10), 0, 3) for i in range(6)]
+    order = simulate(jobs, budgets(handover=1, max_running=1), 10, seed)
+    assert order["prefill"] == order["decode"] == [f"r{i}" for i in range(6)]

@@ -39,6 +39,8 @@ logger = logging.getLogger("mmserve.engine")
 
 Sink = Callable[[Event], None]
 
+#: Seconds. A client's deadline may be centuries away, and a queue refuses to wait that long.
+_LONGEST_WAIT = 3600.0
 #: Running and following stage of each worker's batch.
 _STAGES = {
     "encode": (Stage.ENCODING, Stage.ENCODED),
@@ -138,12 +140,15 @@ class Engine:
                     retry_after=self._retry_after(),
                 )
             record = _Record(request, sink, time.monotonic())
-            sink(Admitted(self._queued))
+            ahead = self._queued
             self._queued += 1
             self._admitted += 1
             self._idle.clear()
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
+            # Before `Admitted`: so must a client that cancels on hearing it. No other event comes before that one,
+            # for whatever happens to a queued request first takes it out of the queue, under this lock.
             self._inbox.put(lambda: self._records.__setitem__(request.id, record))
+            sink(Admitted(ahead))
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request early with ``error`` (``Cancelled`` by default); nothing happens if it ended already."""
@@ -194,13 +199,20 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """After a bug in the engine itself nothing is known of anybody's state: every live request ends."""
-        failure = _internal(error, "the engine's loop failed")
-        self._fail_all(failure)
+        failed = Failed(_internal(error, "the engine's loop failed"))
+        for record in list(self._records.values()):
+            told, record.doomed = record.doomed, True
+            if not self._held(record):  # else its worker's report ends it
+                if record.stage not in TERMINAL:
+                    self._advance(record, Stage.FAILED)
+                self._release(record)
+            if not told:
+                record.sink(failed)
 
     def _absorb(self) -> None:
         """Wait for something to happen, or for the next deadline; then take in all that has happened."""
         deadlines = [r.request.deadline for r in self._records.values() if r.request.deadline and not r.doomed]
-        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        timeout = max(0.0, min(_LONGEST_WAIT, min(deadlines) - time.monotonic())) if deadlines else None
         try:
             self._inbox.get(timeout=timeout)()
             while True:
@@ -242,7 +254,7 @@ class Engine:
             begun = time.monotonic()
             try:
                 outcomes = run()
-            except Exception as error:  # noqa: BLE001 - reported to every request of the batch
+            except BaseException as error:  # noqa: BLE001 - reported to every request; native code's panics are these
                 outcomes = [error] * len(records)
             seconds = time.monotonic() - begun
             self._inbox.put(lambda: self._report(name, records, outcomes, seconds))
@@ -274,13 +286,17 @@ class Engine:
             if record.doomed:
                 self._advance(record, Stage.FAILED)
                 self._release(record)
-            elif isinstance(outcome, Exception):
+            elif isinstance(outcome, BaseException):
                 self._fail_record(record, _typed(outcome, record))
             elif name == "decode":
-                self._stepped(record, outcome)
+                try:
+                    self._stepped(record, outcome)
+                except Exception as error:  # noqa: BLE001 - a bug with one request's result ends that request only
+                    self._fail_record(record, _typed(error, record))
             else:
                 self._advance(record, _STAGES[name][1])
                 record.usage = outcome or record.usage
+                record.last_step = self._steps  # it waits for decode from now on, behind whoever waits already
 
     def _stepped(self, record: _Record, outcome: Any) -> None:
         wanted = record.request.streaming
@@ -293,8 +309,8 @@ class Engine:
         if outcome.reason is None:
             self._advance(record, Stage.READY)
             return
-        self._advance(record, Stage.FINISHED)
         text, tokens, forwards, recomputed = self.stages.finished(record.request.id)
+        self._advance(record, Stage.FINISHED)
         usage = replace(record.usage, completion_tokens=tokens)
         times = self._times(record)
         self._seconds += 0.1 * (times.total / 1000 - self._seconds)
@@ -352,14 +368,14 @@ class Engine:
         return min(30.0, max(0.1, self._seconds * self._queued / self.config.max_running))
 
 
-def _typed(error: Exception, record: _Record) -> MMServeError:
+def _typed(error: BaseException, record: _Record) -> MMServeError:
     """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
     if isinstance(error, MMServeError):
         return error
     return _internal(error, f"request {record.request.id} failed while {record.stage.name}")
 
 
-def _internal(error: Exception, what: str) -> Internal:
+def _internal(error: BaseException, what: str) -> Internal:
     error_id = uuid.uuid4().hex[:12]
     logger.error("%s, error id %s", what, error_id, exc_info=error)
     return Internal("an unexpected error ended the request; the server's log has the details", error_id=error_id)

@@ -11,12 +11,13 @@ import numpy as np
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.events import Usage
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import Request, RequestId
+from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.decode.commit import COMMIT
 from mmserve.decode.loop import DiffusionDecoder, Stepped, commit_policy, recompute_policy
 from mmserve.decode.recompute import RECOMPUTE
 from mmserve.decode.state import Decoding, Encoded, Prefilled
 from mmserve.encode.encoder import Encoder
+from mmserve.errors import InvalidArgument
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 from mmserve.transfer.base import Transport
@@ -38,6 +39,7 @@ class Stages:
         self.to_prefill: Transport = LocalTransport()
         self.to_decode: Transport = LocalTransport()
         self._decoding: dict[RequestId, Decoding] = {}
+        self._longest_token = max(map(len, model.tokenizer.get_vocab()))
 
     def describe(self) -> ModelInfo:
         """What the model can do here."""
@@ -63,9 +65,15 @@ class Stages:
         )
 
     def check(self, request: Request) -> None:
-        """Refuse at once what no stage could do: ``InvalidArgument`` for unknown policies."""
+        """Refuse at once what no stage could do: ``InvalidArgument`` for unknown policies and for endless text.
+
+        Text is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
+        """
         recompute_policy(request)
         commit_policy(request)
+        characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
+        if characters > self.max_tokens * self._longest_token:
+            raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
 
     def encode(self, batch: list[Request]) -> list[Usage | Exception]:
         """Encode each request; its token counts (no completion yet)."""
@@ -83,11 +91,16 @@ class Stages:
 
     def decode(self, batch: list[Request]) -> list[Stepped | Exception]:
         """One step of each request."""
-        states = [self._state(request) for request in batch]
-        proposed = run_isolated(self.decoder.propose, states)
+        opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
+        proposed = iter(run_isolated(self.decoder.propose, [s for s in opened if isinstance(s, Decoding)]))
         outcomes: list[Stepped | Exception] = []
-        for state, failure in zip(states, proposed, strict=True):
-            outcomes += [failure] if failure is not None else run_isolated(self._commit, [state])
+        for state in opened:
+            if isinstance(state, Exception):
+                outcomes.append(state)
+            elif (failure := next(proposed)) is not None:
+                outcomes.append(failure)
+            else:
+                outcomes += run_isolated(self._commit, [state])
         return outcomes
 
     def finished(self, request: RequestId) -> tuple[str, int, int, int]:
@@ -110,10 +123,11 @@ class Stages:
         self.to_prefill.send(request.id, encoded)
         return Usage(len(encoded.ids), len(encoded.image_rows), 0)
 
-    def _state(self, request: Request) -> Decoding:
-        if request.id not in self._decoding:
-            self._decoding[request.id] = self.decoder.open(request, self.to_decode.receive(request.id))
-        return self._decoding[request.id]
+    def _states(self, requests: list[Request]) -> list[Decoding]:
+        for request in requests:
+            if request.id not in self._decoding:
+                self._decoding[request.id] = self.decoder.open(request, self.to_decode.receive(request.id))
+        return [self._decoding[request.id] for request in requests]
 
     def _commit(self, states: list[Decoding]) -> list[Stepped]:
         return [self.decoder.commit(state) for state in states]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import tiny_model
 from hypothesis import settings
 
-from helpers import tiny_model
 from mmserve.models.base import LoadedModel
 
 torch.set_num_threads(1)

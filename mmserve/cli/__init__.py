@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         return int(modules[arguments.command].run(arguments))
-    except (ConfigError, MMServeError) as error:
+    except (ConfigError, MMServeError, OSError) as error:
         print(f"mmserve {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

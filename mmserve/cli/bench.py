@@ -8,17 +8,20 @@ from importlib import import_module
 from typing import Any
 
 from mmserve.cli.options import add_config, add_json, print_json
+from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
-BENCHMARKS = {"serving": "mmserve.bench.serving"}
+BENCHMARKS = {"quality": "mmserve.bench.quality", "serving": "mmserve.bench.serving"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve bench``."""
     parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes (default 16)")
+    parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes, a task each (default 16)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
+    parser.add_argument("--recompute", default="none", help="cache policy of `quality` (default none)")
+    parser.add_argument("--commit", default="low_confidence", help="commit policy of `quality`")
     add_config(parser)
     add_json(parser)
 
@@ -27,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, with progress on stderr, and print a table or one JSON object."""
     from mmserve.observe.machine import describe  # loads torch
 
+    if min(arguments.limit, arguments.repeats) < 1 or arguments.limit * arguments.repeats < 2:
+        raise ConfigError("--limit and --repeats must be at least 1, and 2 measurements the least of all")
     figures = import_module(BENCHMARKS[arguments.name]).run(arguments, _progress)
     report = {"bench": arguments.name, **figures, "machine": describe()}
     if arguments.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections import defaultdict
@@ -15,11 +14,9 @@ from mmserve.cli.options import add_config, add_json, add_server, address, print
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import Client, Finished, Snapshot
 from mmserve.errors import MMServeError
-from mmserve.reference.scenes import SHORT_TASKS, TEST_SEEDS, Question, Scene, correct, sample
+from mmserve.reference.evaluate import CANVAS, item
+from mmserve.reference.scenes import SHORT_TASKS, Question, Scene, correct
 
-#: Canvas (tokens) asked for, by task.
-CANVAS = {"json": 64}
-SHORT_CANVAS = 16
 #: One item in so many is a scene as JSON.
 JSON_EVERY = 5
 #: Snapshots of a canvas printed for one answer where there is no terminal to rewrite.
@@ -65,18 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.save.mkdir(parents=True, exist_ok=True)
                 scene.picture.save(arguments.save / f"{number:03}-{question.task}.png")
             say.question(number, question)
-            item = _ask(client, scene, question, say)
-            say.answer(item)
-            items.append(item)
-    right = sum(item.correct for item in items)
-    answered = not any(item.error for item in items)
+            items.append(_ask(client, scene, question, say))
+            say.answer(items[-1])
+    right = sum(asked.correct for asked in items)
+    answered = not any(asked.error for asked in items)
     if arguments.json:
         from mmserve.observe.machine import describe
 
         print_json(
             {
                 "ok": answered,
-                "items": [item.__dict__ for item in items],
+                "items": [asked.__dict__ for asked in items],
                 "accuracy": round(right / max(1, len(items)), 4),
                 "accuracy_by_task": _by_task(items),
                 "machine": describe(),
@@ -90,10 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _questions(count: int, seed: int) -> Iterator[tuple[Scene, Question]]:
     """Short questions of every task in turn, and a scene as JSON at every ``JSON_EVERY``-th place."""
     for index in range(count):
-        rng = random.Random(TEST_SEEDS[seed * 10_007 % len(TEST_SEEDS)] + index)
         is_json = index % JSON_EVERY == JSON_EVERY - 1
         short = index - index // JSON_EVERY
-        yield sample(rng, "json" if is_json else SHORT_TASKS[short % len(SHORT_TASKS)])
+        yield item("json" if is_json else SHORT_TASKS[short % len(SHORT_TASKS)], index, seed)
 
 
 def _ask(client: Client, scene: Scene, question: Question, say: _Teller) -> Item:
@@ -104,7 +99,7 @@ def _ask(client: Client, scene: Scene, question: Question, say: _Teller) -> Item
         for event in client.stream(
             question.text,
             images=[scene.png()],
-            max_new_tokens=CANVAS.get(question.task, SHORT_CANVAS),
+            max_new_tokens=CANVAS[question.task],
             snapshots=not say.quiet,
         ):
             if isinstance(event, Snapshot):
@@ -132,10 +127,10 @@ def _ask(client: Client, scene: Scene, question: Question, say: _Teller) -> Item
 def _by_task(items: list[Item]) -> dict[str, float]:
     """Accuracy of each task, of all short ones together, and of JSON."""
     groups: dict[str, list[bool]] = defaultdict(list)
-    for item in items:
-        groups[item.task].append(item.correct)
-        if item.task != "json":
-            groups["short"].append(item.correct)
+    for asked in items:
+        groups[asked.task].append(asked.correct)
+        if asked.task != "json":
+            groups["short"].append(asked.correct)
     return {name: round(sum(group) / len(group), 4) for name, group in sorted(groups.items())}
 
 
@@ -164,12 +159,14 @@ class _Teller:
             self._printed = snapshot.committed * PRINTED_SNAPSHOTS // snapshot.total
             print(f"     {snapshot.text}", flush=True)
 
-    def answer(self, item: Item) -> None:
+    def answer(self, asked: Item) -> None:
         self._screen.clear()
         if self.quiet:
             return
-        if item.error:
-            print(f"     no answer: {item.error}")
+        if asked.error:
+            print(f"     no answer: {asked.error}")
             return
-        verdict = "right" if item.correct else f"WRONG, it is {item.expected}"
-        print(f"     {item.answer}   [{verdict}; {item.total_ms:.0f} ms, {item.forwards} forward passes]", flush=True)
+        verdict = "right" if asked.correct else f"WRONG, it is {asked.expected}"
+        print(
+            f"     {asked.answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes]", flush=True
+        )

@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def read_config(arguments: argparse.Namespace) -> Config:
         table, dot, key = name.partition(".")
         if not (equals and dot):
             raise ConfigError(f"--set takes TABLE.KEY=VALUE, not {override!r}")
-        data.setdefault(table, {})[key] = _value(value)
+        values = data.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set takes a key of a table, and {table!r} is none: not {override!r}")
+        values[key] = _value(value)
     return config.from_mapping(data, source=source)
 
 
@@ -88,6 +92,5 @@ def address(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _any_port(settings: Config) -> Config:
-    from dataclasses import replace
-
-    return replace(settings, server=replace(settings.server, port=0, tls_certificate="", tls_key="", tls_client_ca=""))
+    server = replace(settings.server, port=0, tls_certificate="", tls_key="", tls_client_ca="", auth_tokens=())
+    return replace(settings, server=server)

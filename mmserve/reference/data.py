@@ -13,30 +13,39 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, prompt_ids
 from mmserve.reference.model import PIXELS, VISUAL_TOKENS, SceneLabels
-from mmserve.reference.scenes import SHORT_TASKS, TRAIN_SEEDS, Question, Scene, sample
+from mmserve.reference.scenes import SHORT_TASKS, TRAIN_SEEDS, Question, Scene, ask, draw_scene
 from mmserve.reference.tokenizer import EOT, token_id
 
 #: Mean and deviation of the processor, per channel: pixels come out in [-1, 1].
 PIXEL_MEAN = PIXEL_STD = 0.5
+#: Tokens of a block, as block-wise decoding will fill the canvas.
+BLOCK = 32
 #: Canvas lengths (tokens) and how often each is drawn, for short answers and for JSON.
-CANVAS = {"short": ((8, 16, 32), (0.75, 0.15, 0.1)), "json": ((64, 96), (0.85, 0.15))}
-#: One batch in so many is JSON: a JSON answer teaches forty tokens, a short one two.
-JSON_EVERY = 4
-#: Rows of a batch of each kind; a JSON row costs about twice a short one.
-ROWS = {"short": 64, "json": 32}
+CANVAS = {"chat": ((8, 16, 32), (0.7, 0.2, 0.1)), "json": ((64, 96), (0.85, 0.15))}
+#: Rows of a batch of each kind, and turns of a chat about one scene with how often each number is drawn: five answers
+#: cost about twice as much as one, but one question alone is what most users ask.
+ROWS = {"chat": 48, "json": 32}
+TURNS = ((1, 5), (0.3, 0.7))
+#: Padding behind an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.
+PADDING_WEIGHT = 0.1
+
+Sample = tuple[Scene, list[Question]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One task kind's rows: ``ids [B, T]`` end in a canvas of ``canvas`` answer tokens; padding is not ``seen``."""
+    """Rows ``[B, T]`` of chats about a scene each, padded on the right, and what the loss takes of each position.
+
+    ``share`` sums to 1 over a row's answer tokens and is 0 elsewhere; ``block`` is the answer block a position lies
+    in (0 outside); ``seen`` is False at padding.
+    """
 
     pixels: Tensor
     ids: Tensor
-    positions: Tensor
     seen: Tensor
+    share: Tensor
+    block: Tensor
     image_at: int
-    canvas: int
-    answered: Tensor  # [B]: tokens of each answer, its end token included
     labels: SceneLabels
 
 
@@ -46,42 +55,68 @@ def pixels_of(picture: Image.Image) -> Tensor:
     return torch.from_numpy((array - PIXEL_MEAN) / PIXEL_STD).permute(2, 0, 1)
 
 
-def draw(step: int, seed: int) -> tuple[str, list[tuple[Scene, Question]], int]:
-    """Kind, samples and canvas length of training step ``step``: the same for the same (step, seed)."""
+def draw(step: int, seed: int, json_every: int) -> tuple[str, list[Sample], int]:
+    """Kind, samples and last canvas of training step ``step``: the same for the same arguments."""
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
-    kind = "json" if step % JSON_EVERY == 0 else "short"
-    samples = [sample(rng, "json" if kind == "json" else rng.choice(SHORT_TASKS)) for _ in range(ROWS[kind])]
+    kind = "json" if step % json_every == 0 else "chat"
+    turns = rng.choices(*TURNS)[0]
+    samples = [_chat(rng, ["json"] if kind == "json" else rng.choices(SHORT_TASKS, k=turns)) for _ in range(ROWS[kind])]
     return kind, samples, rng.choices(*CANVAS[kind])[0]
 
 
-def collate(samples: list[tuple[Scene, Question]], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:
-    """Tensors of one batch; prompts of unequal length are padded before the canvas and the padding is unseen."""
-    image_id, eot_id = token_id(tokenizer, IMAGE), token_id(tokenizer, EOT)
-    prompts, answers, lengths = [], [], []
-    for _scene, question in samples:
-        content = [{"type": "image"}, {"type": "text", "text": question.text}]
-        prompt = prompt_ids(tokenizer, [{"role": "user", "content": content}])
-        at = prompt.index(image_id)
-        prompts.append(prompt[:at] + [image_id] * VISUAL_TOKENS + prompt[at + 1 :])
-        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), eot_id]
-        if len(answer) > canvas:
-            raise ValueError(f"an answer of {len(answer)} tokens does not fit a canvas of {canvas}: {question.answer}")
-        lengths.append(len(answer))
-        answers.append(answer + [tokenizer.eos_token_id] * (canvas - len(answer)))
-    longest = max(map(len, prompts))
-    ids, positions, seen = [], [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        pad = longest - len(prompt)
-        ids.append(prompt + [tokenizer.eos_token_id] * pad + answer)
-        positions.append([*range(len(prompt)), *[0] * pad, *range(len(prompt), len(prompt) + canvas)])
-        seen.append([True] * len(prompt) + [False] * pad + [True] * canvas)
+def _chat(rng: random.Random, tasks: list[str]) -> Sample:
+    """A scene and a question of each task that it allows, at least one."""
+    while True:
+        scene = draw_scene(rng)
+        questions = [question for task in tasks if (question := ask(scene, task, rng)) is not None]
+        if questions:
+            return scene, questions
+
+
+def collate(samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:
+    """Tensors of one batch; the last answer of each row is padded with end-of-text to ``canvas`` tokens."""
+    rows = [_row(questions, canvas, tokenizer) for _scene, questions in samples]
+    longest = max(len(ids) for ids, _share, _block in rows)
+    ids = torch.full((len(rows), longest), tokenizer.eos_token_id)
+    share, block = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest, dtype=torch.long)
+    seen = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for b, (row, row_share, row_block) in enumerate(rows):
+        ids[b, : len(row)] = torch.tensor(row)
+        share[b, : len(row)] = torch.tensor(row_share)
+        block[b, : len(row)] = torch.tensor(row_block)
+        seen[b, : len(row)] = True
     return Batch(
-        torch.stack([pixels_of(scene.picture) for scene, _question in samples]),
-        torch.tensor(ids),
-        torch.tensor(positions),
-        torch.tensor(seen),
-        prompts[0].index(image_id),
-        canvas,
-        torch.tensor(lengths),
-        SceneLabels.of([scene for scene, _question in samples]),
+        torch.stack([pixels_of(scene.picture) for scene, _questions in samples]),
+        ids,
+        seen,
+        share / share.sum(1, keepdim=True),
+        block,
+        rows[0][0].index(token_id(tokenizer, IMAGE)),
+        SceneLabels.of([scene for scene, _questions in samples]),
     )
+
+
+def _row(
+    questions: list[Question], canvas: int, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[int], list[float], list[int]]:
+    """Ids, loss shares and blocks of one chat; each answer ends in end-of-turn, as the chat template ends it."""
+    image_id, eot_id = token_id(tokenizer, IMAGE), token_id(tokenizer, EOT)
+    ids: list[int] = []
+    share: list[float] = []
+    block: list[int] = []
+    for turn, question in enumerate(questions):
+        content = [*([{"type": "image"}] if turn == 0 else []), {"type": "text", "text": question.text}]
+        prompt = prompt_ids(tokenizer, [{"role": "user", "content": content}])
+        if turn:
+            prompt = prompt[1:]  # start-of-text stands once
+        else:
+            at = prompt.index(image_id)
+            prompt = prompt[:at] + [image_id] * VISUAL_TOKENS + prompt[at + 1 :]
+        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), eot_id]
+        padding = canvas - len(answer) if turn == len(questions) - 1 else 0
+        if padding < 0:
+            raise ValueError(f"an answer of {len(answer)} tokens does not fit a canvas of {canvas}: {question.answer}")
+        ids += prompt + answer + [tokenizer.eos_token_id] * padding
+        share += [0.0] * len(prompt) + [1.0] * len(answer) + [PADDING_WEIGHT] * padding
+        block += [0] * len(prompt) + [i // BLOCK for i in range(len(answer) + padding)]
+    return ids, share, block

@@ -84,18 +84,16 @@ class ReferenceModel(nn.Module):
         out = self.tower(pixels, output_hidden_states=True)
         return out.hidden_states[SELECT_LAYER][:, 1:], out.pooler_output
 
-    def forward(
-        self, features: Tensor, ids: Tensor, image_at: int, positions: Tensor, seen: Tensor, tail: int
-    ) -> Tensor:
-        """Logits ``[B, tail, V]`` of the last ``tail`` rows of ``ids [B, T]``.
+    def forward(self, features: Tensor, ids: Tensor, image_at: int, seen: Tensor) -> Tensor:
+        """Logits ``[B, T, V]`` of ``ids [B, T]``.
 
         The ``VISUAL_TOKENS`` rows from ``image_at`` hold ``features``; ``seen [B, T]`` is False at padding.
         """
         x = self.decoder.embed(ids)
         x = torch.cat([x[:, :image_at], self.projector(features).to(x.dtype), x[:, image_at + VISUAL_TOKENS :]], dim=1)
         attend = dense_attention if x.is_cuda else explicit_attention
-        hidden = self.decoder(x, positions, attend(seen[:, None, None, :]))
-        return self.decoder.logits(hidden[:, -tail:])
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        return self.decoder.logits(self.decoder(x, positions, attend(seen[:, None, None, :])))
 
 
 def _initialise(model: ReferenceModel) -> None:

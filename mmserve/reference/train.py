@@ -25,8 +25,6 @@ from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 
 #: Vocabulary rows: the tokenizer's size rounded up to a multiple of 64.
 VOCAB_MULTIPLE = 64
-#: Block of the semi-autoregressive half of the masks (tokens).
-BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,9 @@ class Recipe:
     """Everything that decides the result; recorded in the checkpoint."""
 
     tower_steps: int = 1000
-    steps: int = 7000
+    steps: int = 4600
+    looking_steps: int = 1200  # steps of stage 2 in which every other batch is JSON: it teaches where things are
+    json_every: int = 4  # later, one batch in so many
     muon_lr: float = 2e-3
     adam_lr: float = 1.5e-3
     warmup: int = 150
@@ -67,40 +67,37 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-def mask_canvas(batch: Batch, mask_id: int, lowest_rate: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Masked ids ``[B, T]`` and the loss weight of each canvas position ``[B, canvas]`` (0 where not masked).
+def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Masked ids ``[B, T]`` and the loss weight of each position ``[B, T]`` (0 where not masked).
 
-    Half of the rows of a canvas longer than a block are masked as block-wise decoding meets them: what stands
-    left of a random block is known, what stands right of it is masked and carries no loss.
+    A row masks each answer token with its own rate, drawn uniformly, or all of them: a quarter of the rows. Of rows
+    with more than one block, half are masked as block-wise decoding meets them: what stands left of a random block is
+    known, what stands right of it is masked and carries no loss.
     """
-    rows, canvas = batch.ids.shape[0], batch.canvas
-    rate = torch.rand(rows, 1, generator=generator) * (1 - lowest_rate) + lowest_rate
-    masked = torch.rand(rows, canvas, generator=generator) < rate
-    weight = masked / rate
-    if canvas > BLOCK:
-        position = torch.arange(canvas)
-        blockwise = torch.rand(rows, 1, generator=generator) < 0.5
-        block = torch.randint(0, canvas // BLOCK, (rows, 1), generator=generator) * BLOCK
-        right = position >= block + BLOCK
-        inside = (position >= block) & ~right
-        masked = torch.where(blockwise, (masked & inside) | right, masked)
-        weight = torch.where(blockwise, weight * inside * (canvas / BLOCK) * 0.5, weight)
-    ids = batch.ids.clone()
-    ids[:, -canvas:][masked] = mask_id
-    return ids, weight
+    rows = len(batch.ids)
+
+    def uniform() -> Tensor:
+        return torch.rand(rows, 1, generator=generator)
+
+    rate = torch.where(uniform() < 0.25, torch.ones(rows, 1), uniform() * (1 - lowest_rate) + lowest_rate)
+    drawn = torch.rand(batch.ids.shape, generator=generator) < rate
+    blocks = batch.block.amax(1, keepdim=True) + 1
+    current = (uniform() * blocks).long()
+    blockwise = (uniform() < 0.5) & (blocks > 1)
+    inside, right = batch.block == current, batch.block > current
+    answer = batch.share > 0
+    masked = answer & torch.where(blockwise, (drawn & inside) | right, drawn)
+    weight = masked * batch.share / rate
+    weight = torch.where(blockwise, weight * inside * blocks, weight)
+    return torch.where(masked, mask_id, batch.ids), weight
 
 
 def diffusion_loss(model: ReferenceModel, features: Tensor, batch: Batch, ids: Tensor, weight: Tensor) -> Tensor:
-    """Weighted cross-entropy of the canvas's true tokens, per token of the answer.
-
-    Padding after the end token counts as a tenth: it is easy, and most of a short answer's canvas.
-    """
-    logits = model(features, ids, batch.image_at, batch.positions, batch.seen, batch.canvas).float()
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, -batch.canvas :].flatten(), reduction="none")
-    position = torch.arange(batch.canvas)
-    share = torch.where(position < batch.answered[:, None], 1.0, 0.1)
-    per_row = (loss.view_as(share) * weight * share).sum(1) / share.sum(1)
-    return per_row.mean()
+    """Weighted cross-entropy of the masked answer tokens, averaged over rows."""
+    chosen = weight > 0
+    logits = model(features, ids, batch.image_at, batch.seen)[chosen].float()
+    loss = F.cross_entropy(logits, batch.ids[chosen], reduction="none")
+    return (loss * weight[chosen]).sum() / len(ids)
 
 
 class Run:
@@ -123,7 +120,8 @@ class Run:
     def step(self) -> dict[str, float | str]:
         """One optimisation step; returns its figures."""
         recipe, step = self.recipe, self.done
-        kind, samples, canvas = draw(step, recipe.seed)
+        looking = step < recipe.tower_steps + recipe.looking_steps
+        kind, samples, canvas = draw(step, recipe.seed, 2 if looking else recipe.json_every)
         batch = collate(samples, canvas, self.tokenizer)
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         with torch.autocast("cpu", torch.bfloat16):
@@ -132,7 +130,7 @@ class Run:
             if step < recipe.tower_steps:
                 loss = main = teaching
             else:
-                ids, weight = mask_canvas(batch, self.mask_id, recipe.lowest_rate, generator)
+                ids, weight = mask_answers(batch, self.mask_id, recipe.lowest_rate, generator)
                 main = diffusion_loss(self.model, features, batch, ids, weight)
                 loss = main + recipe.teaching * teaching
         loss.backward()
@@ -188,26 +186,25 @@ class Run:
 
 @torch.no_grad()
 def quick_accuracy(run: Run) -> dict[str, float]:
-    """Share of held-out-order training scenes answered exactly by threshold decoding of the averaged weights."""
+    """Share of rows whose every answer comes out right, with all answers masked, by threshold decoding.
+
+    The rows are training-like chats of another seed, the weights the averaged ones.
+    """
     result = {}
-    for kind, step in (("short", 2_000_001), ("json", 2_000_000)):
-        _kind, samples, _canvas = draw(step, run.recipe.seed + 1)
-        batch = collate(samples, 8 if kind == "short" else 64, run.tokenizer)
+    for kind, step in (("chat", 2_000_001), ("json", 2_000_000)):
+        _kind, samples, _canvas = draw(step, run.recipe.seed + 1, 2)
+        batch = collate(samples, 8 if kind == "chat" else 64, run.tokenizer)
         with torch.autocast("cpu", torch.bfloat16):
             features, _pooled = run.average.look(batch.pixels)
-            ids = batch.ids.clone()
-            canvas = ids[:, -batch.canvas :]
-            canvas.fill_(run.mask_id)
-            while (canvas == run.mask_id).any():
-                logits = run.average(features, ids, batch.image_at, batch.positions, batch.seen, batch.canvas)
+            ids = torch.where(batch.share > 0, run.mask_id, batch.ids)
+            while (open_ := ids == run.mask_id).any():
+                logits = run.average(features, ids, batch.image_at, batch.seen)
                 confidence, token = logits.float().softmax(-1).max(-1)
-                confidence = confidence.masked_fill(canvas != run.mask_id, -1.0)
+                confidence = confidence.masked_fill(~open_, -1.0)
                 chosen = confidence >= 0.9
                 chosen[torch.arange(len(ids)), confidence.argmax(1)] = True
-                chosen &= canvas == run.mask_id
-                canvas[chosen] = token[chosen]
-        truth = batch.ids[:, -batch.canvas :]
-        result[kind] = round((canvas == truth).all(1).float().mean().item(), 3)
+                ids = torch.where(chosen & open_, token, ids)
+        result[kind] = round((ids == batch.ids).all(1).float().mean().item(), 3)
     return result
 
 

@@ -54,7 +54,9 @@ def _offences(files: list[Path], forbidden: tuple[str, ...]) -> list[str]:
 
 
 def test_the_reader_of_imports_sees_every_form() -> None:
-    source = "import torch.nn\ndef f():\n    from grpc import aio\n    from . import plan\n    from ..kv.pool import P\n"
+    source = (
+        "import torch.nn\ndef f():\n    from grpc import aio\n    from . import plan\n    from ..kv.pool import P\n"
+    )
     seen = set(imports(PACKAGE / "core" / "canvas.py", source))
     assert {"torch.nn", "grpc", "grpc.aio", "mmserve.core", "mmserve.core.plan", "mmserve.kv.pool"} <= seen
     assert _within("torch.nn", ("torch",))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import blank
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from helpers import blank
 from mmserve.core.canvas import MASKED, PROMPT, Canvas
 
 MASK = 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import blank, proposal
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from helpers import blank, proposal
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import COMMIT, Commit
 from mmserve.decode.commit.base import most_confident
@@ -38,7 +38,7 @@ def counts(canvas: Canvas, policy: Commit, seed: int = 0) -> list[list[int]]:
 
 
 def llada(m: int, s: int) -> list[int]:
-    """LLaDA's schedule: m // s tokens a step and one more in the first m % s; steps that commit nothing are no steps."""
+    """LLaDA's schedule: m // s tokens a step and one more in the first m % s; steps without a token are left out."""
     return [k for k in (m // s + (i < m % s) for i in range(s)) if k]
 
 

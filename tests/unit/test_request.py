@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -58,7 +59,7 @@ def test_every_walk_meets_a_waiting_stage_between_two_running_ones(wishes: list[
     for wish in wishes:
         if wish in TRANSITIONS[walk[-1]]:
             walk.append(advance(walk[-1], wish))
-    for before, after in zip(walk, walk[1:], strict=False):
+    for before, after in pairwise(walk):
         assert not (before in RUNNING and after in RUNNING)
         assert not (before in WAITING and after in WAITING)
     assert sum(stage in TERMINAL for stage in walk) <= 1

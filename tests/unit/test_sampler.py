@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers import blank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import blank
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates

@@ -116,7 +116,7 @@ def test_a_request_that_arrives_later_never_changes_who_is_encoded_or_prefilled(
 
 
 def test_a_single_request_larger_than_a_budget_runs_alone() -> None:
-    big, small = dict(images=50, tokens=9000, pages=9), dict(images=1, tokens=1, pages=1)
+    big, small = {"images": 50, "tokens": 9000, "pages": 9}, {"images": 1, "tokens": 1, "pages": 1}
     limits = budgets()
     for stage, name in ((Stage.QUEUED, "encode"), (Stage.ENCODED, "prefill"), (Stage.READY, "decode")):
         plan = schedule([Entry("big", stage, **big), Entry("small", stage, **small)], limits)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import blank, tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helpers import blank, tokenizer
 from mmserve.decode.text import MASK_GLYPH, TextStream, canvas_text
 from mmserve.reference.tokenizer import EOS, EOT, HEADER, IMAGE
 
@@ -16,13 +16,32 @@ SPECIALS = [TOKENIZER.convert_tokens_to_ids(t) for t in (EOS, EOT, HEADER, IMAGE
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 #: Letters that make stop strings likely, combining marks, and characters of two, three and four bytes and more.
-PIECES = ["a", "b", "ab", "aab", " ", "\n", "é", "e\u0301", "ß", "€", "한", "😀", "👩‍👩‍👧", "🇩🇪", "\u0301", "the circle is red"]
+PIECES = [
+    "a",
+    "b",
+    "ab",
+    "aab",
+    " ",
+    "\n",
+    "é",
+    "e\u0301",
+    "ß",
+    "€",
+    "한",
+    "😀",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "\u0301",
+    "the circle is red",
+]
 texts = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.text(st.characters(codec="utf-8", exclude_characters=BROKEN), max_size=20),
 )
 stops = st.lists(
-    st.one_of(st.sampled_from(["a", "ab", "ba", "aab", "abab", "€", "😀", "\u0301", "is r", "\u200d"]), texts.filter(len)),
+    st.one_of(
+        st.sampled_from(["a", "ab", "ba", "aab", "abab", "€", "😀", "\u0301", "is r", "\u200d"]), texts.filter(len)
+    ),
     max_size=3,
 ).map(tuple)
 cuts = st.lists(st.integers(1, 6), min_size=1, max_size=60)

@@ -1,0 +1,27 @@
+"""Engines for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness import Bench
+
+from mmserve.engine import Stats
+from mmserve.models.base import LoadedModel
+
+
+@pytest.fixture
+def bench(model: LoadedModel) -> Iterator[Callable[..., Bench]]:
+    """Makes engines of the tiny model; each is stopped after the test, and must then hold nothing."""
+    made: list[Bench] = []
+
+    def make(other: LoadedModel | None = None, **config: Any) -> Bench:
+        made.append(Bench(other or model, **config))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+        assert bench.engine.stats() == Stats(live=0, queued=0, pages_in_use=0, held=0)

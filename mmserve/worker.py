@@ -64,6 +64,8 @@ def run_isolated(run: Callable[[list[A]], Sequence[B]], batch: list[A]) -> list[
     """
     try:
         return list(run(batch))
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:  # noqa: BLE001 - native panics too; the engine reports it
         if len(batch) == 1:
             return [error]

@@ -8,7 +8,6 @@ another), and what the server itself costs (the share of a request's time spent 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -19,27 +18,29 @@ from mmserve.assembly import BackgroundServer
 from mmserve.cli.options import read_config
 from mmserve.client import Client, Result
 from mmserve.config import Config
-from mmserve.reference.scenes import TEST_SEEDS, Question, Scene, correct, sample
+from mmserve.reference.evaluate import CANVAS, item
+from mmserve.reference.scenes import Question, Scene, correct
 
-CANVAS = 64
 CONCURRENT = 8
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
     """Rows of figures; times are medians (milliseconds) with their quartiles."""
     settings: Config = read_config(arguments)
-    rng = random.Random(TEST_SEEDS[1_000_000 - arguments.seed])
-    scenes = [sample(rng, "json") for _ in range(arguments.limit)]
+    scenes = [item("json", index, arguments.seed) for index in range(arguments.limit)]
     with BackgroundServer(settings) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
         _ask(client, *scenes[0])  # warm-up
         rows = _policies(client, scenes, arguments.repeats, progress)
         rows += _throughput(client, scenes, arguments.repeats, progress)
-    return {"rows": rows, "settings": {"canvas": CANVAS, "scenes": arguments.limit, "repeats": arguments.repeats}}
+    return {
+        "rows": rows,
+        "settings": {"canvas": CANVAS["json"], "scenes": arguments.limit, "repeats": arguments.repeats},
+    }
 
 
 def _ask(client: Client, scene: Scene, question: Question, **options: Any) -> Result:
-    return client.generate(question.text, images=[scene.png()], max_new_tokens=CANVAS, **options)
+    return client.generate(question.text, images=[scene.png()], max_new_tokens=CANVAS[question.task], **options)
 
 
 def _policies(
@@ -94,10 +95,10 @@ def _throughput(
         for repeat in range(repeats):
             progress(f"throughput: round {repeat + 1} of {repeats}")
             begun = time.monotonic()
-            texts.append([_ask(client, *item).text for item in scenes])
+            texts.append([_ask(client, *asked).text for asked in scenes])
             serial.append(len(scenes) / (time.monotonic() - begun))
             begun = time.monotonic()
-            texts.append([r.text for r in pool.map(lambda item: _ask(client, *item), scenes)])
+            texts.append([r.text for r in pool.map(lambda asked: _ask(client, *asked), scenes)])
             together.append(len(scenes) / (time.monotonic() - begun))
     return [
         {

@@ -15,7 +15,7 @@ def main(target: str) -> None:
     scene = draw_scene(random.Random(7))
     with Client(target) as client:
         picture = client.upload(scene.png())
-        for question in ("How many shapes are there?", "Is there a red circle?", "Describe the scene as JSON."):
+        for question in ("How many shapes are there, and where?", "Is there a red shape?", "Describe the scene as JSON."):
             result = client.generate(question, images=[picture], commit=Threshold(0.9))
             print(f"{question}\n  {result.text}   ({result.forwards} forward passes, {result.times.total:.0f} ms)")
     print(f"truth:\n  {scene_json(scene)}")

@@ -21,11 +21,10 @@ PIXEL_MEAN = PIXEL_STD = 0.5
 #: Tokens of a block, as block-wise decoding will fill the canvas.
 BLOCK = 32
 #: Canvas lengths (tokens) and how often each is drawn, for short answers and for JSON.
-CANVAS = {"chat": ((8, 16, 32), (0.7, 0.2, 0.1)), "json": ((64, 96), (0.85, 0.15))}
-#: Rows of a batch of each kind, and turns of a chat about one scene with how often each number is drawn: five answers
-#: cost about twice as much as one, but one question alone is what most users ask.
-ROWS = {"chat": 48, "json": 32}
-TURNS = ((1, 5), (0.3, 0.7))
+CANVAS = {"short": ((12, 16, 32), (0.7, 0.2, 0.1)), "json": ((64, 96), (0.85, 0.15))}
+#: Rows of a batch of each kind. One question a row: chats of five turns were learned from more slowly, the answers
+#: being easily bound to each other's questions.
+ROWS = {"short": 64, "json": 32}
 #: Padding behind an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.
 PADDING_WEIGHT = 0.1
 
@@ -58,9 +57,9 @@ def pixels_of(picture: Image.Image) -> Tensor:
 def draw(step: int, seed: int, json_every: int) -> tuple[str, list[Sample], int]:
     """Kind, samples and last canvas of training step ``step``: the same for the same arguments."""
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
-    kind = "json" if step % json_every == 0 else "chat"
-    turns = rng.choices(*TURNS)[0]
-    samples = [_chat(rng, ["json"] if kind == "json" else rng.choices(SHORT_TASKS, k=turns)) for _ in range(ROWS[kind])]
+    kind = "json" if step % json_every == 0 else "short"
+    tasks = ["json"] if kind == "json" else SHORT_TASKS
+    samples = [_chat(rng, [rng.choice(tasks)]) for _ in range(ROWS[kind])]
     return kind, samples, rng.choices(*CANVAS[kind])[0]
 
 

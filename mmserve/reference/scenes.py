@@ -116,9 +116,9 @@ _NAMES: tuple[Callable[[Shape], str], ...] = (
 
 def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
     kind = rng.choice((None, *KINDS))
-    if kind is None:
-        return "How many shapes are there?", str(len(scene.shapes))
-    return f"How many {kind}s are there?", str(sum(s.kind == kind for s in scene.shapes))
+    found = [s.position for s in scene.shapes if kind in (None, s.kind)]
+    answer = f"{len(found)}: {', '.join(found)}" if found else "0"
+    return f"How many {kind or 'shape'}s are there, and where?", answer
 
 
 def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
@@ -150,10 +150,11 @@ def _what_is_at(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 def _yes_no(scene: Scene, rng: random.Random) -> tuple[str, str]:
     name = rng.choice(_NAMES)
-    there = {name(s) for s in scene.shapes}
-    absent = sorted({name(Shape(k, c, "", 0, 0)) for k in KINDS for c in COLORS} - there)
+    there = {name(s): s.position for s in reversed(scene.shapes)}  # the first in reading order, of several
+    absent = sorted({name(Shape(k, c, "", 0, 0)) for k in KINDS for c in COLORS} - set(there))
     if not absent or rng.random() < 0.5:
-        return f"Is there a {rng.choice(sorted(there))}?", "yes"
+        asked = rng.choice(sorted(there))
+        return f"Is there a {asked}?", f"yes, at the {there[asked]}"
     return f"Is there a {rng.choice(absent)}?", "no"
 
 

@@ -34,8 +34,8 @@ ALL_MASKED = 0.4
 class Recipe:
     """Everything that decides the result; recorded in the checkpoint."""
 
-    tower_steps: int = 1000
-    steps: int = 4600
+    tower_steps: int = 800
+    steps: int = 7800
     looking_steps: int = 1000  # steps of stage 2 in which every other batch is JSON: it teaches where things are
     json_every: int = 6  # later, one batch in so many
     muon_lr: float = 2.5e-3
@@ -197,9 +197,9 @@ def quick_accuracy(run: Run) -> dict[str, float]:
     The rows are training-like chats of another seed, the weights the averaged ones.
     """
     result = {}
-    for kind, step in (("chat", 2_000_001), ("json", 2_000_000)):
+    for kind, step in (("short", 2_000_001), ("json", 2_000_000)):
         _kind, samples, _canvas = draw(step, run.recipe.seed + 1, 2)
-        batch = collate(samples, 8 if kind == "chat" else 64, run.tokenizer)
+        batch = collate(samples, 16 if kind == "short" else 64, run.tokenizer)
         with torch.autocast("cpu", torch.bfloat16):
             features, _pooled = run.average.look(batch.pixels)
             ids = torch.where(batch.share > 0, run.mask_id, batch.ids)

@@ -41,7 +41,13 @@ def test_every_answer_can_be_told_from_the_scene_alone(task):
             assert question.answer == (there or ["nothing"])[0]
         if task == "count":
             kind = question.text.split()[2].removesuffix("s")
-            assert int(question.answer) == sum(kind in ("shape", s.kind) for s in scene.shapes)
+            places = [s.position for s in scene.shapes if kind in ("shape", s.kind)]
+            assert question.answer == (f"{len(places)}: {', '.join(places)}" if places else "0")
+        if task == "yes_no":
+            name = question.text.removeprefix("Is there a ").removesuffix("?")
+            names = {s.position: (s.kind, f"{s.color} shape", f"{s.color} {s.kind}") for s in scene.shapes}
+            there = [place for place, called in names.items() if name in called]
+            assert question.answer == (f"yes, at the {there[0]}" if there else "no")
 
 
 def test_a_scene_drawn_holds_the_colors_it_says():

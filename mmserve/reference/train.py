@@ -35,7 +35,7 @@ class Recipe:
     """Everything that decides the result; recorded in the checkpoint."""
 
     tower_steps: int = 800
-    steps: int = 7800
+    steps: int = 5800
     looking_steps: int = 1000  # steps of stage 2 in which every other batch is JSON: it teaches where things are
     json_every: int = 6  # later, one batch in so many
     muon_lr: float = 2.5e-3

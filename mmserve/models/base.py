@@ -34,6 +34,7 @@ class ModelSpec:
     end_ids: frozenset[int]  # any of them ends the answer
     banned_ids: tuple[int, ...]  # never generated: the mask itself, and what the checkpoint says
     image_id: int | None  # placeholder of an image in the token row; None = text only
+    video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32
 
@@ -43,6 +44,8 @@ class VisionEncoder(nn.Module):
 
     #: Visual tokens an image becomes; 0 where it depends on the image.
     tokens_per_image: int
+    #: Frames that a video is sampled at; 0 = takes no video.
+    frames_per_video: int = 0
 
     def prepare(self, image: Image.Image) -> Tensor:
         """Pixels ``[3, height, width]`` fp32 of an RGB image, resized and normalised as the checkpoint says."""
@@ -51,6 +54,14 @@ class VisionEncoder(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``."""
         raise NotImplementedError
+
+    def video_tokens(self, pixels: Tensor) -> list[Tensor]:
+        """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]`` in their order."""
+        raise NotImplementedError
+
+    def frame_text(self, seconds: float) -> str:
+        """Text that stands in front of the visual tokens of a frame ``seconds`` after the clip's start."""
+        return ""
 
 
 @dataclass(frozen=True)

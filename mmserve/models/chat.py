@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 
-IMAGE = "<image>"
-#: LLaDA's chat format. Content is text, or a list of parts; an image becomes ``<image>`` and a line break (LLaVA).
+IMAGE, VIDEO = "<image>", "<video>"
+#: LLaDA's chat format. Content is text, or a list of parts; an image becomes ``<image>`` and a line break (LLaVA), a
+#: video ``<video>`` and one.
 CHAT_TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}"
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -19,6 +20,7 @@ CHAT_TEMPLATE = (
     "{% if message['content'] is string %}{% set text.value = message['content'] %}"
     "{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{% set text.value = text.value + '<image>\n' %}"
+    "{% elif part['type'] == 'video' %}{% set text.value = text.value + '<video>\n' %}"
     "{% elif part['type'] == 'text' %}{% set text.value = text.value + part['text'] %}{% endif %}"
     "{% endfor %}{% endif %}{{ text.value | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
@@ -41,19 +43,22 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]]) -
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool) -> None:
+def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:
     """Give ``tokenizer`` LLaDA's chat template where it has none, or one that cannot render message parts.
 
     The template of LLaDA-V's checkpoint takes plain text only: it prints a list of parts as Python would.
     """
-    if tokenizer.chat_template is None or not _renders_parts(tokenizer, images):
+    if tokenizer.chat_template is None or not _renders_parts(tokenizer, images, videos):
         tokenizer.chat_template = CHAT_TEMPLATE
 
 
-def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool) -> bool:
-    content = [*([{"type": "image"}] if images else []), {"type": "text", "text": "probe"}]
+def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool) -> bool:
+    media = [{"type": kind} for kind, taken in (("image", images), ("video", videos)) if taken]
+    content = [*media, {"type": "text", "text": "probe"}]
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     except (TemplateError, TypeError, ValueError):
         return False
-    return isinstance(text, str) and text.count(IMAGE) == images and "probe" in text and "'type'" not in text
+    if not isinstance(text, str) or "probe" not in text or "'type'" in text:
+        return False
+    return text.count(IMAGE) == images and text.count(VIDEO) == videos

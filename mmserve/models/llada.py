@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import IMAGE, ensure_chat_template, load_tokenizer
+from mmserve.models.base import Attention, LoadedModel, ModelSpec, VisionEncoder
+from mmserve.models.chat import IMAGE, VIDEO, ensure_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.layouts import Keys, decoder_config, layout_of
@@ -30,15 +30,19 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     config = decoder_config(keys)
     tokenizer = load_tokenizer(checkpoint.folder)
     sighted = checkpoint.architecture == "llava_llada" and bool(checkpoint.config.get("mm_vision_tower"))
-    image_id = _image_id(tokenizer) if sighted else None
-    ensure_chat_template(tokenizer, images=sighted)
+    image_id = _placeholder(tokenizer, IMAGE) if sighted else None
+    watching = sighted and bool(checkpoint.config.get("mm_video_frames"))
+    video_id = _placeholder(tokenizer, VIDEO) if watching else None
+    ensure_chat_template(tokenizer, images=sighted, videos=watching)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
             f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
         )
-    spec = _spec(checkpoint, keys, config, tokenizer, image_id, target.name)
+    spec = _spec(checkpoint, keys, config, tokenizer, target.name, image_id=image_id, video_id=video_id)
     decoder = _load_decoder(checkpoint, config, target)
     vision = load_vision(checkpoint, config.hidden_size, target) if sighted else None
+    if vision is not None:
+        _check_frame_text(keys, tokenizer, vision)
     checkpoint.weights.warn_unread()
     return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)
 
@@ -56,8 +60,10 @@ def _spec(
     keys: Keys,
     config: DecoderConfig,
     tokenizer: PreTrainedTokenizerFast,
-    image_id: int | None,
     name: str,
+    *,
+    image_id: int | None,
+    video_id: int | None,
 ) -> ModelSpec:
     mask_id = next(iter(_ids(checkpoint.config.get("mask_token_id"))), _token(tokenizer, MASK))
     if mask_id is None:
@@ -69,7 +75,7 @@ def _spec(
     ends |= {turn} if turn is not None else set()
     if not ends:
         raise ConfigError(f"{keys.path} has no eos_token_id and the tokenizer no {END_OF_TURN}")
-    banned = {mask_id, *banned_ids(checkpoint, tokenizer)} | ({image_id} if image_id is not None else set())
+    banned = {mask_id, *banned_ids(checkpoint, tokenizer), *(i for i in (image_id, video_id) if i is not None)}
     for what, ids in (("mask_token_id", {mask_id}), ("eos_token_id", ends), ("suppress_tokens", banned)):
         wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size]
         if wrong:
@@ -85,6 +91,7 @@ def _spec(
         end_ids=frozenset(ends),
         banned_ids=tuple(sorted(banned)),
         image_id=image_id,
+        video_id=video_id,
         max_tokens=min(config.max_positions, trained) if isinstance(trained, int) else config.max_positions,
     )
 
@@ -110,11 +117,21 @@ def banned_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> se
     return ids
 
 
-def _image_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The placeholder's id; LLaDA-V's tokenizer has none (its code splits the text), so it is added behind the rest."""
-    if _token(tokenizer, IMAGE) is None:
-        tokenizer.add_tokens([AddedToken(IMAGE, special=True, normalized=False)], special_tokens=True)
-    return int(tokenizer.convert_tokens_to_ids(IMAGE))
+def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """A placeholder's id; LLaDA-V's tokenizer has none (its code splits the text), so it is added behind the rest."""
+    if _token(tokenizer, token) is None:
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False)], special_tokens=True)
+    return int(tokenizer.convert_tokens_to_ids(token))
+
+
+def _check_frame_text(keys: Keys, tokenizer: PreTrainedTokenizerFast, vision: VisionEncoder) -> None:
+    text = vision.frame_text(0)
+    special = set(tokenizer.encode(text, add_special_tokens=False)) & set(tokenizer.get_added_vocab().values())
+    if special:
+        found = tokenizer.convert_ids_to_tokens(min(special))
+        raise ConfigError(
+            f"{keys.path}: mm_video_time must be plain text, but {text!r} holds the special token {found!r}"
+        )
 
 
 def _token(tokenizer: PreTrainedTokenizerFast, token: str) -> int | None:

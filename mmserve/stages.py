@@ -44,10 +44,12 @@ class Stages:
     def describe(self) -> ModelInfo:
         """What the model can do here."""
         sees = self.model.vision is not None
+        frames = self.model.vision.frames_per_video if self.model.vision is not None else 0
         return ModelInfo(
             name=self.model.spec.name,
             architecture=self.model.spec.architecture,
             images=sees,
+            videos=bool(frames),
             diffusion=True,
             recompute_policies=tuple(RECOMPUTE),
             commit_policies=tuple(COMMIT),
@@ -55,6 +57,10 @@ class Stages:
             max_images=self._media.max_images if sees else 0,
             visual_tokens_per_image=self.model.vision.tokens_per_image if self.model.vision is not None else 0,
             max_image_bytes=self._media.max_item_bytes,
+            max_videos=self._media.max_videos if frames else 0,
+            frames_per_video=frames,
+            max_video_seconds=self._media.max_video_seconds if frames else 0.0,
+            max_video_bytes=self._media.max_item_bytes if frames else 0,
             max_new_tokens=64,
             block_length=self.model.spec.default_block_length,
             recompute_policy="none",

@@ -958,6 +958,8 @@ def test_the_engine_tells_what_its_model_can_do(bench: Make, model: LoadedModel,
     info, plain = bench().engine.info, bench(text_model).engine.info
     assert (info.name, info.images, info.visual_tokens_per_image) == ("tiny", True, 4)
     assert (plain.images, plain.max_images, plain.visual_tokens_per_image) == (False, 0, 0)
+    for still in (info, plain):
+        assert (still.videos, still.max_videos, still.frames_per_video, still.max_video_seconds) == (False, 0, 0, 0.0)
     assert info.max_tokens == MAX_TOKENS
     assert {"none", "dkv_decode"} <= set(info.recompute_policies)
     assert {"low_confidence", "threshold"} <= set(info.commit_policies)

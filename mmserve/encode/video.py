@@ -210,6 +210,8 @@ def _read(container: InputContainer, stream: VideoStream, limits: MediaConfig, c
     context = stream.codec_context
     if context is None or stream.time_base is None:
         raise InvalidArgument.of(field, "is compressed in a way that this server cannot decode")
+    if not (context.width and context.height):  # not in the header, and FFmpeg refused to look into the frames
+        raise InvalidArgument.of(field, f"has frames of no readable size, or of more than {limits.max_pixels} pixels")
     check_size((context.width, context.height), limits, field)
     timeline = _Timeline.of(container, stream, limits, field)
     seconds = float((timeline.end - timeline.times[0]) * stream.time_base)

@@ -319,6 +319,13 @@ def test_limits(limits: MediaConfig, why: str) -> None:
     assert why in refused(clip(), limits)
 
 
+def test_sizes_that_only_the_frames_tell() -> None:
+    """WebM's VP9 has its size in the frames: FFmpeg, told the limit, does not begin to decode a larger one."""
+    data = clip("webm", "libvpx-vp9", frames=2)
+    assert "of more than 3071 pixels" in refused(data, MediaConfig(max_pixels=64 * 48 - 1))
+    assert len(decode_video(data, MediaConfig(max_pixels=64 * 48), frames=4).frames) == 2
+
+
 def test_at_its_limits() -> None:
     data = clip()
     limits = MediaConfig(

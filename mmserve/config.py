@@ -171,6 +171,8 @@ def _check(config: Config, source: str) -> None:
     for key in ("torch_threads", "pages"):
         if getattr(config.engine, key) < 0:
             raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
+    if not 0 <= config.server.port <= 65535:
+        raise ConfigError(f"{source}: [server] port must be between 0 and 65535, not {config.server.port}")
     if config.server.keepalive_seconds <= 0:
         raise ConfigError(f"{source}: [server] keepalive_seconds must be positive")
     if bool(config.server.tls_certificate) != bool(config.server.tls_key):

@@ -81,12 +81,12 @@ class Stages:
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
 
-    def encode(self, batch: list[Request]) -> list[Usage | Exception]:
+    def encode(self, batch: list[Request]) -> list[Usage | BaseException]:
         """Encode each request; its token counts (no completion yet)."""
         outcomes = run_isolated(self.encoder.encode, batch)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
 
-    def prefill(self, batch: list[tuple[Request, tuple[int, ...]]]) -> list[Exception | None]:
+    def prefill(self, batch: list[tuple[Request, tuple[int, ...]]]) -> list[BaseException | None]:
         """Prefill each request into its pages."""
         items = [(r, self.to_prefill.receive(r.id), np.asarray(pages, dtype=np.int64)) for r, pages in batch]
         outcomes = run_isolated(self.decoder.prefill, items)
@@ -95,13 +95,13 @@ class Stages:
                 self.to_decode.send(request.id, outcome)
         return [None if isinstance(outcome, Prefilled) else outcome for outcome in outcomes]
 
-    def decode(self, batch: list[Request]) -> list[Stepped | Exception]:
+    def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
         """One step of each request."""
         opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
         proposed = iter(run_isolated(self.decoder.propose, [s for s in opened if isinstance(s, Decoding)]))
-        outcomes: list[Stepped | Exception] = []
+        outcomes: list[Stepped | BaseException] = []
         for state in opened:
-            if isinstance(state, Exception):
+            if isinstance(state, BaseException):
                 outcomes.append(state)
             elif (failure := next(proposed)) is not None:
                 outcomes.append(failure)

@@ -82,10 +82,12 @@ def _tower(generator: torch.Generator) -> LlavaVision:
         select_layer=-2,
         has_cls=True,
     )
-    for weight in vision.parameters():
+    for name, weight in vision.named_parameters():
         if weight.dim() >= 2:
             fan_in = weight[0].numel()
             weight.data = torch.randn(weight.shape, generator=generator) * 2.0 / fan_in**0.5
+        else:
+            weight.data.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
     return vision.eval().requires_grad_(False)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmserve.cli.options import add_config, add_json, add_server, address, print_json
+from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import Client, Finished, Snapshot
 from mmserve.errors import MMServeError
@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     say = _Teller(quiet=arguments.json)
     say.line("Loading the server …")
     items: list[Item] = []
-    with address(arguments) as where, Client(where, token=arguments.token) as client:
+    with connected(arguments) as client:
         client.wait_ready(timeout=60)
-        say.line(f"Serving on {where}. {arguments.items} questions about freshly drawn scenes:")
+        say.line(f"Serving on {client.target}. {arguments.items} questions about freshly drawn scenes:")
         for number, (scene, question) in enumerate(_questions(arguments.items, arguments.seed), start=1):
             if arguments.save is not None:
                 arguments.save.mkdir(parents=True, exist_ok=True)

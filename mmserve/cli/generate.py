@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mmserve.cli.options import add_config, add_json, add_server, address, print_json
+from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
 from mmserve.cli.screen import CanvasLine
-from mmserve.client import Client, Finished, Options, Snapshot
+from mmserve.client import Finished, Options, Snapshot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         "videos": arguments.video,
     }
     screen = CanvasLine()
-    with address(arguments) as where, Client(where, token=arguments.token) as client:
+    with connected(arguments) as client:
         events = client.stream(
             prompt, images=arguments.image, snapshots=screen.live, timeout=arguments.timeout, **options
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from mmserve.cli.options import add_config, add_json, add_server, address, print_json
-from mmserve.client import Client, ModelInfo
+from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
+from mmserve.client import ModelInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the server and print one model a paragraph."""
-    with address(arguments) as where, Client(where, token=arguments.token) as client:
+    with connected(arguments) as client:
         models = client.models()
     if arguments.json:
         print_json({"models": [asdict(m) for m in models]})

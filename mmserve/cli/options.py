@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve import config
+from mmserve.client import TLS, Client
 from mmserve.config import Config
 from mmserve.errors import ConfigError
 
@@ -74,21 +75,24 @@ def print_json(value: Any) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """``--server``: ask a running server instead of starting one."""
+    """``--server`` and how to be let in: ask a running server instead of starting one."""
     parser.add_argument("--server", metavar="HOST:PORT", help="ask this server instead of starting one here")
     parser.add_argument("--token", help="bearer token for --server")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificate authority (PEM) that --server is of")
 
 
 @contextmanager
-def address(arguments: argparse.Namespace) -> Iterator[str]:
-    """Address of ``--server``, or of a server started here for as long as the context lasts."""
+def connected(arguments: argparse.Namespace) -> Iterator[Client]:
+    """A client of ``--server``, or of a server started here for as long as the context lasts."""
     if arguments.server:
-        yield arguments.server
+        tls = TLS(ca=arguments.tls_ca) if arguments.tls_ca else None
+        with Client(arguments.server, token=arguments.token, tls=tls) as client:
+            yield client
         return
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server
 
-    with BackgroundServer(_any_port(read_config(arguments))) as server:
-        yield server.address
+    with BackgroundServer(_any_port(read_config(arguments))) as server, Client(server.address) as client:
+        yield client
 
 
 def _any_port(settings: Config) -> Config:

@@ -23,9 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def serve() -> None:
         server = Server(settings, engines)
-        port = await server.start()
-        print(f"mmserve serves {', '.join(engines)} on {settings.server.host}:{port}", flush=True)
-        await server.serve_until_signal()
+        where = f"{settings.server.host}:{await server.start()}"
+        await server.serve_until_signal(lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True))
 
     asyncio.run(serve())
     return 0

@@ -116,14 +116,14 @@ def _initialise(model: ReferenceModel) -> None:
 class SceneLabels:
     """What the tower is taught directly: per patch (the shape whose cell it lies in) and for the whole picture."""
 
-    patches: Tensor  # [B, VISUAL_TOKENS, 6]: kind, colour, size, rank in reading order (0 = empty cell), row, column
+    patches: Tensor  # [B, VISUAL_TOKENS, 7]: kind, colour, size, rank in reading order (0 = empty), row, column, name
     presence: Tensor  # [B, 18]: one bit for each colour × kind
     count: Tensor  # [B]
 
     @classmethod
     def of(cls, scenes: list[Scene]) -> SceneLabels:
         colors = tuple(COLORS)
-        patches = torch.zeros(len(scenes), GRID, GRID, 6, dtype=torch.long)
+        patches = torch.zeros(len(scenes), GRID, GRID, 7, dtype=torch.long)
         presence = torch.zeros(len(scenes), len(colors) * len(KINDS))
         per_cell = GRID // 3
         for b, scene in enumerate(scenes):
@@ -141,7 +141,9 @@ class SceneLabels:
                 block[..., 1] = 1 + colors.index(s.color)
                 block[..., 2] = 1 + SIZES.index(s.size)
                 block[..., 3] = rank
-                presence[b, colors.index(s.color) * len(KINDS) + KINDS.index(s.kind)] = 1.0
+                name = colors.index(s.color) * len(KINDS) + KINDS.index(s.kind)
+                block[..., 6] = 1 + name
+                presence[b, name] = 1.0
         count = torch.tensor([len(scene.shapes) for scene in scenes])
         return cls(patches.flatten(1, 2), presence, count)
 
@@ -149,7 +151,7 @@ class SceneLabels:
 class TeachingHeads(nn.Module):
     """Linear read-outs of the tower, used in training only, so that features and CLS come to mean something."""
 
-    PATCH_CLASSES = (1 + len(KINDS), 1 + len(COLORS), 1 + len(SIZES), 4, 3, 3)
+    PATCH_CLASSES = (1 + len(KINDS), 1 + len(COLORS), 1 + len(SIZES), 4, 3, 3, 1 + len(KINDS) * len(COLORS))
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

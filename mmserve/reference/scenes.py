@@ -106,6 +106,14 @@ def scene_json(scene: Scene) -> str:
     return json.dumps({"objects": objects}, separators=(",", ":"))
 
 
+#: What a question may call a shape: by its kind, its colour, or both.
+_NAMES: tuple[Callable[[Shape], str], ...] = (
+    lambda s: s.kind,
+    lambda s: f"{s.color} shape",
+    lambda s: f"{s.color} {s.kind}",
+)
+
+
 def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
     kind = rng.choice((None, *KINDS))
     if kind is None:
@@ -122,11 +130,13 @@ def _color(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
 
 
 def _position(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    unique = [s for s in scene.shapes if sum((o.kind, o.color) == (s.kind, s.color) for o in scene.shapes) == 1]
+    name = rng.choice(_NAMES)
+    names = [name(s) for s in scene.shapes]
+    unique = [s for s in scene.shapes if names.count(name(s)) == 1]
     if not unique:
         return None
     shape = rng.choice(unique)
-    return f"Where is the {shape.color} {shape.kind}?", shape.position
+    return f"Where is the {name(shape)}?", shape.position
 
 
 def _what_is_at(scene: Scene, rng: random.Random) -> tuple[str, str]:
@@ -139,13 +149,12 @@ def _what_is_at(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 
 def _yes_no(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    if rng.random() < 0.5:
-        shape = rng.choice(scene.shapes)
-        color, kind = shape.color, shape.kind
-    else:
-        color, kind = rng.choice(tuple(COLORS)), rng.choice(KINDS)
-    found = any((s.color, s.kind) == (color, kind) for s in scene.shapes)
-    return f"Is there a {color} {kind}?", "yes" if found else "no"
+    name = rng.choice(_NAMES)
+    there = {name(s) for s in scene.shapes}
+    absent = sorted({name(Shape(k, c, "", 0, 0)) for k in KINDS for c in COLORS} - there)
+    if not absent or rng.random() < 0.5:
+        return f"Is there a {rng.choice(sorted(there))}?", "yes"
+    return f"Is there a {rng.choice(absent)}?", "no"
 
 
 def _json(scene: Scene, _rng: random.Random) -> tuple[str, str]:

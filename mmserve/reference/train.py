@@ -21,10 +21,13 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.reference.data import Batch, collate, draw
 from mmserve.reference.model import ReferenceModel, TeachingHeads
+from mmserve.reference.parallel import Processes
 from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 
 #: Vocabulary rows: the tokenizer's size rounded up to a multiple of 64.
 VOCAB_MULTIPLE = 64
+#: Share of rows whose every answer token is masked: then only the picture tells.
+ALL_MASKED = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +36,10 @@ class Recipe:
 
     tower_steps: int = 1000
     steps: int = 4600
-    looking_steps: int = 1200  # steps of stage 2 in which every other batch is JSON: it teaches where things are
-    json_every: int = 4  # later, one batch in so many
-    muon_lr: float = 2e-3
-    adam_lr: float = 1.5e-3
+    looking_steps: int = 1000  # steps of stage 2 in which every other batch is JSON: it teaches where things are
+    json_every: int = 6  # later, one batch in so many
+    muon_lr: float = 2.5e-3
+    adam_lr: float = 1.8e-3
     warmup: int = 150
     teaching: float = 0.3
     ema: float = 0.998
@@ -70,7 +73,7 @@ class Optimizers:
 def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Masked ids ``[B, T]`` and the loss weight of each position ``[B, T]`` (0 where not masked).
 
-    A row masks each answer token with its own rate, drawn uniformly, or all of them: a quarter of the rows. Of rows
+    A row masks each answer token with its own rate, drawn uniformly, or all of them (``ALL_MASKED`` of rows). Of rows
     with more than one block, half are masked as block-wise decoding meets them: what stands left of a random block is
     known, what stands right of it is masked and carries no loss.
     """
@@ -79,7 +82,7 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     def uniform() -> Tensor:
         return torch.rand(rows, 1, generator=generator)
 
-    rate = torch.where(uniform() < 0.25, torch.ones(rows, 1), uniform() * (1 - lowest_rate) + lowest_rate)
+    rate = torch.where(uniform() < ALL_MASKED, torch.ones(rows, 1), uniform() * (1 - lowest_rate) + lowest_rate)
     drawn = torch.rand(batch.ids.shape, generator=generator) < rate
     blocks = batch.block.amax(1, keepdim=True) + 1
     current = (uniform() * blocks).long()
@@ -106,6 +109,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.folder = recipe, folder
+        self.processes = Processes()
         self.tokenizer: PreTrainedTokenizerFast = train_tokenizer()
         self.mask_id = token_id(self.tokenizer, MASK)
         vocab = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -122,8 +126,8 @@ class Run:
         recipe, step = self.recipe, self.done
         looking = step < recipe.tower_steps + recipe.looking_steps
         kind, samples, canvas = draw(step, recipe.seed, 2 if looking else recipe.json_every)
-        batch = collate(samples, canvas, self.tokenizer)
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        batch = collate(self.processes.share(samples), canvas, self.tokenizer)
+        generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) * 64 + self.processes.rank)
         with torch.autocast("cpu", torch.bfloat16):
             features, pooled = self.model.look(batch.pixels)
             teaching, right = self.heads(features, pooled, batch.labels)
@@ -134,7 +138,9 @@ class Run:
                 main = diffusion_loss(self.model, features, batch, ids, weight)
                 loss = main + recipe.teaching * teaching
         loss.backward()
-        nn.utils.clip_grad_norm_([*self.model.parameters(), *self.heads.parameters()], 1.0)
+        trained = [*self.model.parameters(), *self.heads.parameters()]
+        self.processes.average(trained)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         self.optimizers.step(self._rate(step))
         self.done += 1
         self._average()
@@ -208,44 +214,48 @@ def quick_accuracy(run: Run) -> dict[str, float]:
     return result
 
 
+def train(run: Run) -> None:
+    """Run to the recipe's last step; logs, measures and saves on the way."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    recent: dict[str, float] = {}
+    begun, before, first = time.monotonic(), run.seconds, run.done
+    while run.done < run.recipe.steps:
+        figures = run.step()
+        kind, loss = str(figures["kind"]), float(figures["loss"])
+        recent[kind] = 0.95 * recent.get(kind, loss) + 0.05 * loss
+        spent = time.monotonic() - begun
+        run.seconds = before + spent
+        if run.done % 100 == 0 and run.processes.first:
+            line: dict[str, float] = {"step": run.done, "seconds": round(run.seconds)}
+            line |= {f"loss_{name}": round(value, 4) for name, value in recent.items()}
+            line |= {"teaching": round(float(figures["teaching"]), 4), "tower": round(float(figures["tower"]), 3)}
+            if run.done % 500 == 0:
+                line |= quick_accuracy(run) if run.done > run.recipe.tower_steps else {}
+                run.save()
+            with (run.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(line) + "\n")
+            left = spent / (run.done - first) * (run.recipe.steps - run.done) / 60
+            print(line, f"about {left:.0f} min left at this pace", flush=True)
+    if run.processes.first:
+        run.save()
+
+
 def main() -> None:
     """Train, or go on training, by the command line's recipe."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/reference"), help="folder of state and log")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; leave cores to what else runs")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
     for name, value in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     arguments = vars(parser.parse_args())
     torch.set_num_threads(arguments.pop("threads"))
     run = Run(Recipe(**{k: v for k, v in arguments.items() if k != "out"}), arguments["out"])
     resumed = run.resume()
-    parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
-    print(f"{parameters:.2f} M parameters, {'resumed at' if resumed else 'from'} step {run.done}", flush=True)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    log = (run.folder / "log.jsonl").open("a")
-    recent: dict[str, float] = {}
-    started, first = time.monotonic() - run.seconds, run.done
-    begun = time.monotonic()
-    while run.done < run.recipe.steps:
-        figures = run.step()
-        kind = str(figures["kind"])
-        recent[kind] = 0.95 * recent.get(kind, float(figures["loss"])) + 0.05 * float(figures["loss"])
-        run.seconds = time.monotonic() - started
-        if run.done % 100 == 0:
-            left = (time.monotonic() - begun) / (run.done - first) * (run.recipe.steps - run.done)
-            line = {
-                "step": run.done,
-                "seconds": round(run.seconds),
-                **{f"loss_{k}": round(v, 4) for k, v in recent.items()},
-            }
-            line |= {"teaching": round(float(figures["teaching"]), 4), "tower": round(float(figures["tower"]), 3)}
-            if run.done % 500 == 0 and run.done > run.recipe.tower_steps:
-                line |= quick_accuracy(run)
-                run.save()
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            print(line, f"about {left / 60:.0f} min left", flush=True)
-    run.save()
+    if run.processes.first:
+        parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
+        print(f"{parameters:.2f} M parameters, {'resumed at' if resumed else 'from'} step {run.done}", flush=True)
+    train(run)
+    run.processes.close()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ Video = bytes | Path | str
 Chat = Message | Mapping[str, str]
 
 ATTEMPTS = 4
+#: Longer timeouts (seconds) are as good as none, and gRPC's clock would overflow.
+LONGEST = 365 * 86_400.0
 UPLOAD_CHUNK = 1 << 20
 _FIRST_DELAY = 0.1  # seconds; doubles with every attempt
 
@@ -215,7 +217,7 @@ class Retries:
     def __init__(self, timeout: float) -> None:
         if not (math.isfinite(timeout) and timeout > 0):
             raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
-        self._deadline = time.monotonic() + timeout
+        self._deadline = time.monotonic() + min(timeout, LONGEST)
         self._attempts = 1
 
     def remaining(self) -> float:

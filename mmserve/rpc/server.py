@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,17 @@ class Server:
             await self._for_all(self.engines.values(), "drain", 0.0)
         await self._end(0.0)
 
-    async def serve_until_signal(self) -> None:
-        """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once."""
+    async def serve_until_signal(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once.
+
+        ``ready`` is called when signals are watched.
+        """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         watched = (signal.SIGTERM, signal.SIGINT)
         for number in watched:
             loop.add_signal_handler(number, signals.put_nowait, number)
+        ready()
         obeying = asyncio.create_task(self._obey(signals))
         try:
             await self._ended.wait()

@@ -27,7 +27,7 @@ from mmserve.reference.scenes import SHORT_TASKS, TASKS, sample
 T = TypeVar("T")
 
 #: Seconds that no healthy run comes near: how long a test waits for what must happen.
-PATIENCE = 60.0
+PATIENCE = 20.0
 EMPTY = Stats(live=0, queued=0, pages_in_use=0, held=0)
 
 
@@ -132,11 +132,18 @@ class Gate:
         with self._changed:
             self._passes = 0
 
-    def open(self, batches: float = float("inf")) -> None:
-        """Let so many more batches pass."""
+    def open(self) -> None:
         with self._changed:
-            self._passes = batches
+            self._passes = float("inf")
             self._changed.notify_all()
+
+    def let_through_until(self, wanted: Callable[[list[Any]], bool]) -> None:
+        """Let batches pass one by one until a wanted one waits."""
+        while not wanted(wait_for("a batch at the gate", lambda: list(self.waiting))):
+            with self._changed:
+                self._passes, passed = 1, len(self.sizes)
+                self._changed.notify_all()
+            wait_for("the batch to pass", lambda: len(self.sizes) > passed)  # noqa: B023
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from e2e_helpers import PATIENCE, Gates, Running, answer, failure, gated, running, settings, wait_for
+from e2e_helpers import PATIENCE, Gates, Running, answer, failure, gated, running, settings, text_of, wait_for
 
 from mmserve.client import Admitted, Client, Delta, Finished, Snapshot
 from mmserve.core.request import RUNNING, Stage
@@ -70,9 +70,8 @@ def one_in_each_stage(server: Running, gates: Gates, **options: Any) -> Iterator
     gates.decode.close()
     call(Stage.READY, Stage.STEPPING)
     call(Stage.STEPPING, Stage.PREFILLED)
-    gates.decode.open(batches=1)  # the first one's; then it is the turn of the second, which waited longer
+    gates.decode.let_through_until(lambda batch: text_of(batch[0]) == Stage.STEPPING.name)
     server.reach(Stage.READY.name, Stage.READY)
-    server.reach(Stage.STEPPING.name, Stage.STEPPING)
     call(Stage.PREFILLED, Stage.PREFILLED)
     gates.prefill.close()
     call(Stage.PREFILLING, Stage.PREFILLING)
@@ -204,12 +203,15 @@ def test_a_client_that_stops_reading_holds_up_nobody(narrow: Running) -> None:
 
 
 def test_a_stopping_server_ends_requests_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(settings(engine=ONE_BY_ONE, server={"drain_seconds": 0.0})) as server:
-        with gated(server.engine, monkeypatch) as gates, one_in_each_stage(server, gates) as callers:
-            drained = server.drain()
-            errors = {stage: failure(caller.done) for stage, caller in callers.items()}
-            assert {stage: type(error) for stage, error in errors.items()} == dict.fromkeys(STAGES, Unavailable)
-            assert_only_held_ones_stay(server)
-            assert not drained.done(), "workers still hold requests"
-            gates.open()
-            drained.result(PATIENCE)
+    with (
+        running(settings(engine=ONE_BY_ONE, server={"drain_seconds": 0.0})) as server,
+        gated(server.engine, monkeypatch) as gates,
+        one_in_each_stage(server, gates) as callers,
+    ):
+        drained = server.drain()
+        errors = {stage: failure(caller.done) for stage, caller in callers.items()}
+        assert {stage: type(error) for stage, error in errors.items()} == dict.fromkeys(STAGES, Unavailable)
+        assert_only_held_ones_stay(server)
+        assert not drained.done(), "workers still hold requests"
+        gates.open()
+        drained.result(PATIENCE)

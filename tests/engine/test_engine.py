@@ -25,6 +25,7 @@ from mmserve.core.events import Admitted, Finished
 from mmserve.core.request import Policy, Request, Stage, TextPart
 from mmserve.decode.commit import COMMIT, Candidates
 from mmserve.decode.commit.low_confidence import LowConfidence
+from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.recompute import RECOMPUTE
 from mmserve.decode.recompute.none import NoCache
 from mmserve.decode.state import Encoded
@@ -40,6 +41,7 @@ from mmserve.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import dense_attention
 
@@ -66,7 +68,7 @@ def mixed(count: int = 24) -> list[Request]:
                 top_p=[1.0, 0.9][i % 2],
                 top_k=[0, 0, 40][i % 3],
                 seed=i % 7,
-                stop=("A", "shapes ")[: i % 3] if i % 8 == 5 else (),
+                stop=("e", "as")[: i % 3] if i % 8 == 5 else (),
             )
         )
     return requests
@@ -103,7 +105,7 @@ def alone(model: LoadedModel) -> dict[str, Outcome]:
 
 def test_the_mixed_requests_are_worth_comparing(alone: dict[str, Outcome]) -> None:
     texts = [o[0] for o in alone.values() if o[3] > 1]
-    assert len(set(texts)) == len(texts) >= 20
+    assert len(set(texts)) == len(texts) >= 15
     long = [o[6][o[2] :] for o in alone.values() if o[3] >= 12]
     assert sum(len(set(tokens)) >= 6 for tokens in long) >= len(long) - 2, "the model says more than one token"
     assert {o[1] for o in alone.values()} >= {"length", "stop"}
@@ -156,6 +158,65 @@ def test_requests_that_join_while_others_decode_change_nothing(bench: Make, alon
         eventually(lambda n=index: len(b.batches) > n, "another decode step")
     for call in calls:
         assert outcome(b, call) == alone[call.request.id]
+
+
+def test_confidences_are_bitwise_the_same_alone_and_in_a_batch(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[bytes, list[bytes]] = {}
+
+    class Recording(LowConfidence):
+        def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+            prompt = canvas.tokens[: canvas.prompt_length].tobytes()
+            seen.setdefault(prompt, []).append(candidates.confidence.tobytes())
+            return super().choose(canvas, candidates)
+
+    monkeypatch.setitem(COMMIT, "recording", Recording)
+    requests = [
+        ask(f"r{i}", f"shape {i}", max_new_tokens=12, block=12, recompute=dkv(), commit=Policy(name="recording"))
+        for i in range(10)
+    ]
+    single = bench(stages="inline")
+    for request in requests:
+        single.ask(request)
+    alone_seen, seen = seen, {}
+    together = bench()
+    gate = together.gate("encode")
+    calls = together.submit(*requests)
+    gate.open()
+    assert all(call.finished() for call in calls)
+    assert len(seen) == 10
+    assert seen == alone_seen
+
+
+@torch.inference_mode()
+def test_logits_are_bitwise_the_same_alone_and_in_a_batch(model: LoadedModel) -> None:
+    """Tokens forgive a last bit, a threshold may not: also for the few rows that a cached step runs."""
+    sizes, counts = [20, 33, 64, 100, 21, 48], [1, 2, 64, 3, 1, 17]
+    pages = np.split(np.arange(60), np.cumsum([-(-size // 8) for size in sizes]))[:-1]
+    generator = np.random.default_rng(0)
+    embeddings = [model.decoder.embed(torch.from_numpy(generator.integers(0, 400, size))) for size in sizes]
+    rows = [np.sort(generator.choice(size, count, replace=False)) for size, count in zip(sizes, counts, strict=True)]
+
+    def run(batch: list[int]) -> list[Tensor]:
+        store = KVStore(model.decoder.config, pages=60, page_size=8, dtype=model.dtype, device=model.device)
+        for which in ([np.arange(size) for size in sizes], rows):
+            passes = [
+                Pass(
+                    Canvas.create(np.arange(sizes[i]), new_tokens=0, block_length=1, mask_id=3),
+                    pages[i],
+                    embeddings[i],
+                    which[i],
+                    which[i],
+                )
+                for i in batch
+            ]
+            logits = forward(model, store, passes, row_floor(model))
+        return logits
+
+    for index, logits in enumerate(run([0, 1, 2, 3, 4, 5])):
+        assert logits.shape[0] == counts[index]
+        assert torch.equal(logits, run([index])[0])
+    for index, logits in zip([4, 0], run([4, 0]), strict=True):
+        assert torch.equal(logits, run([index])[0])
 
 
 @pytest.mark.parametrize("block", [0, 5, 32])
@@ -304,7 +365,8 @@ def test_the_answer_ends_before_the_first_end_token(bench: Make, model: LoadedMo
 def test_the_answer_ends_before_a_stop_string(bench: Make) -> None:
     b = bench(stages="inline")
     free = b.ask(ask("free", "stop here", max_new_tokens=32, block=4))
-    stop = free.text[6:9]
+    pairs = (free.text[at : at + 2] for at in range(6, len(free.text)))
+    stop = next(p for p in pairs if "\N{REPLACEMENT CHARACTER}" not in p)
     [call] = b.submit(ask("stopped", "stop here", max_new_tokens=32, block=4, stop=(stop, "never said")))
     done = call.finished()
     assert done.reason == "stop"

@@ -1,0 +1,231 @@
+"""The command line as a user meets it: what it prints where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from e2e_helpers import Running, command, short_asks
+
+from mmserve.cli import main
+from mmserve.config import from_mapping
+from mmserve.errors import ConfigError
+
+#: The C core of gRPC logs to stderr by itself, as in ``E1120 09:16:43.070831 4685 add_port.cc:83] …``.
+GRPC_LOG = re.compile(r"[EWI]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\] ")
+
+
+def assert_fails_clearly(done: object, *words: str) -> None:
+    """Exit code 1, nothing on stdout, one line on stderr beside the log, and no traceback."""
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    told = [line for line in done.stderr.splitlines() if " INFO " not in line and not GRPC_LOG.match(line)]
+    assert len(told) == 1 and told[0].startswith("mmserve "), done.stderr
+    assert all(word in told[0] for word in words), told
+
+
+def one_json(text: str) -> dict:
+    assert text.endswith("\n") and text.count("\n") == 1
+    return json.loads(text)
+
+
+def test_the_demo_asks_and_judges() -> None:
+    done = command("demo", "--json", "--items", "5")
+    assert done.returncode == 0, done.stderr
+    report = one_json(done.stdout)
+    assert set(report) >= {"ok", "items", "accuracy", "machine"}
+    assert report["ok"] is True and 0 <= report["accuracy"] <= 1
+    assert len(report["items"]) == 5 and report["items"][4]["task"] == "json"
+    kinds = {
+        "task": str,
+        "question": str,
+        "expected": str,
+        "answer": str,
+        "correct": bool,
+        "ttft_ms": float,
+        "total_ms": float,
+        "forwards": int,
+        "tokens": int,
+    }
+    for item in report["items"]:
+        assert {name: type(item[name]) for name in kinds} == kinds
+        assert item["forwards"] >= 1 and 0 < item["ttft_ms"] <= item["total_ms"] and not item["error"]
+    assert report["accuracy"] == sum(i["correct"] for i in report["items"]) / 5
+    assert report["machine"]["cores"] >= 1
+
+
+def test_the_demo_talks_to_people_and_saves_its_scenes(server: Running, tmp_path: Path) -> None:
+    done = command("demo", "--items", "2", "--server", server.address, "--save", str(tmp_path / "new" / "scenes"))
+    assert done.returncode == 0, done.stderr
+    assert "of 2 right." in done.stdout and "forward passes" in done.stdout and "▒" in done.stdout
+    assert len(list((tmp_path / "new" / "scenes").glob("*.png"))) == 2
+
+
+def test_generate_answers_about_an_image(server: Running, tmp_path: Path) -> None:
+    ask = short_asks(1)[0]
+    path = tmp_path / "scene.png"
+    path.write_bytes(ask.images[0])
+    done = command(
+        "generate", ask.prompt, "--image", str(path), "--server", server.address, "--json", "--max-new-tokens", "8"
+    )
+    assert done.returncode == 0, done.stderr
+    told = one_json(done.stdout)
+    expected = server.client.generate(ask.prompt, images=[path], max_new_tokens=8)
+    assert (told["text"], told["reason"], told["forwards"]) == (
+        expected.text,
+        expected.finish_reason,
+        expected.forwards,
+    )
+    assert told["usage"]["visual_tokens"] == expected.usage.visual_tokens > 0
+
+
+def test_generate_starts_a_server_of_its_own_and_reads_stdin(server: Running) -> None:
+    prompt = "How many shapes are there?"
+    given = ("--max-new-tokens", "6", "--temperature", "3", "--seed", "5", "--set", "engine.torch_threads=1")
+    done = command("generate", "-", *given, stdin=prompt)
+    assert done.returncode == 0, done.stderr
+    expected = server.client.generate(prompt, max_new_tokens=6, temperature=3.0, seed=5)
+    assert done.stdout == expected.text + "\n"
+
+
+def test_generate_takes_policies_by_name(server: Running) -> None:
+    policies = ("--recompute", "dkv_decode", "--commit", "threshold")
+    done = command("generate", "x", "--server", server.address, "--max-new-tokens", "4", "--json", *policies)
+    assert done.returncode == 0, done.stderr
+    assert_fails_clearly(command("generate", "x", "--server", server.address, "--recompute", "magic"), "magic")
+
+
+def test_generate_says_what_is_wrong_with_an_image(server: Running, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"\x89PNG\r\n\x1a\n but no more")
+    to = ("--server", server.address)
+    assert_fails_clearly(command("generate", "x", "--image", str(bad), *to), "generate", "messages[0].parts[0].image")
+    assert_fails_clearly(command("generate", "x", "--image", str(tmp_path / "none.png"), *to), "none.png")
+    assert_fails_clearly(command("generate", "x", "--image", str(tmp_path), *to), str(tmp_path))
+
+
+@pytest.mark.parametrize("stdin", [b"\xff\xfe\x00 no text", b""], ids=["no text", "nothing"])
+def test_generate_survives_any_stdin(server: Running, stdin: bytes) -> None:
+    done = command("generate", "-", "--server", server.address, "--max-new-tokens", "2", stdin=stdin)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--max-new-tokens", "0"), "max_new_tokens"),
+        (("--max-new-tokens", "-5"), "max_new_tokens"),
+        (("--temperature", "nan"), "temperature"),
+        (("--seed", "-1"), "seed"),
+        (("--timeout", "0"), "timeout"),
+    ],
+)
+def test_generate_refuses_bad_values(
+    server: Running, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], word: str
+) -> None:
+    assert main(["generate", "x", "--server", server.address, *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_no_server_is_an_error_of_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody answers there
+        done = command("models", "--server", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert_fails_clearly(done, "models")
+
+
+def test_models_are_listed(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--server", server.address, "--json"]) == 0
+    (model,) = one_json(capsys.readouterr().out)["models"]
+    assert model["name"] == "reference" and model["images"] is True
+    assert set(model["recompute_policies"]) >= {"none", "dkv_decode"}
+    assert main(["models", "--server", server.address]) == 0
+    assert capsys.readouterr().out.startswith("reference: ")
+
+
+def test_serve_refuses_a_port_in_use(server: Running) -> None:
+    port = server.address.rpartition(":")[2]
+    assert_fails_clearly(command("serve", "--set", f"server.port={port}"), "serve", port, "in use")
+
+
+BROKEN = {
+    "no TOML": ("[server\nport = 1", "not valid TOML"),
+    "unknown table": ("[sever]\nport = 1", "unknown table 'sever'"),
+    "unknown key": ("[server]\nprot = 1", "no key 'prot'"),
+    "wrong type": ('[server]\nport = "high"', "port must be"),
+    "a number that cannot be": ("[engine]\nmax_running = 0", "max_running must be at least 1"),
+    "no models": ("models = []", "at least one model"),
+    "a model that is not there": ('[[models]]\npath = "/no/such/folder"', "/no/such/folder"),
+    "two models of one name": ("[[models]]\n[[models]]", "two models are named 'reference'"),
+    "a key without its certificate": ('[server]\ntls_key = "x"', "go together"),
+    "a certificate that is not there": ('[server]\ntls_key = "/no/k"\ntls_certificate = "/no/c"', "/no/"),
+    "too few pages": ("[engine]\npages = 3", "pages"),
+    "an unknown device": ('[[models]]\ndevice = "abacus"', "abacus"),
+    "an unknown dtype": ('[[models]]\ndtype = "float12"', "float12"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_serve_refuses_a_broken_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    text, why = BROKEN[kind]
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    assert main(["serve", "--config", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mmserve serve: ") and why in err and err.count("\n") == 1
+
+
+def test_serve_refuses_a_configuration_that_is_not_there_in_a_process_too(tmp_path: Path) -> None:
+    assert_fails_clearly(command("serve", "--config", str(tmp_path / "none.toml")), "none.toml")
+    assert_fails_clearly(command("serve", "--model", str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.parametrize("override", ["port=1", "server.port", "models.name=x", "server.port=high", "nothing.x=1"])
+def test_serve_refuses_a_bad_override(capsys: pytest.CaptureFixture[str], override: str) -> None:
+    assert main(["serve", "--model", "bundled", "--set", override]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("mmserve serve: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 99_999])
+def test_a_port_that_cannot_be_is_refused(port: int) -> None:
+    """gRPC would take it, and listen on another one."""
+    with pytest.raises(ConfigError, match="port"):
+        from_mapping({"server": {"port": port}})
+
+
+@pytest.mark.parametrize("arguments", [["fly"], [], ["generate"], ["bench", "flight"], ["demo", "--items", "many"]])
+def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "usage: mmserve" in err
+
+
+def test_an_unknown_command_in_a_process_exits_with_2() -> None:
+    done = command("fly")
+    assert (done.returncode, done.stdout) == (2, "") and "invalid choice: 'fly'" in done.stderr
+
+
+def test_the_serving_benchmark_reports_every_pair() -> None:
+    small = ("--set", "engine.torch_threads=1")
+    done = command("bench", "serving", "--limit", "2", "--repeats", "1", "--json", *small)
+    assert done.returncode == 0, done.stderr
+    report = one_json(done.stdout)
+    assert report["bench"] == "serving" and report["machine"]["torch"]
+    *policies, throughput = report["rows"]
+    assert [row["measured"] for row in policies][:2] == ["none × low_confidence", "dkv_decode × low_confidence"]
+    assert all(row["total_ms"] > 0 and 0 <= row["accuracy"] <= 1 and row["forwards"] >= 1 for row in policies)
+    assert policies[0]["speedup"] == 1.0
+    assert throughput["answers_equal"] is True
+    assert throughput["serial_per_second"] > 0 and throughput["concurrent_per_second"] > 0
+
+
+@pytest.mark.parametrize("few", [("--limit", "0"), ("--repeats", "0"), ("--limit", "1", "--repeats", "1")])
+def test_a_benchmark_of_too_little_is_refused(capsys: pytest.CaptureFixture[str], few: tuple[str, ...]) -> None:
+    assert main(["bench", "serving", *few]) == 1
+    assert "--limit" in capsys.readouterr().err

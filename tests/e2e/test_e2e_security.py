@@ -1,0 +1,130 @@
+"""TLS and bearer tokens as the configuration file sets them, with the model behind them."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from e2e_helpers import Running, command, running, short_asks
+
+from mmserve.client import TLS, Client
+from mmserve.config import load
+from mmserve.errors import Unauthenticated, Unavailable
+
+
+def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = folder / f"{name}.pem", folder / f"{name}.key"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return paths
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("security")
+
+
+def configured(folder: Path, **keys: object) -> Path:
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {"port": 0, **keys}.items()]
+    path = folder / "mmserve.toml"
+    path.write_text("\n".join(["[engine]", "torch_threads = 1", "[server]", *lines]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path) -> Iterator[Running]:
+    """A server that asks for a token."""
+    with running(load(configured(folder, auth_tokens=["first", "second"]))) as found:
+        yield found
+
+
+@pytest.mark.parametrize("token", ["first", "second"])
+def test_an_accepted_token_opens_every_service(guarded: Running, token: str) -> None:
+    ask = short_asks(1)[0]
+    with Client(guarded.address, token=token) as client:
+        client.wait_ready()
+        assert client.generate(ask.prompt, images=[client.upload(ask.images[0])], max_new_tokens=2).forwards
+        assert [m.name for m in client.models()] == ["reference"]
+
+
+@pytest.mark.parametrize("token", [None, "third", "First", "first "])
+def test_any_other_token_opens_nothing(guarded: Running, token: str | None) -> None:
+    with Client(guarded.address, token=token) as client:
+        client.wait_ready()  # health needs none
+        for call in (client.models, lambda: client.generate("x"), lambda: client.upload(b"x")):
+            with pytest.raises(Unauthenticated):
+                call()
+    assert guarded.engine.stats().live == 0
+
+
+def test_models_of_a_guarded_server_need_its_token(guarded: Running) -> None:
+    good = command("models", "--server", guarded.address, "--token", "second", "--json")
+    assert good.returncode == 0, good.stderr
+    assert [m["name"] for m in json.loads(good.stdout)["models"]] == ["reference"]
+    bad = command("models", "--server", guarded.address, "--token", "third")
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert bad.stderr.count("\n") == 1 and "bearer token" in bad.stderr
+
+
+def test_commands_that_start_their_own_server_work_with_a_guarded_configuration(folder: Path) -> None:
+    """They talk to it over loopback, with the settings of the engine and none of the locks."""
+    certificate, key = self_signed(folder, "own")
+    path = configured(folder, auth_tokens=["first"], tls_certificate=str(certificate), tls_key=str(key))
+    done = command("generate", "x", "--config", str(path), "--max-new-tokens", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["forwards"] >= 1
+
+
+def test_tls_serves_who_trusts_the_certificate_and_nobody_else(folder: Path) -> None:
+    certificate, key = self_signed(folder, "server")
+    stranger, _ = self_signed(folder, "stranger")
+    ask = short_asks(1)[0]
+    path = configured(folder, tls_certificate=str(certificate), tls_key=str(key), auth_tokens=["first"])
+    with running(load(path)) as server:
+        with Client(server.address, tls=TLS(ca=certificate), token="first") as client:
+            client.wait_ready()
+            assert ask.of(client, max_new_tokens=2).forwards
+        with Client(server.address, tls=TLS(ca=certificate)) as client, pytest.raises(Unauthenticated):
+            client.generate("x")
+        for other in (TLS(ca=stranger), None):
+            with Client(server.address, tls=other, token="first") as client, pytest.raises(Unavailable):
+                client.generate("x", timeout=10)
+
+
+def test_mutual_tls_asks_the_client_for_its_certificate(folder: Path) -> None:
+    certificate, key = self_signed(folder, "server")
+    known, known_key = self_signed(folder, "known")
+    other, other_key = self_signed(folder, "other")
+    path = configured(folder, tls_certificate=str(certificate), tls_key=str(key), tls_client_ca=str(known))
+    with running(load(path)) as server:
+        with Client(server.address, tls=TLS(ca=certificate, certificate=known, key=known_key)) as client:
+            assert client.generate("x", max_new_tokens=2).forwards
+        for wrong in (TLS(ca=certificate), TLS(ca=certificate, certificate=other, key=other_key)):
+            with Client(server.address, tls=wrong) as client, pytest.raises(Unavailable):
+                client.generate("x", timeout=10)

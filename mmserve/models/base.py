@@ -17,7 +17,7 @@ from mmserve.models.decoder import Decoder
 
 
 class Attention(Enum):
-    """How far right a position may look: to the end of the canvas, or to itself."""
+    """How far right a position may look: to the end of the canvas (masked diffusion), or to itself (next token)."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -36,7 +36,17 @@ class ModelSpec:
     image_id: int | None  # placeholder of an image in the token row; None = text only
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
-    default_block_length: int = 32
+    default_block_length: int = 32  # always 1 where attention is causal
+
+    @property
+    def causal(self) -> bool:
+        """Whether the model decodes left to right, one token a step."""
+        return self.attention is Attention.CAUSAL
+
+    @property
+    def logit_shift(self) -> int:
+        """How far left of a position the row stands whose logits predict it: 1 for next-token models, 0 for LLaDA."""
+        return 1 if self.causal else 0
 
 
 class VisionEncoder(nn.Module):

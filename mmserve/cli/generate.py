@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recompute", default="none", help="cache policy; `mmserve models` lists them")
+    parser.add_argument("--recompute", help="cache policy; `mmserve models` lists them (default the model's)")
     parser.add_argument("--commit", default="low_confidence", help="commit policy; `mmserve models` lists them")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     add_server(parser)

@@ -62,7 +62,9 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
 
     Batches of fewer than ``floor`` rows (see ``row_floor``) are padded to that many.
     """
-    ragged = store.ragged([p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], causal=model.spec.causal)
+    ragged = store.ragged(
+        [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], causal=model.spec.causal
+    )
     positions = torch.from_numpy(np.concatenate([p.rows for p in batch])).to(model.device)
     x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
     short = max(0, floor - len(x))

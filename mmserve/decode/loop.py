@@ -129,10 +129,12 @@ class DiffusionDecoder:
         canvas = Canvas.create(
             encoded.ids,
             new_tokens=request.sampling.max_new_tokens,
-            block_length=1 if spec.causal else request.diffusion.block_length or spec.default_block_length,
+            block_length=spec.block_length(request.diffusion.block_length),
             mask_id=spec.mask_id,
         )
-        embeddings = self.model.decoder.embed(torch.from_numpy(canvas.tokens).to(self.model.device))
+        ids = canvas.tokens.copy()
+        ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
+        embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
         if encoded.features is not None:
             embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.features
         return self._pass(canvas, pages, embeddings, every_position(canvas))

@@ -116,6 +116,8 @@ class Encoder:
             start = int(place) + 1
         pieces.append(_text_rows(ids[start:]))
         spliced = np.concatenate([piece.ids for piece in pieces])
+        if len(spliced) < spec.logit_shift:
+            raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         self._check_length(len(spliced), request.sampling.max_new_tokens)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))

@@ -30,13 +30,13 @@ class ModelSpec:
     name: str
     architecture: str
     attention: Attention
-    mask_id: int
+    mask_id: int  # stands at open positions; where attention is causal, no pass ever sees it
     end_ids: frozenset[int]  # any of them ends the answer
-    banned_ids: tuple[int, ...]  # never generated: the mask itself, and what the checkpoint says
-    image_id: int | None  # placeholder of an image in the token row; None = text only
+    banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
+    image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
-    default_block_length: int = 32  # always 1 where attention is causal
+    default_block_length: int = 32  # of masked diffusion
 
     @property
     def causal(self) -> bool:
@@ -47,6 +47,10 @@ class ModelSpec:
     def logit_shift(self) -> int:
         """How far left of a position the row stands whose logits predict it: 1 for next-token models, 0 for LLaDA."""
         return 1 if self.causal else 0
+
+    def block_length(self, asked: int = 0) -> int:
+        """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
+        return 1 if self.causal else asked or self.default_block_length
 
 
 class VisionEncoder(nn.Module):

@@ -176,7 +176,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
     for field, description in (
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
-        *_wrong_diffusion(message.diffusion),
+        *_wrong_diffusion(message.diffusion, info),
     ):
         yield FieldViolation(field, description)
 
@@ -241,10 +241,12 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
             yield f"sampling.stop[{i}]", "must not be empty"
 
 
-def _wrong_diffusion(diffusion: pb.DiffusionParams) -> Wrong:
+def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
     for name in ("steps", "block_length"):
         if _set(diffusion, name) and getattr(diffusion, name) < 1:
             yield f"diffusion.{name}", "must be at least 1"
+    if diffusion.block_length > 1 and not info.diffusion:
+        yield "diffusion.block_length", "must be 1: the model decodes one token after another"
     if _set(diffusion, "dkv_decode") and _set(diffusion.dkv_decode, "refresh") and diffusion.dkv_decode.refresh < 1:
         yield "diffusion.dkv_decode.refresh", "must be at least 1"
     threshold = diffusion.threshold
@@ -297,6 +299,8 @@ def _recompute(diffusion: pb.DiffusionParams, info: ModelInfo) -> Policy:
     match diffusion.WhichOneof("recompute"):
         case "no_cache":
             return _policy("none")
+        case "last":
+            return _policy("last")
         case "dkv_decode":
             asked = diffusion.dkv_decode
             return _policy("dkv_decode", **({"refresh": asked.refresh} if _set(asked, "refresh") else {}))

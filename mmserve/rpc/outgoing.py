@@ -51,7 +51,7 @@ class Threshold:
     confidence: float = 0.9
 
 
-Recompute = Literal["none", "dkv_decode"] | DkvDecode
+Recompute = Literal["none", "dkv_decode", "last"] | DkvDecode
 Commit = Literal["low_confidence", "threshold"] | Threshold
 
 
@@ -303,14 +303,15 @@ def _put_recompute(diffusion: pb.DiffusionParams, policy: Recompute | None) -> N
             pass
         case "none":
             diffusion.no_cache.SetInParent()
+        case "last":
+            diffusion.last.SetInParent()
         case "dkv_decode":
             diffusion.dkv_decode.SetInParent()
         case DkvDecode(refresh):
             _put(diffusion.dkv_decode, "diffusion.dkv_decode.", refresh=refresh)
         case _:
-            raise InvalidArgument.of(
-                "diffusion.recompute", f"must be 'none', 'dkv_decode' or DkvDecode, not {policy!r}"
-            )
+            wanted = "'none', 'dkv_decode', 'last' or DkvDecode"
+            raise InvalidArgument.of("diffusion.recompute", f"must be {wanted}, not {policy!r}")
 
 
 def _put_commit(diffusion: pb.DiffusionParams, policy: Commit | None) -> None:

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmmserve/v1/generation.proto\x12\nmmserve.v1\"\xd4\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.mmserve.v1.ChatMessage\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.mmserve.v1.SamplingParams\x12.\n\tdiffusion\x18\x04 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12)\n\x06stream\x18\x05 \x01(\x0b\x32\x19.mmserve.v1.StreamOptions\"U\n\x0b\x43hatMessage\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.mmserve.v1.Role\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.mmserve.v1.ContentPart\"m\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x05image\x18\x02 \x01(\x0b\x32\x11.mmserve.v1.ImageH\x00\x12\"\n\x05video\x18\x03 \x01(\x0b\x32\x11.mmserve.v1.VideoH\x00\x42\x06\n\x04part\"5\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08media_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06source\"5\n\x05Video\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08media_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06source\"\xd0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x11\n\x0f_max_new_tokens\"\xa9\x02\n\x0f\x44iffusionParams\x12\x12\n\x05steps\x18\x01 \x01(\rH\x02\x88\x01\x01\x12\x19\n\x0c\x62lock_length\x18\x02 \x01(\rH\x03\x88\x01\x01\x12\'\n\x08no_cache\x18\x03 \x01(\x0b\x32\x13.mmserve.v1.NoCacheH\x00\x12+\n\ndkv_decode\x18\x04 \x01(\x0b\x32\x15.mmserve.v1.DkvDecodeH\x00\x12\x33\n\x0elow_confidence\x18\x05 \x01(\x0b\x32\x19.mmserve.v1.LowConfidenceH\x01\x12*\n\tthreshold\x18\x06 \x01(\x0b\x32\x15.mmserve.v1.ThresholdH\x01\x42\x0b\n\trecomputeB\x08\n\x06\x63ommitB\x08\n\x06_stepsB\x0f\n\r_block_length\"\t\n\x07NoCache\"-\n\tDkvDecode\x12\x14\n\x07refresh\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_refresh\"\x0f\n\rLowConfidence\"3\n\tThreshold\x12\x17\n\nconfidence\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_confidence\"U\n\rStreamOptions\x12\x13\n\x06\x64\x65ltas\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tsnapshots\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07_deltasB\x0c\n\n_snapshots\"\xbd\x01\n\x10GenerateResponse\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.mmserve.v1.AdmittedH\x00\x12(\n\x08snapshot\x18\x02 \x01(\x0b\x32\x14.mmserve.v1.SnapshotH\x00\x12\"\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x11.mmserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.mmserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"4\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cqueued_ahead\x18\x02 \x01(\r\"L\n\x08Snapshot\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tcommitted\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\x12\x10\n\x08\x66orwards\x18\x04 \x01(\r\"\x15\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\"\xe6\x01\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.mmserve.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.mmserve.v1.Usage\x12\x10\n\x08\x66orwards\x18\x04 \x01(\r\x12\x1a\n\x12tokens_per_forward\x18\x05 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x04\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.mmserve.v1.StageTimes\x12\x10\n\x08warnings\x18\x08 \x03(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rvisual_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x82\x01\n\nStageTimes\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x11\n\tencode_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_END\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.mmserve.v1.GenerateRequest\x1a\x1c.mmserve.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmmserve/v1/generation.proto\x12\nmmserve.v1\"\xd4\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.mmserve.v1.ChatMessage\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.mmserve.v1.SamplingParams\x12.\n\tdiffusion\x18\x04 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12)\n\x06stream\x18\x05 \x01(\x0b\x32\x19.mmserve.v1.StreamOptions\"U\n\x0b\x43hatMessage\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.mmserve.v1.Role\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.mmserve.v1.ContentPart\"m\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x05image\x18\x02 \x01(\x0b\x32\x11.mmserve.v1.ImageH\x00\x12\"\n\x05video\x18\x03 \x01(\x0b\x32\x11.mmserve.v1.VideoH\x00\x42\x06\n\x04part\"5\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08media_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06source\"5\n\x05Video\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x12\n\x08media_id\x18\x02 \x01(\tH\x00\x42\x08\n\x06source\"\xd0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x11\n\x0f_max_new_tokens\"\xcb\x02\n\x0f\x44iffusionParams\x12\x12\n\x05steps\x18\x01 \x01(\rH\x02\x88\x01\x01\x12\x19\n\x0c\x62lock_length\x18\x02 \x01(\rH\x03\x88\x01\x01\x12\'\n\x08no_cache\x18\x03 \x01(\x0b\x32\x13.mmserve.v1.NoCacheH\x00\x12+\n\ndkv_decode\x18\x04 \x01(\x0b\x32\x15.mmserve.v1.DkvDecodeH\x00\x12 \n\x04last\x18\x07 \x01(\x0b\x32\x10.mmserve.v1.LastH\x00\x12\x33\n\x0elow_confidence\x18\x05 \x01(\x0b\x32\x19.mmserve.v1.LowConfidenceH\x01\x12*\n\tthreshold\x18\x06 \x01(\x0b\x32\x15.mmserve.v1.ThresholdH\x01\x42\x0b\n\trecomputeB\x08\n\x06\x63ommitB\x08\n\x06_stepsB\x0f\n\r_block_length\"\t\n\x07NoCache\"-\n\tDkvDecode\x12\x14\n\x07refresh\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_refresh\"\x06\n\x04Last\"\x0f\n\rLowConfidence\"3\n\tThreshold\x12\x17\n\nconfidence\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_confidence\"U\n\rStreamOptions\x12\x13\n\x06\x64\x65ltas\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\tsnapshots\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\t\n\x07_deltasB\x0c\n\n_snapshots\"\xbd\x01\n\x10GenerateResponse\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.mmserve.v1.AdmittedH\x00\x12(\n\x08snapshot\x18\x02 \x01(\x0b\x32\x14.mmserve.v1.SnapshotH\x00\x12\"\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x11.mmserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.mmserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"4\n\x08\x41\x64mitted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cqueued_ahead\x18\x02 \x01(\r\"L\n\x08Snapshot\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tcommitted\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\x12\x10\n\x08\x66orwards\x18\x04 \x01(\r\"\x15\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\"\xe6\x01\n\x08\x46inished\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.mmserve.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.mmserve.v1.Usage\x12\x10\n\x08\x66orwards\x18\x04 \x01(\r\x12\x1a\n\x12tokens_per_forward\x18\x05 \x01(\x01\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x04\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.mmserve.v1.StageTimes\x12\x10\n\x08warnings\x18\x08 \x03(\t\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rvisual_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x82\x01\n\nStageTimes\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x11\n\tencode_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x11\n\tdecode_ms\x18\x04 \x01(\x01\x12\x10\n\x08total_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_END\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\\\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.mmserve.v1.GenerateRequest\x1a\x1c.mmserve.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mmserve.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2087
-  _globals['_ROLE']._serialized_end=2167
-  _globals['_FINISHREASON']._serialized_start=2169
-  _globals['_FINISHREASON']._serialized_end=2287
+  _globals['_ROLE']._serialized_start=2129
+  _globals['_ROLE']._serialized_end=2209
+  _globals['_FINISHREASON']._serialized_start=2211
+  _globals['_FINISHREASON']._serialized_end=2329
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=256
   _globals['_CHATMESSAGE']._serialized_start=258
@@ -48,31 +48,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=567
   _globals['_SAMPLINGPARAMS']._serialized_end=775
   _globals['_DIFFUSIONPARAMS']._serialized_start=778
-  _globals['_DIFFUSIONPARAMS']._serialized_end=1075
-  _globals['_NOCACHE']._serialized_start=1077
-  _globals['_NOCACHE']._serialized_end=1086
-  _globals['_DKVDECODE']._serialized_start=1088
-  _globals['_DKVDECODE']._serialized_end=1133
-  _globals['_LOWCONFIDENCE']._serialized_start=1135
-  _globals['_LOWCONFIDENCE']._serialized_end=1150
-  _globals['_THRESHOLD']._serialized_start=1152
-  _globals['_THRESHOLD']._serialized_end=1203
-  _globals['_STREAMOPTIONS']._serialized_start=1205
-  _globals['_STREAMOPTIONS']._serialized_end=1290
-  _globals['_GENERATERESPONSE']._serialized_start=1293
-  _globals['_GENERATERESPONSE']._serialized_end=1482
-  _globals['_ADMITTED']._serialized_start=1484
-  _globals['_ADMITTED']._serialized_end=1536
-  _globals['_SNAPSHOT']._serialized_start=1538
-  _globals['_SNAPSHOT']._serialized_end=1614
-  _globals['_DELTA']._serialized_start=1616
-  _globals['_DELTA']._serialized_end=1637
-  _globals['_FINISHED']._serialized_start=1640
-  _globals['_FINISHED']._serialized_end=1870
-  _globals['_USAGE']._serialized_start=1872
-  _globals['_USAGE']._serialized_end=1952
-  _globals['_STAGETIMES']._serialized_start=1955
-  _globals['_STAGETIMES']._serialized_end=2085
-  _globals['_GENERATIONSERVICE']._serialized_start=2289
-  _globals['_GENERATIONSERVICE']._serialized_end=2381
+  _globals['_DIFFUSIONPARAMS']._serialized_end=1109
+  _globals['_NOCACHE']._serialized_start=1111
+  _globals['_NOCACHE']._serialized_end=1120
+  _globals['_DKVDECODE']._serialized_start=1122
+  _globals['_DKVDECODE']._serialized_end=1167
+  _globals['_LAST']._serialized_start=1169
+  _globals['_LAST']._serialized_end=1175
+  _globals['_LOWCONFIDENCE']._serialized_start=1177
+  _globals['_LOWCONFIDENCE']._serialized_end=1192
+  _globals['_THRESHOLD']._serialized_start=1194
+  _globals['_THRESHOLD']._serialized_end=1245
+  _globals['_STREAMOPTIONS']._serialized_start=1247
+  _globals['_STREAMOPTIONS']._serialized_end=1332
+  _globals['_GENERATERESPONSE']._serialized_start=1335
+  _globals['_GENERATERESPONSE']._serialized_end=1524
+  _globals['_ADMITTED']._serialized_start=1526
+  _globals['_ADMITTED']._serialized_end=1578
+  _globals['_SNAPSHOT']._serialized_start=1580
+  _globals['_SNAPSHOT']._serialized_end=1656
+  _globals['_DELTA']._serialized_start=1658
+  _globals['_DELTA']._serialized_end=1679
+  _globals['_FINISHED']._serialized_start=1682
+  _globals['_FINISHED']._serialized_end=1912
+  _globals['_USAGE']._serialized_start=1914
+  _globals['_USAGE']._serialized_end=1994
+  _globals['_STAGETIMES']._serialized_start=1997
+  _globals['_STAGETIMES']._serialized_end=2127
+  _globals['_GENERATIONSERVICE']._serialized_start=2331
+  _globals['_GENERATIONSERVICE']._serialized_end=2423
 # @@protoc_insertion_point(module_scope)

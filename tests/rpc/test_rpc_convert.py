@@ -64,6 +64,21 @@ def test_defaults_are_the_models() -> None:
     assert request.diffusion.commit == Policy(name="threshold", options={"confidence": 0.9})
 
 
+def test_policies_of_next_token_models() -> None:
+    info = model_info(diffusion=False, recompute_policies=("last", "none"), recompute_policy="last", block_length=1)
+    assert build(info).diffusion.recompute == Policy(name="last")
+    assert build(info, diffusion={"last": {}, "block_length": 1}).diffusion == Diffusion(
+        block_length=1, recompute=Policy(name="last")
+    )
+    assert build(info, diffusion={"no_cache": {}}).diffusion.recompute == Policy(name="none")
+    with pytest.raises(Unimplemented, match="recompute policy 'dkv_decode'; it has last, none"):
+        build(info, diffusion={"dkv_decode": {}})
+    with pytest.raises(InvalidArgument, match=r"diffusion\.block_length: must be 1"):
+        build(info, diffusion={"block_length": 2})
+    with pytest.raises(Unimplemented, match="recompute policy 'last'; it has none, dkv_decode"):
+        build(diffusion={"last": {}})
+
+
 def test_everything_set() -> None:
     store = MediaStore(1000)
     media_id = store.put(b"uploaded").media_id

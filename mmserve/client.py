@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mmserve.core.events import Admitted, Delta, Event, Finished, Snapshot, StageTimes, Usage
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import ImagePart, Message, TextPart
+from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
 from mmserve.errors import Cancelled, DeadlineExceeded, MMServeError, Unavailable
 from mmserve.rpc.convert import from_model_info, from_response
 from mmserve.rpc.outgoing import (
@@ -70,6 +70,7 @@ __all__ = [
     "TextPart",
     "Threshold",
     "Usage",
+    "VideoPart",
 ]
 
 _POLL_SECONDS = 0.1
@@ -143,7 +144,10 @@ class Client(_Base):
         request_id: str | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """The whole answer to a prompt or chat, with ``images`` in front of its last message; see ``Options``."""
+        """The whole answer to a prompt or chat, with ``images`` in front of its last message; see ``Options``.
+
+        ``videos`` (an option) go behind the images.
+        """
         label = request_label(request_id)
         message = build_request(prompt, images, deltas=False, snapshots=False, **options)
         last = None
@@ -169,7 +173,7 @@ class Client(_Base):
         return self._events(message, self._retries(timeout), request_label(request_id))
 
     def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
-        """Store an image on the server; its media id can stand for it in ``images``."""
+        """Store an image or a video on the server; its media id can stand for it in ``images`` or ``videos``."""
         content = file_bytes(data, "data")
         stub = self._open(grpc).media.UploadMedia
         return str(self._unary(lambda **how: stub(_chunks(content), **how), timeout).media_id)

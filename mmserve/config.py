@@ -54,7 +54,7 @@ class EngineConfig:
     page_size: int = 16  # token positions a K/V page
     pages: int = 0  # 0 = as many as max_running requests of max_tokens need
     max_tokens: int = 1024  # prompt and generated tokens of one request
-    encode_batch: int = 8  # images encoded together
+    encode_batch: int = 8  # images and frames of videos encoded together
     prefill_tokens: int = 2048
     decode_tokens: int = 4096
 
@@ -67,6 +67,9 @@ class MediaConfig:
     max_pixels: int = 64_000_000
     max_side: int = 16_384  # pixels
     max_images: int = 16  # a request
+    max_videos: int = 2  # a request
+    max_video_seconds: float = 60.0
+    max_video_pixels: int = 15_000_000_000  # all frames of a video together (a minute of 3840 x 2160 at 30 a second)
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
 
 

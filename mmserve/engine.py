@@ -19,7 +19,7 @@ from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, StageTimes, Usage
 from mmserve.core.info import ModelInfo
 from mmserve.core.plan import Budgets, Entry
-from mmserve.core.request import TERMINAL, ImagePart, Request, RequestId, Stage, advance
+from mmserve.core.request import TERMINAL, ImagePart, Request, RequestId, Stage, VideoPart, advance
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -69,9 +69,11 @@ class _Record:
         """Positions of prompt and answer; the prompt's are known once encoded."""
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
 
-    def entry(self, page_size: int) -> Entry:
-        """What the scheduler sees."""
-        images = sum(isinstance(part, ImagePart) for message in self.request.messages for part in message.parts)
+    def entry(self, page_size: int, frames_per_video: int) -> Entry:
+        """What the scheduler sees; a video counts as its frames."""
+        parts = [part for message in self.request.messages for part in message.parts]
+        images = sum(isinstance(part, ImagePart) for part in parts)
+        images += frames_per_video * sum(isinstance(part, VideoPart) for part in parts)
         pages = pages_for(self.tokens, page_size)
         return Entry(self.request.id, self.stage, images, self.tokens, pages, self.last_step)
 
@@ -192,7 +194,8 @@ class Engine:
     def _turn(self) -> None:
         self._absorb()
         self._expire()
-        plan = schedule([r.entry(self.config.page_size) for r in self._records.values()], self._budgets())
+        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in self._records.values()]
+        plan = schedule(entries, self._budgets())
         self._run("encode", plan.encode, self._encode)
         self._run("prefill", plan.prefill, self._prefill)
         self._run("decode", plan.decode, self._decode)

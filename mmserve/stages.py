@@ -14,10 +14,10 @@ from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.decode.commit import COMMIT
 from mmserve.decode.loop import DiffusionDecoder, Stepped, commit_policy, recompute_policy
-from mmserve.decode.recompute import RECOMPUTE
+from mmserve.decode.recompute import CAUSAL_ATTENTION, FULL_ATTENTION
 from mmserve.decode.state import Decoding, Encoded, Prefilled
 from mmserve.encode.encoder import Encoder
-from mmserve.errors import InvalidArgument
+from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 from mmserve.transfer.base import Transport
@@ -44,20 +44,27 @@ class Stages:
     def describe(self) -> ModelInfo:
         """What the model can do here."""
         sees = self.model.vision is not None
+        frames = self.model.vision.frames_per_video if self.model.vision is not None else 0
+        policies = self._recompute_policies
         return ModelInfo(
             name=self.model.spec.name,
             architecture=self.model.spec.architecture,
             images=sees,
-            diffusion=True,
-            recompute_policies=tuple(RECOMPUTE),
+            videos=bool(frames),
+            diffusion=not self.model.spec.causal,
+            recompute_policies=policies,
             commit_policies=tuple(COMMIT),
             max_tokens=self.max_tokens,
             max_images=self._media.max_images if sees else 0,
             visual_tokens_per_image=self.model.vision.tokens_per_image if self.model.vision is not None else 0,
             max_image_bytes=self._media.max_item_bytes,
+            max_videos=self._media.max_videos if frames else 0,
+            frames_per_video=frames,
+            max_video_seconds=self._media.max_video_seconds if frames else 0.0,
+            max_video_bytes=self._media.max_item_bytes if frames else 0,
             max_new_tokens=64,
-            block_length=self.model.spec.default_block_length,
-            recompute_policy="none",
+            block_length=self.model.spec.block_length(),
+            recompute_policy=policies[0],
             commit_policy="low_confidence",
             parameters=self.model.parameters,
             dtype=str(self.model.dtype).removeprefix("torch."),
@@ -65,12 +72,21 @@ class Stages:
         )
 
     def check(self, request: Request) -> None:
-        """Refuse at once what no stage could do: ``InvalidArgument`` for unknown policies and for endless text.
+        """Refuse at once what no stage could do.
 
-        Text is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
+        ``InvalidArgument`` for unknown policies, for blocks that a next-token model has none of, and for endless
+        text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
+        ``Unimplemented`` for a recompute policy that the model's kind of attention makes wrong.
         """
         recompute_policy(request)
         commit_policy(request)
+        asked, allowed = request.diffusion.recompute.name, self._recompute_policies
+        if asked not in allowed:
+            raise Unimplemented(
+                f"model {self.model.spec.name!r} has no recompute policy {asked!r}; it has {', '.join(allowed)}"
+            )
+        if self.model.spec.causal and request.diffusion.block_length > 1:
+            raise InvalidArgument.of("diffusion.block_length", "must be 1: the model decodes one token after another")
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
@@ -118,6 +134,10 @@ class Stages:
     def held(self) -> int:
         """Requests of which anything is kept."""
         return self.to_prefill.waiting + self.to_decode.waiting + len(self._decoding)
+
+    @property
+    def _recompute_policies(self) -> tuple[str, ...]:
+        return CAUSAL_ATTENTION if self.model.spec.causal else FULL_ATTENTION
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> Usage:
         self.to_prefill.send(request.id, encoded)

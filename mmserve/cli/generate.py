@@ -1,4 +1,4 @@
-"""Ask one question, about images or about nothing, and print the answer."""
+"""Ask one question, about images, videos or nothing, and print the answer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve generate``."""
     parser.add_argument("prompt", help="the question; '-' reads it from stdin")
     parser.add_argument("--image", action="append", default=[], type=Path, metavar="FILE", help="an image to show")
+    parser.add_argument("--video", action="append", default=[], type=Path, metavar="FILE", help="a video to show")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recompute", default="none", help="cache policy; `mmserve models` lists them")
+    parser.add_argument("--recompute", help="cache policy; `mmserve models` lists them (default the model's)")
     parser.add_argument("--commit", default="low_confidence", help="commit policy; `mmserve models` lists them")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     add_server(parser)
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         "seed": arguments.seed,
         "recompute": arguments.recompute,
         "commit": arguments.commit,
+        "videos": arguments.video,
     }
     screen = CanvasLine()
     with connected(arguments) as client:

@@ -31,10 +31,15 @@ def _paragraph(m: ModelInfo) -> str:
     sees = (
         f"up to {m.max_images} images of {m.visual_tokens_per_image or 'varying'} tokens" if m.images else "no images"
     )
+    watches = (
+        f"up to {m.max_videos} videos of {m.max_video_seconds:g} s, {m.frames_per_video} frames each"
+        if m.videos
+        else "no videos"
+    )
     return "\n".join(
         (
             f"{m.name}: {m.architecture}, {m.parameters / 1e6:.1f} M parameters, {m.dtype} on {m.device}",
-            f"  takes {m.max_tokens} tokens, {sees}",
+            f"  takes {m.max_tokens} tokens, {sees}, {watches}",
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",
             f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
         )

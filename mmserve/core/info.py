@@ -10,12 +10,14 @@ class ModelInfo:
     """Capabilities, limits and defaults of one model.
 
     Limits count tokens (``max_tokens``: prompt and answer of one request) and bytes; ``visual_tokens_per_image`` is
-    0 where it depends on the image. Policies go by their registered names.
+    0 where it depends on the image. A video is sampled at ``frames_per_video`` frames and may last
+    ``max_video_seconds``. Policies go by their registered names.
     """
 
     name: str
     architecture: str
     images: bool
+    videos: bool
     diffusion: bool
     recompute_policies: tuple[str, ...]
     commit_policies: tuple[str, ...]
@@ -23,6 +25,10 @@ class ModelInfo:
     max_images: int
     visual_tokens_per_image: int
     max_image_bytes: int
+    max_videos: int  # a request
+    frames_per_video: int  # 0 without videos
+    max_video_seconds: float
+    max_video_bytes: int
     max_new_tokens: int
     block_length: int
     recompute_policy: str

@@ -13,7 +13,7 @@ class Entry:
 
     id: RequestId
     stage: Stage
-    images: int = 0
+    images: int = 0  # and frames of videos
     tokens: int = 0  # positions of prompt and answer; known once encoded
     pages: int = 0  # K/V pages they need
     last_step: int = 0  # number of the decode batch it was last in
@@ -27,7 +27,7 @@ class Budgets:
     free_pages: int
     handover: int  # requests that may wait for prefill, and for decode
     max_running: int  # requests that may hold pages
-    encode_batch: int  # images
+    encode_batch: int  # images and frames
     prefill_tokens: int
     decode_tokens: int
 

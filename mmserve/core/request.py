@@ -26,7 +26,14 @@ class ImagePart:
     data: bytes = field(repr=False)
 
 
-Part = TextPart | ImagePart
+@dataclass(frozen=True)
+class VideoPart:
+    """A short video of a message, as its encoded file (MP4, MOV, Matroska, WebM, AVI)."""
+
+    data: bytes = field(repr=False)
+
+
+Part = TextPart | ImagePart | VideoPart
 
 
 @dataclass(frozen=True)

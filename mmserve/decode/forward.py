@@ -52,7 +52,9 @@ class Pass:
     pages: np.ndarray  # int64 page ids of the whole canvas
     embeddings: Tensor  # [N, D]
     rows: np.ndarray  # int64 positions to run, ascending
-    wanted: np.ndarray  # int64 positions whose logits are wanted; a subset of rows
+    targets: np.ndarray  # int64 positions to propose a token for, ascending
+    wanted: np.ndarray  # int64 rows whose logits tell of the targets: the same, or those left of them
+    visible: int  # positions, from the left, that have K/V once this pass has run
 
 
 def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Tensor]:
@@ -60,7 +62,9 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
 
     Batches of fewer than ``floor`` rows (see ``row_floor``) are padded to that many.
     """
-    ragged = store.ragged([p.rows for p in batch], [p.pages for p in batch], [p.canvas.size for p in batch])
+    ragged = store.ragged(
+        [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], causal=model.spec.causal
+    )
     positions = torch.from_numpy(np.concatenate([p.rows for p in batch])).to(model.device)
     x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
     short = max(0, floor - len(x))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Snapshot
@@ -70,7 +71,7 @@ class DiffusionDecoder:
         logits = forward(self.model, self.store, passes, self._floor)
         results = []
         for (request, _encoded, pages), p, rows in zip(batch, passes, logits, strict=True):
-            proposed = candidates(rows, p.wanted, p.canvas, request.sampling, self.model.spec.banned_ids)
+            proposed = candidates(rows, p.targets, p.canvas, request.sampling, self.model.spec.banned_ids)
             p.canvas.count_forward()
             results.append(Prefilled(p.canvas, pages, p.embeddings, proposed, len(p.rows)))
         return results
@@ -94,7 +95,7 @@ class DiffusionDecoder:
             logits = forward(self.model, self.store, passes, self._floor)
             banned = self.model.spec.banned_ids
             for d, p, rows in zip(running, passes, logits, strict=True):
-                d.candidates = candidates(rows, p.wanted, d.canvas, d.request.sampling, banned)
+                d.candidates = candidates(rows, p.targets, d.canvas, d.request.sampling, banned)
                 d.canvas.count_forward()
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
@@ -128,18 +129,27 @@ class DiffusionDecoder:
         canvas = Canvas.create(
             encoded.ids,
             new_tokens=request.sampling.max_new_tokens,
-            block_length=request.diffusion.block_length or spec.default_block_length,
+            block_length=spec.block_length(request.diffusion.block_length),
             mask_id=spec.mask_id,
         )
-        embeddings = self.model.decoder.embed(torch.from_numpy(canvas.tokens).to(self.model.device))
+        ids = canvas.tokens.copy()
+        ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
+        embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
         if encoded.features is not None:
             embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.features
-        return Pass(canvas, pages, embeddings, every_position(canvas), canvas.block_masked())
+        return self._pass(canvas, pages, embeddings, every_position(canvas))
 
     def _next_pass(self, d: Decoding) -> Pass:
-        return Pass(
-            d.canvas, d.prefilled.pages, d.prefilled.embeddings, d.recompute.rows(d.canvas), d.canvas.block_masked()
-        )
+        return self._pass(d.canvas, d.prefilled.pages, d.prefilled.embeddings, d.recompute.rows(d.canvas))
+
+    def _pass(self, canvas: Canvas, pages: np.ndarray, embeddings: Tensor, rows: np.ndarray) -> Pass:
+        """What to run for the open positions of the block; a causal model has no use for what stands right of them."""
+        spec = self.model.spec
+        targets = canvas.block_masked()
+        wanted = targets - spec.logit_shift
+        if not spec.causal:
+            return Pass(canvas, pages, embeddings, rows, targets, wanted, canvas.size)
+        return Pass(canvas, pages, embeddings, rows[rows <= wanted[-1]], targets, wanted, int(wanted[-1]) + 1)
 
     def _snapshot(self, d: Decoding) -> Snapshot:
         text = canvas_text(d.canvas, self.model.tokenizer, self.model.spec.end_ids)

@@ -1,7 +1,9 @@
-"""The encode stage: chat messages and images to a row of ids and visual tokens."""
+"""The encode stage: chat messages, images and videos to a row of ids and visual tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -9,12 +11,22 @@ import torch
 from torch import Tensor
 
 from mmserve.config import MediaConfig
-from mmserve.core.request import ImagePart, Request
+from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.state import Encoded
 from mmserve.encode.media import decode_image
+from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition, FieldViolation, InvalidArgument
-from mmserve.models.base import LoadedModel
+from mmserve.models.base import LoadedModel, VisionEncoder
 from mmserve.models.chat import prompt_ids
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A piece of a prompt: ids, which of their rows are visual, and the features of those."""
+
+    ids: np.ndarray  # int64 [rows]
+    visual: np.ndarray  # bool [rows]
+    features: Tensor | None  # [visual rows, D]; None for text
 
 
 class Encoder:
@@ -28,15 +40,11 @@ class Encoder:
         """Each request's prompt with its visual tokens; typed errors for bad media and for prompts too long."""
         pixels = [self._pixels(request) for request in batch]
         features = iter(self._features([p for group in pixels for p in group]))
-        return [self._splice(r, [next(features) for _ in group]) for r, group in zip(batch, pixels, strict=True)]
+        images = [[self._image_rows(next(features)) for _ in group] for group in pixels]
+        return [self._splice(r, i, self._videos(r)) for r, i in zip(batch, images, strict=True)]
 
     def _pixels(self, request: Request) -> list[Tensor]:
-        images = [
-            (f"messages[{m}].parts[{p}].image", part.data)
-            for m, message in enumerate(request.messages)
-            for p, part in enumerate(message.parts)
-            if isinstance(part, ImagePart)
-        ]
+        images = [(f"{path}.image", part.data) for path, part in _parts(request) if isinstance(part, ImagePart)]
         if not images:
             return []
         if self.model.vision is None:
@@ -56,33 +64,67 @@ class Encoder:
             features.update(zip(indices, self.model.vision(stacked), strict=True))
         return [features[i] for i in range(len(pixels))]
 
-    def _splice(self, request: Request, features: list[Tensor]) -> Encoded:
-        """Each image placeholder of the prompt becomes as many rows as the image has visual tokens."""
+    def _image_rows(self, features: Tensor) -> _Rows:
+        rows = len(features)
+        return _Rows(np.full(rows, self.model.spec.image_id), np.ones(rows, dtype=bool), features)
+
+    def _videos(self, request: Request) -> list[_Rows]:
+        videos = [(f"{path}.video", part.data) for path, part in _parts(request) if isinstance(part, VideoPart)]
+        if not videos:
+            return []
+        vision, placeholder = self.model.vision, self.model.spec.video_id
+        if vision is None or not vision.frames_per_video or placeholder is None:
+            raise FailedPrecondition(f"the model {self.model.spec.name!r} takes no videos; ask one that does")
+        return [self._video_rows(vision, placeholder, data, field) for field, data in videos]
+
+    def _video_rows(self, vision: VisionEncoder, placeholder: int, data: bytes, field: str) -> _Rows:
+        """A clip's rows: of each frame its text, where the model has one, and its visual tokens.
+
+        The frames of one clip go through the tower together, and with no others: the batch has no say in them.
+        """
+        clip = decode_video(data, self.media, frames=vision.frames_per_video, field=field)
+        pixels = torch.stack([vision.prepare(frame) for frame in clip.frames])
+        tokens = vision.video_tokens(pixels.to(self.model.device, self.model.dtype))
+        ids: list[int] = []
+        visual: list[bool] = []
+        for seconds, frame in zip(clip.seconds, tokens, strict=True):
+            text = self.model.tokenizer.encode(vision.frame_text(seconds), add_special_tokens=False)
+            ids += [*text, *[placeholder] * len(frame)]
+            visual += [*[False] * len(text), *[True] * len(frame)]
+        return _Rows(np.asarray(ids, dtype=np.int64), np.asarray(visual, dtype=bool), torch.cat(tokens))
+
+    def _splice(self, request: Request, images: list[_Rows], videos: list[_Rows]) -> Encoded:
+        """The prompt, with the rows of an image or video in the place of each placeholder."""
         spec = self.model.spec
         ids = np.asarray(self._prompt(request), dtype=np.int64)
-        places = np.flatnonzero(ids == spec.image_id) if spec.image_id is not None else np.zeros(0, np.int64)
-        if len(places) != len(features):
-            raise InvalidArgument.of(
-                "messages", f"the text holds {len(places) - len(features)} image placeholders without an image"
-            )
-        repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[places] = [len(f) for f in features]
-        expanded = np.repeat(ids, repeats)
-        is_image = np.repeat(np.isin(np.arange(len(ids)), places), repeats)
-        self._check_length(len(expanded), request.sampling.max_new_tokens)
-        return Encoded(expanded, np.flatnonzero(is_image), torch.cat(features) if features else None)
+        waiting: dict[int, Iterator[_Rows]] = {}
+        for placeholder, kind, one, rows in (
+            (spec.image_id, "image", "an image", images),
+            (spec.video_id, "video", "a video", videos),
+        ):
+            places = int((ids == placeholder).sum()) if placeholder is not None else 0
+            if places != len(rows):
+                raise InvalidArgument.of(
+                    "messages", f"the text holds {places - len(rows)} {kind} placeholders without {one}"
+                )
+            if placeholder is not None:
+                waiting[placeholder] = iter(rows)
+        pieces: list[_Rows] = []
+        start = 0
+        for place in np.flatnonzero(np.isin(ids, list(waiting))):
+            pieces += [_text_rows(ids[start:place]), next(waiting[int(ids[place])])]
+            start = int(place) + 1
+        pieces.append(_text_rows(ids[start:]))
+        spliced = np.concatenate([piece.ids for piece in pieces])
+        if len(spliced) < spec.logit_shift:
+            raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
+        self._check_length(len(spliced), request.sampling.max_new_tokens)
+        features = [piece.features for piece in pieces if piece.features is not None]
+        visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
+        return Encoded(spliced, visual, torch.cat(features) if features else None)
 
     def _prompt(self, request: Request) -> list[int]:
-        chat = [
-            {
-                "role": message.role,
-                "content": [
-                    {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-                    for part in message.parts
-                ],
-            }
-            for message in request.messages
-        ]
+        chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
         return prompt_ids(self.model.tokenizer, chat)
 
     def _check_length(self, prompt: int, new: int) -> None:
@@ -94,3 +136,25 @@ class Encoder:
                     "shorten the prompt or lower max_new_tokens",
                 )
             )
+
+
+def _parts(request: Request) -> Iterator[tuple[str, Part]]:
+    """Every part with its path in the request message."""
+    for m, message in enumerate(request.messages):
+        for p, part in enumerate(message.parts):
+            yield f"messages[{m}].parts[{p}]", part
+
+
+def _text_rows(ids: np.ndarray) -> _Rows:
+    return _Rows(ids, np.zeros(len(ids), dtype=bool), None)
+
+
+def _content(part: Part) -> dict[str, str]:
+    """A part as chat templates take it."""
+    match part:
+        case TextPart(text):
+            return {"type": "text", "text": text}
+        case ImagePart():
+            return {"type": "image"}
+        case VideoPart():
+            return {"type": "video"}

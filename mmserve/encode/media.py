@@ -64,7 +64,7 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         raise InvalidArgument.of(field, "is empty (0 bytes)")
     if len(data) > limits.max_item_bytes:
         raise InvalidArgument.of(field, f"has {len(data)} bytes; the limit is {limits.max_item_bytes}")
-    _check_size(_early_size(data), limits, field)
+    check_size(_early_size(data), limits, field)
     try:
         image: Image.Image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -74,7 +74,7 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         raise InvalidArgument.of(field, f"has too many pixels; the limit is {limit} in all") from None
     except _DAMAGE as error:
         raise InvalidArgument.of(field, f"is a damaged image: {error}") from None
-    _check_size(image.size, limits, field)
+    check_size(image.size, limits, field)
     if image.mode in ("I", "F") and image.format != "PNG":
         raise InvalidArgument.of(field, "has pixels of 32 bits a channel; send 8 or 16")
     if image.format == "TIFF" and image.info.get("compression") not in _TIFF_COMPRESSIONS:
@@ -84,7 +84,7 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         upright = _upright(_rgb(image), _orientation(image))
     except _DAMAGE as error:
         raise InvalidArgument.of(field, f"is a damaged or cut off {image.format} image: {error}") from None
-    _check_size(upright.size, limits, field)
+    check_size(upright.size, limits, field)
     upright.info = {}
     return upright
 
@@ -115,7 +115,8 @@ def _early_size(data: bytes) -> tuple[int, int] | None:
     return width & 0x3FFF, height & 0x3FFF
 
 
-def _check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) -> None:
+def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) -> None:
+    """Raise ``InvalidArgument`` where ``size`` (width and height in pixels, None = not known yet) is beyond limits."""
     if size is None:
         return
     width, height = size

@@ -25,8 +25,13 @@ class KVStore:
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
-    def ragged(self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int]) -> Ragged:
-        """Address a batch: per request the positions to run, its page table and its length (all positions)."""
+    def ragged(
+        self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, causal: bool = False
+    ) -> Ragged:
+        """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
+
+        ``causal`` rows look no further right than themselves.
+        """
         slots = [
             table[r // self.page_size] * self.page_size + r % self.page_size
             for r, table in zip(rows, tables, strict=True)
@@ -36,6 +41,7 @@ class KVStore:
             kv_lengths=tuple(lengths),
             page_tables=tuple(self._tensor(table) for table in tables),
             slots=self._tensor(np.concatenate(slots)),
+            kv_limit=self._tensor(np.concatenate(rows) + 1) if causal else None,
         )
 
     def attend(self, ragged: Ragged) -> Attend:

@@ -17,7 +17,7 @@ from mmserve.models.decoder import Decoder
 
 
 class Attention(Enum):
-    """How far right a position may look: to the end of the canvas, or to itself."""
+    """How far right a position may look: to the end of the canvas (masked diffusion), or to itself (next token)."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -30,12 +30,27 @@ class ModelSpec:
     name: str
     architecture: str
     attention: Attention
-    mask_id: int
+    mask_id: int  # stands at open positions; where attention is causal, no pass ever sees it
     end_ids: frozenset[int]  # any of them ends the answer
-    banned_ids: tuple[int, ...]  # never generated: the mask itself, and what the checkpoint says
-    image_id: int | None  # placeholder of an image in the token row; None = text only
+    banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
+    image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
+    video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
-    default_block_length: int = 32
+    default_block_length: int = 32  # of masked diffusion
+
+    @property
+    def causal(self) -> bool:
+        """Whether the model decodes left to right, one token a step."""
+        return self.attention is Attention.CAUSAL
+
+    @property
+    def logit_shift(self) -> int:
+        """How far left of a position the row stands whose logits predict it: 1 for next-token models, 0 for LLaDA."""
+        return 1 if self.causal else 0
+
+    def block_length(self, asked: int = 0) -> int:
+        """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
+        return 1 if self.causal else asked or self.default_block_length
 
 
 class VisionEncoder(nn.Module):
@@ -43,6 +58,8 @@ class VisionEncoder(nn.Module):
 
     #: Visual tokens an image becomes; 0 where it depends on the image.
     tokens_per_image: int
+    #: Frames that a video is sampled at; 0 = takes no video.
+    frames_per_video: int = 0
 
     def prepare(self, image: Image.Image) -> Tensor:
         """Pixels ``[3, height, width]`` fp32 of an RGB image, resized and normalised as the checkpoint says."""
@@ -51,6 +68,14 @@ class VisionEncoder(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``."""
         raise NotImplementedError
+
+    def video_tokens(self, pixels: Tensor) -> list[Tensor]:
+        """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]`` in their order."""
+        raise NotImplementedError
+
+    def frame_text(self, seconds: float) -> str:
+        """Text that stands in front of the visual tokens of a frame ``seconds`` after the clip's start."""
+        return ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates of LLaDA-family checkpoints."""
+"""Tokenizers and chat templates of LLaMA-family checkpoints."""
 
 from __future__ import annotations
 
@@ -8,21 +8,46 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, InvalidArgument
 
-IMAGE = "<image>"
-#: LLaDA's chat format. Content is text, or a list of parts; an image becomes ``<image>`` and a line break (LLaVA).
-CHAT_TEMPLATE = (
-    "{{ bos_token or '' }}{% for message in messages %}"
-    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+IMAGE, VIDEO = "<image>", "<video>"
+#: A message's parts as one ``text.value``: an image becomes ``<image>`` and a line break (LLaVA), a video ``<video>``
+#: and one.
+_JOIN_PARTS = (
     "{% set text = namespace(value='') %}"
     "{% if message['content'] is string %}{% set text.value = message['content'] %}"
     "{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{% set text.value = text.value + '<image>\n' %}"
+    "{% elif part['type'] == 'video' %}{% set text.value = text.value + '<video>\n' %}"
     "{% elif part['type'] == 'text' %}{% set text.value = text.value + part['text'] %}{% endif %}"
-    "{% endfor %}{% endif %}{{ text.value | trim }}<|eot_id|>{% endfor %}"
+    "{% endfor %}{% endif %}"
+)
+#: LLaDA's chat format, which is Llama 3's. Content is text, or a list of parts.
+CHAT_TEMPLATE = (
+    "{{ bos_token or '' }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    f"{_JOIN_PARTS}{{{{ text.value | trim }}}}<|eot_id|>{{% endfor %}}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+#: LLaVA-1.5's chat format (``conv_vicuna_v1`` in its llava/conversation.py), system message included.
+VICUNA_TEMPLATE = (
+    "{{ bos_token or '' }}{% if messages[0]['role'] != 'system' %}"
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. {% endif %}"
+    f"{{% for message in messages %}}{_JOIN_PARTS}"
+    "{% if message['role'] == 'system' %}{{ text.value | trim }} "
+    "{% elif message['role'] == 'assistant' %}ASSISTANT: {{ text.value | trim }}{{ eos_token or '' }}"
+    "{% else %}USER: {{ text.value | trim }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+#: Put in front of a template that takes plain text only: it then sees each message's parts joined.
+_JOINED_MESSAGES = (
+    "{% set joined = namespace(messages=[]) %}{% for message in messages %}"
+    f"{_JOIN_PARTS}"
+    "{% set joined.messages = joined.messages + [{'role': message['role'], 'content': text.value}] %}{% endfor %}"
+    "{% set messages = joined.messages %}"
+)
+_HEADERS = frozenset({"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"})
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -36,24 +61,58 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]]) -> list[int]:
-    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts."""
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts.
+
+    Raises ``InvalidArgument`` where the template refuses the chat, for its order of roles, say.
+    """
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool) -> None:
+def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:
     """Give ``tokenizer`` LLaDA's chat template where it has none, or one that cannot render message parts.
 
     The template of LLaDA-V's checkpoint takes plain text only: it prints a list of parts as Python would.
     """
-    if tokenizer.chat_template is None or not _renders_parts(tokenizer, images):
+    if tokenizer.chat_template is None or not _renders_parts(tokenizer, images, videos):
         tokenizer.chat_template = CHAT_TEMPLATE
 
 
-def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool) -> bool:
-    content = [*([{"type": "image"}] if images else []), {"type": "text", "text": "probe"}]
+def adapt_chat_template(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, *, images: bool, videos: bool, vicuna: bool
+) -> None:
+    """See that ``tokenizer`` has a chat template that renders message parts; another model's format is never imposed.
+
+    The checkpoint's own template is kept; where it takes plain text only, parts are joined in front of it. Without
+    one, a tokenizer with Llama 3's header tokens gets Llama 3's format, and ``vicuna`` checkpoints that of LLaVA-1.5,
+    which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``.
+    """
+    own = tokenizer.chat_template
+    if own is None:
+        if tokenizer.get_vocab().keys() >= _HEADERS:
+            tokenizer.chat_template = CHAT_TEMPLATE
+        elif vicuna:
+            tokenizer.chat_template = VICUNA_TEMPLATE
+        else:
+            raise ConfigError(f"{folder}: the tokenizer has no chat template; put one into chat_template.jinja")
+        return
+    if _renders_parts(tokenizer, images, videos):
+        return
+    tokenizer.chat_template = _JOINED_MESSAGES + own if isinstance(own, str) else own
+    if not _renders_parts(tokenizer, images, videos):
+        raise ConfigError(f"{folder}: the chat template cannot render a user's message")
+
+
+def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool) -> bool:
+    media = [{"type": kind} for kind, taken in (("image", images), ("video", videos)) if taken]
+    content = [*media, {"type": "text", "text": "probe"}]
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     except (TemplateError, TypeError, ValueError):
         return False
-    return isinstance(text, str) and text.count(IMAGE) == images and "probe" in text and "'type'" not in text
+    if not isinstance(text, str) or "probe" not in text or "'type'" in text:
+        return False
+    return text.count(IMAGE) == images and text.count(VIDEO) == videos

@@ -1,14 +1,15 @@
-"""Tensor names and configuration keys of the layouts that LLaDA-family checkpoints come in, read and written.
+"""Tensor names and configuration keys of the layouts that LLaMA-family checkpoints come in, read and written.
 
 One table serves both directions: a parameter of ``Decoder`` to its tensor's name when loading, and the same when
 exporting. LLaDA's own names are those of ``GSAI-ML/LLaDA-8B-Instruct``; the Hugging Face style names are those of
-``GSAI-ML/LLaDA-V``, which also carries a vision tower and a projector.
+LLaMA, of ``GSAI-ML/LLaDA-V`` and of ``liuhaotian/llava-v1.5-7b``; the latter two also carry a projector, and may
+carry a vision tower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ TOWER, PROJECTOR, NEWLINE = "model.vision_tower.vision_tower.", "model.mm_projec
 class Layout:
     """Names of a layout's tensors: ``outer`` for the decoder's own modules, ``layer`` for those of layer N."""
 
-    name: str
+    name: str  # ``model_type``
+    architecture: str  # the class in ``architectures``
     outer: Mapping[str, str]
     layers: str  # what stands before the layer's number
     layer: Mapping[str, str]
@@ -45,6 +47,7 @@ class Layout:
 
 LLADA = Layout(
     name="llada",
+    architecture="LLaDAModelLM",
     outer={"embed": "model.transformer.wte", "norm": "model.transformer.ln_f", "head": "model.transformer.ff_out"},
     layers="model.transformer.blocks",
     layer={
@@ -61,6 +64,7 @@ LLADA = Layout(
 )
 HUGGING_FACE = Layout(
     name="llava_llada",
+    architecture="LlavaLLaDAModelLM",
     outer={"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
     layers="model.layers",
     layer={
@@ -75,6 +79,9 @@ HUGGING_FACE = Layout(
         "down_proj": "mlp.down_proj",
     },
 )
+#: The same names for models that decode left to right.
+LLAVA_LLAMA = replace(HUGGING_FACE, name="llava_llama", architecture="LlavaLlamaForCausalLM")
+LLAMA = replace(HUGGING_FACE, name="llama", architecture="LlamaForCausalLM")
 
 #: Switches of LLaDA's own configuration, and the values of them that ``Decoder`` implements.
 _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
@@ -219,8 +226,8 @@ def config_json(layout: Layout, config: DecoderConfig) -> dict[str, Any]:
         raise ConfigError(f"the {layout.name} layout has no place for these biases and norms: {c}")
     if layout is LLADA:
         return {
-            "architectures": ["LLaDAModelLM"],
-            "model_type": "llada",
+            "architectures": [layout.architecture],
+            "model_type": layout.name,
             "d_model": c.hidden_size,
             "n_heads": c.num_heads,
             "n_kv_heads": c.num_kv_heads,
@@ -241,8 +248,8 @@ def config_json(layout: Layout, config: DecoderConfig) -> dict[str, Any]:
             "alibi": False,
         }
     return {
-        "architectures": ["LlavaLLaDAModelLM"],
-        "model_type": "llava_llada",
+        "architectures": [layout.architecture],
+        "model_type": layout.name,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
         "num_hidden_layers": c.num_layers,
@@ -266,7 +273,7 @@ def decoder_tensors(layout: Layout, decoder: Decoder) -> dict[str, torch.Tensor]
 
 
 def vision_tensors(tower: nn.Module, projector: nn.Module, newline: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Weights of tower, projector and the row separator ``newline [D]`` by LLaDA-V's names."""
+    """Weights of tower, projector and the row separator ``newline [D]`` by LLaVA's names."""
     tensors: dict[str, torch.Tensor] = {tower_tensor(name): parameter for name, parameter in tower.named_parameters()}
     alone = len(list(projector.children())) == 1
     tensors |= {projector_tensor(name, alone=alone): parameter for name, parameter in projector.named_parameters()}
@@ -274,12 +281,12 @@ def vision_tensors(tower: nn.Module, projector: nn.Module, newline: torch.Tensor
 
 
 def tower_tensor(parameter: str) -> str:
-    """LLaDA-V's name of a tower's parameter: as transformers named it up to 4, below ``vision_model``."""
+    """LLaVA's name of a tower's parameter: as transformers named it up to 4, below ``vision_model``."""
     return f"{TOWER}vision_model.{parameter.removeprefix('vision_model.')}"
 
 
 def projector_tensor(parameter: str, *, alone: bool) -> str:
-    """LLaDA-V's name of a projector's parameter; LLaVA's ``linear`` projector is a bare layer without a number."""
+    """LLaVA's name of a projector's parameter; its ``linear`` projector is a bare layer without a number."""
     return PROJECTOR + (parameter.removeprefix("0.") if alone else parameter)
 
 

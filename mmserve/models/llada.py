@@ -5,88 +5,42 @@ Both layouts load onto one ``Decoder``; LLaDA-V's may add a vision tower and a p
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import IMAGE, ensure_chat_template, load_tokenizer
+from mmserve.models.chat import ensure_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.decoder import Decoder, DecoderConfig
-from mmserve.models.layouts import Keys, decoder_config, layout_of
-from mmserve.models.towers import load_vision
+from mmserve.models.family import (
+    END_OF_TURN,
+    Sources,
+    listed_ids,
+    load_family,
+    make_spec,
+    takes_images,
+    takes_videos,
+    token_id,
+)
 
-MASK, END_OF_TURN = "<|mdm_mask|>", "<|eot_id|>"
+MASK = "<|mdm_mask|>"
 #: What LLaDA-V's ``generate`` (modeling_llada.py) rules out at masks beside the end of text.
 _NEVER_IN_ANSWERS = ("<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>")
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load either layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
-    config = decoder_config(keys)
     tokenizer = load_tokenizer(checkpoint.folder)
-    sighted = checkpoint.architecture == "llava_llada" and bool(checkpoint.config.get("mm_vision_tower"))
-    image_id = _image_id(tokenizer) if sighted else None
-    ensure_chat_template(tokenizer, images=sighted)
-    if len(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
-        )
-    spec = _spec(checkpoint, keys, config, tokenizer, image_id, target.name)
-    decoder = _load_decoder(checkpoint, config, target)
-    vision = load_vision(checkpoint, config.hidden_size, target) if sighted else None
-    checkpoint.weights.warn_unread()
-    return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)
+    ensure_chat_template(tokenizer, images=takes_images(checkpoint), videos=takes_videos(checkpoint))
+    return load_family(checkpoint, target, tokenizer, _spec)
 
 
-def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target) -> Decoder:
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    names = layout_of(checkpoint.config).names(decoder)
-    checkpoint.weights.fill(decoder, names, target.dtype, target.device)
-    return decoder.eval()
-
-
-def _spec(
-    checkpoint: Checkpoint,
-    keys: Keys,
-    config: DecoderConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    image_id: int | None,
-    name: str,
-) -> ModelSpec:
-    mask_id = next(iter(_ids(checkpoint.config.get("mask_token_id"))), _token(tokenizer, MASK))
+def _spec(sources: Sources) -> ModelSpec:
+    checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
+    mask_id = next(iter(listed_ids(checkpoint.config.get("mask_token_id"))), token_id(tokenizer, MASK))
     if mask_id is None:
-        raise ConfigError(f"{keys.path} has no mask_token_id and the tokenizer no {MASK}")
-    ends = {*_ids(checkpoint.config.get("eos_token_id")), *_ids(checkpoint.generation.get("eos_token_id"))}
-    if not ends and tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
-    turn = _token(tokenizer, END_OF_TURN)
-    ends |= {turn} if turn is not None else set()
-    if not ends:
-        raise ConfigError(f"{keys.path} has no eos_token_id and the tokenizer no {END_OF_TURN}")
-    banned = {mask_id, *banned_ids(checkpoint, tokenizer)} | ({image_id} if image_id is not None else set())
-    for what, ids in (("mask_token_id", {mask_id}), ("eos_token_id", ends), ("suppress_tokens", banned)):
-        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size]
-        if wrong:
-            raise ConfigError(f"{checkpoint.folder}: {what} {wrong[0]!r} is no token of {config.vocab_size}")
-    if ends <= banned:
-        raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
-    trained = checkpoint.config.get("tokenizer_model_max_length")
-    return ModelSpec(
-        name=name,
-        architecture=checkpoint.architecture,
-        attention=Attention.FULL,
-        mask_id=mask_id,
-        end_ids=frozenset(ends),
-        banned_ids=tuple(sorted(banned)),
-        image_id=image_id,
-        max_tokens=min(config.max_positions, trained) if isinstance(trained, int) else config.max_positions,
-    )
+        raise ConfigError(f"{sources.keys.path} has no mask_token_id and the tokenizer no {MASK}")
+    banned = {mask_id, *banned_ids(checkpoint, tokenizer)}
+    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned)
 
 
 def banned_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> set[int]:
@@ -100,30 +54,10 @@ def banned_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> se
     """
     suppressed = checkpoint.generation.get("suppress_tokens")
     if suppressed is not None:
-        return set(_ids(suppressed))
+        return set(listed_ids(suppressed))
     if checkpoint.architecture != "llava_llada":
         return set()
-    names = _NEVER_IN_ANSWERS
-    ids = {i for i in (_token(tokenizer, name) for name in names) if i is not None}
-    if _token(tokenizer, END_OF_TURN) is not None and tokenizer.eos_token_id is not None:
+    ids = {i for i in (token_id(tokenizer, name) for name in _NEVER_IN_ANSWERS) if i is not None}
+    if token_id(tokenizer, END_OF_TURN) is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return ids
-
-
-def _image_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The placeholder's id; LLaDA-V's tokenizer has none (its code splits the text), so it is added behind the rest."""
-    if _token(tokenizer, IMAGE) is None:
-        tokenizer.add_tokens([AddedToken(IMAGE, special=True, normalized=False)], special_tokens=True)
-    return int(tokenizer.convert_tokens_to_ids(IMAGE))
-
-
-def _token(tokenizer: PreTrainedTokenizerFast, token: str) -> int | None:
-    found = tokenizer.get_vocab().get(token)
-    return None if found is None else int(found)
-
-
-def _ids(value: Any) -> list[Any]:
-    """One id or a list of them, as configurations have either; what is no integer is found out by the range check."""
-    if value is None:
-        return []
-    return [i if isinstance(i, int) else str(i) for i in (value if isinstance(value, list) else [value])]

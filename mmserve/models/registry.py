@@ -16,7 +16,9 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
     "llada": "mmserve.models.llada",
+    "llama": "mmserve.models.llama",
     "llava_llada": "mmserve.models.llada",
+    "llava_llama": "mmserve.models.llama",
 }
 HUB = "hub:"
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -29,7 +29,7 @@ from transformers import (
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Keys, projector_tensor
-from mmserve.models.vision import LlavaVision, mlp_projector
+from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, mlp_projector, pooled_side
 
 #: Where a checkpoint keeps its tower's files when ``mm_vision_tower`` is a hub id.
 BESIDE = "vision_tower"
@@ -75,26 +75,14 @@ class PaddedProcessor:
         return self.processor(image, **options)
 
 
-class NewlineProjector(nn.Module):
-    """A projector that ends every image in LLaVA's ``image_newline``: ``[B, N, C]`` to ``[B, N + 1, D]``."""
-
-    def __init__(self, projector: nn.Module, newline: Tensor) -> None:
-        super().__init__()
-        self.projector = projector
-        self.newline = nn.Parameter(newline, requires_grad=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        tokens = self.projector(features)
-        return torch.cat([tokens, self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)], dim=1)
-
-
 def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> LlavaVision:
     """Tower and projector of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
 
     The tower's configuration and processor come from the directory that ``mm_vision_tower`` names, or from
     ``vision_tower`` beside ``config.json``; its weights from the checkpoint, or from that directory where the
     checkpoint has none. As in LLaVA (``llava/model/multimodal_encoder``), SigLIP features are always those of the
-    last layer but one and its images are resized bicubically, whatever the files say. Raises ``ConfigError``.
+    last layer but one and its images are resized bicubically, whatever the files say. ``mm_video_frames``, a key of
+    our own, says how many frames of a video the checkpoint takes; without it, none. Raises ``ConfigError``.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     _check_merging(keys)
@@ -106,6 +94,7 @@ def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> Lla
     tower, cut = _load_tower(kind, config, weights, TOWER if own else "", select, target)
     feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
     projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
+    video = _video(keys, int(config.image_size) // int(config.patch_size), feature if kind.has_cls else "patch")
     extra = 0
     if kind.has_cls and feature == "cls_patch":
         extra += 1
@@ -118,6 +107,7 @@ def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> Lla
         _processor(kind, folder, keys, int(config.image_size)),
         select_layer=select + cut,
         has_cls=kind.has_cls and feature == "patch",
+        video=video,
     )
     vision.tokens_per_image += extra
     return vision
@@ -132,6 +122,44 @@ def _check_merging(keys: Keys) -> None:
         )
     keys.choice("mm_patch_merge_type", ("flat", "spatial", "spatial_unpad"), "flat")
     keys.check({"mm_resampler_type": (None,), "mm_use_im_start_end": (False, None), "s2": (False, None)})
+
+
+def _video(keys: Keys, side: int, feature: str) -> VideoSettings | None:
+    """What the configuration says of videos, whose frames have ``side`` x ``side`` patches; None = it takes none."""
+    if not keys.values.get("mm_video_frames"):
+        return None
+    if feature != "patch":
+        raise ConfigError(
+            f"{keys.path}: videos need mm_vision_select_feature = 'patch', not {feature!r}: see get_2dPool"
+        )
+    keys.check({"add_faster_video": (False, None)})
+    settings = VideoSettings(
+        frames=keys.integer("mm_video_frames"),
+        stride=keys.integer("mm_spatial_pool_stride", default=2),
+        mode=keys.choice("mm_spatial_pool_mode", ("average", "max", "bilinear"), "bilinear"),
+        newline=keys.choice("mm_newline_position", ("grid", "frame", "one_token", "no_token"), "one_token"),
+        time=_time_format(keys),
+    )
+    if not pooled_side(side, settings.stride, settings.mode):
+        raise ConfigError(f"{keys.path}: mm_spatial_pool_stride = {settings.stride} leaves nothing of {side} patches")
+    merging = str(keys.values.get("mm_patch_merge_type", "flat"))
+    if settings.newline in ("grid", "frame") and merging == "spatial":
+        raise ConfigError(
+            f"{keys.path}: mm_newline_position = {settings.newline!r} needs a separator, which "
+            "mm_patch_merge_type = 'spatial' has none of; it can be 'spatial_unpad'"
+        )
+    return settings
+
+
+def _time_format(keys: Keys) -> str:
+    value = keys.values.get("mm_video_time") or ""
+    try:
+        first, second = value.format(seconds=0), value.format(seconds=61)
+    except (AttributeError, LookupError, ValueError, TypeError) as error:
+        raise ConfigError(f"{keys.path}: mm_video_time = {value!r} is no format string of seconds: {error}") from error
+    if value and first == second:
+        raise ConfigError(f"{keys.path}: mm_video_time = {value!r} does not name {{seconds}}")
+    return str(value)
 
 
 def _select_layer(keys: Keys, layers: int) -> int:

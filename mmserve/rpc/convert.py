@@ -14,7 +14,18 @@ from google.protobuf.message import Message as ProtoMessage
 from mmserve.config import MediaConfig
 from mmserve.core import events
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, Streaming, TextPart
+from mmserve.core.request import (
+    Diffusion,
+    ImagePart,
+    Message,
+    Part,
+    Policy,
+    Request,
+    Sampling,
+    Streaming,
+    TextPart,
+    VideoPart,
+)
 from mmserve.encode.store import is_media_id
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, Unimplemented
 from mmserve.v1 import generation_pb2 as pb
@@ -99,6 +110,7 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
         architecture=info.architecture,
         capabilities=model_pb2.ModelCapabilities(
             images=info.images,
+            videos=info.videos,
             diffusion=info.diffusion,
             recompute_policies=info.recompute_policies,
             commit_policies=info.commit_policies,
@@ -108,6 +120,10 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
             max_images=info.max_images,
             visual_tokens_per_image=info.visual_tokens_per_image,
             max_image_bytes=info.max_image_bytes,
+            max_videos=info.max_videos,
+            frames_per_video=info.frames_per_video,
+            max_video_seconds=info.max_video_seconds,
+            max_video_bytes=info.max_video_bytes,
         ),
         defaults=model_pb2.ModelDefaults(
             max_new_tokens=info.max_new_tokens,
@@ -127,6 +143,7 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         name=message.name,
         architecture=message.architecture,
         images=message.capabilities.images,
+        videos=message.capabilities.videos,
         diffusion=message.capabilities.diffusion,
         recompute_policies=tuple(message.capabilities.recompute_policies),
         commit_policies=tuple(message.capabilities.commit_policies),
@@ -134,6 +151,10 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         max_images=message.limits.max_images,
         visual_tokens_per_image=message.limits.visual_tokens_per_image,
         max_image_bytes=message.limits.max_image_bytes,
+        max_videos=message.limits.max_videos,
+        frames_per_video=message.limits.frames_per_video,
+        max_video_seconds=message.limits.max_video_seconds,
+        max_video_bytes=message.limits.max_video_bytes,
         max_new_tokens=message.defaults.max_new_tokens,
         block_length=message.defaults.block_length,
         recompute_policy=message.defaults.recompute_policy,
@@ -155,7 +176,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
     for field, description in (
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
-        *_wrong_diffusion(message.diffusion),
+        *_wrong_diffusion(message.diffusion, info),
     ):
         yield FieldViolation(field, description)
 
@@ -167,7 +188,7 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
     if not message.messages:
         yield "messages", "must hold at least one message"
         return
-    images = 0
+    images = videos = 0
     for i, chat in enumerate(message.messages):
         if chat.role not in ROLES:
             yield f"messages[{i}].role", "must be ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT"
@@ -177,26 +198,32 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
             path = f"messages[{i}].parts[{j}]"
             match part.WhichOneof("part"):
                 case None:
-                    yield path, "must be a text or an image"
+                    yield path, "must be a text, an image or a video"
                 case "image":
                     images += 1
-                    yield from _wrong_image(part.image, f"{path}.image", limits)
+                    yield from _wrong_media(part.image, f"{path}.image", limits)
+                case "video":
+                    videos += 1
+                    yield from _wrong_media(part.video, f"{path}.video", limits)
     if message.messages[-1].role in ROLES and message.messages[-1].role != pb.ROLE_USER:
         yield f"messages[{len(message.messages) - 1}].role", "must be ROLE_USER: the last message is the user's"
     allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
     if images > allowed:
         yield "messages", f"must hold at most {allowed} images, not {images}"
+    allowed = min(limits.max_videos, info.max_videos) if info.videos else limits.max_videos
+    if videos > allowed:
+        yield "messages", f"must hold at most {allowed} videos, not {videos}"
 
 
-def _wrong_image(image: pb.Image, path: str, limits: MediaConfig) -> Wrong:
-    match image.WhichOneof("source"):
+def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> Wrong:
+    match item.WhichOneof("source"):
         case None:
             yield path, "must have data or a media_id"
-        case "data" if not image.data:
+        case "data" if not item.data:
             yield f"{path}.data", "must not be empty"
-        case "data" if len(image.data) > limits.max_item_bytes:
-            yield f"{path}.data", f"must be at most {limits.max_item_bytes} bytes, not {len(image.data)}"
-        case "media_id" if not is_media_id(image.media_id):
+        case "data" if len(item.data) > limits.max_item_bytes:
+            yield f"{path}.data", f"must be at most {limits.max_item_bytes} bytes, not {len(item.data)}"
+        case "media_id" if not is_media_id(item.media_id):
             yield f"{path}.media_id", "must be 'sha256:' and 64 lower-case hexadecimal digits"
 
 
@@ -214,10 +241,12 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
             yield f"sampling.stop[{i}]", "must not be empty"
 
 
-def _wrong_diffusion(diffusion: pb.DiffusionParams) -> Wrong:
+def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
     for name in ("steps", "block_length"):
         if _set(diffusion, name) and getattr(diffusion, name) < 1:
             yield f"diffusion.{name}", "must be at least 1"
+    if diffusion.block_length > 1 and not info.diffusion:
+        yield "diffusion.block_length", "must be 1: the model decodes one token after another"
     if _set(diffusion, "dkv_decode") and _set(diffusion.dkv_decode, "refresh") and diffusion.dkv_decode.refresh < 1:
         yield "diffusion.dkv_decode.refresh", "must be at least 1"
     threshold = diffusion.threshold
@@ -234,10 +263,16 @@ def _message(chat: pb.ChatMessage, media: Callable[[str], bytes]) -> Message:
 
 
 def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
-    if part.WhichOneof("part") == "text":
-        return TextPart(part.text)
-    image = part.image
-    return ImagePart(image.data if image.WhichOneof("source") == "data" else media(image.media_id))
+    match part.WhichOneof("part"):
+        case "image":
+            return ImagePart(_bytes(part.image, media))
+        case "video":
+            return VideoPart(_bytes(part.video, media))
+    return TextPart(part.text)
+
+
+def _bytes(item: pb.Image | pb.Video, media: Callable[[str], bytes]) -> bytes:
+    return item.data if item.WhichOneof("source") == "data" else media(item.media_id)
 
 
 def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
@@ -264,6 +299,8 @@ def _recompute(diffusion: pb.DiffusionParams, info: ModelInfo) -> Policy:
     match diffusion.WhichOneof("recompute"):
         case "no_cache":
             return _policy("none")
+        case "last":
+            return _policy("last")
         case "dkv_decode":
             asked = diffusion.dkv_decode
             return _policy("dkv_decode", **({"refresh": asked.refresh} if _set(asked, "refresh") else {}))
@@ -289,8 +326,9 @@ def _streaming(stream: pb.StreamOptions) -> Streaming:
 
 
 def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, info: ModelInfo) -> None:
-    if not info.images and any(_set(part, "image") for chat in message.messages for part in chat.parts):
-        raise Unimplemented(f"model {info.name!r} takes no images")
+    for kind, taken in (("image", info.images), ("video", info.videos)):
+        if not taken and any(_set(part, kind) for chat in message.messages for part in chat.parts):
+            raise Unimplemented(f"model {info.name!r} takes no {kind}s")
     for kind, policy, known in (
         ("recompute", diffusion.recompute, info.recompute_policies),
         ("commit", diffusion.commit, info.commit_policies),

@@ -16,7 +16,7 @@ import grpc
 import PIL.Image
 
 from mmserve.core import events
-from mmserve.core.request import ImagePart, Message, TextPart
+from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart
 from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 from mmserve.rpc import request_id
@@ -25,6 +25,8 @@ from mmserve.v1 import generation_pb2 as pb
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
 Image = bytes | Path | PIL.Image.Image | str
+#: A video: the bytes of its file, the file's path, or the id of an upload.
+Video = bytes | Path | str
 #: A chat message: typed, or ``{"role": …, "content": …}``.
 Chat = Message | Mapping[str, str]
 
@@ -49,7 +51,7 @@ class Threshold:
     confidence: float = 0.9
 
 
-Recompute = Literal["none", "dkv_decode"] | DkvDecode
+Recompute = Literal["none", "dkv_decode", "last"] | DkvDecode
 Commit = Literal["low_confidence", "threshold"] | Threshold
 
 
@@ -67,6 +69,7 @@ class Options(TypedDict, total=False):
     block_length: int | None
     recompute: Recompute | None
     commit: Commit | None
+    videos: Sequence[Video]  # in front of the last message's text, behind the images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +131,13 @@ def build_request(
     block_length: int | None = None,
     recompute: Recompute | None = None,
     commit: Commit | None = None,
+    videos: Sequence[Video] = (),
 ) -> pb.GenerateRequest:
-    """The message for these arguments; ``images`` go in front of the last message's text.
+    """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
 
-    Raises ``InvalidArgument`` for what cannot be put into a message, ``OSError`` for an unreadable image file.
+    Raises ``InvalidArgument`` for what cannot be put into a message, ``OSError`` for an unreadable file.
     """
-    request = pb.GenerateRequest(messages=_messages(prompt, images))
+    request = pb.GenerateRequest(messages=_messages(prompt, images, videos))
     _put(request, "", model=model)
     sampling = {
         "max_new_tokens": max_new_tokens,
@@ -237,13 +241,14 @@ class Retries:
         return pause
 
 
-def _messages(prompt: str | Sequence[Chat], images: Sequence[Image]) -> list[pb.ChatMessage]:
+def _messages(prompt: str | Sequence[Chat], images: Sequence[Image], videos: Sequence[Video]) -> list[pb.ChatMessage]:
     chats: Sequence[Chat] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [_message(chat, f"messages[{i}]") for i, chat in enumerate(chats)]
-    if images:
+    if images or videos:
         if not messages:
             raise InvalidArgument.of("messages", "must hold at least one message")
         parts = [pb.ContentPart(image=_image(image, f"images[{i}]")) for i, image in enumerate(images)]
+        parts += [pb.ContentPart(video=_video(video, f"videos[{i}]")) for i, video in enumerate(videos)]
         last = messages[-1]
         messages[-1] = pb.ChatMessage(role=last.role, parts=[*parts, *last.parts])
     return messages
@@ -261,10 +266,12 @@ def _role(name: str) -> Any:
     return role_number(name)
 
 
-def _part(part: TextPart | ImagePart, where: str) -> pb.ContentPart:
+def _part(part: Part, where: str) -> pb.ContentPart:
     try:
         if isinstance(part, ImagePart):
             return pb.ContentPart(image=pb.Image(data=part.data))
+        if isinstance(part, VideoPart):
+            return pb.ContentPart(video=pb.Video(data=part.data))
         return pb.ContentPart(text=part.text)
     except (TypeError, ValueError) as error:
         raise InvalidArgument.of(where, f"cannot be sent: {error}") from error
@@ -278,20 +285,33 @@ def _image(image: Image, where: str) -> pb.Image:
     return pb.Image(data=file_bytes(image, where))
 
 
+def _video(video: Video, where: str) -> pb.Video:
+    if isinstance(video, str):
+        if not is_media_id(video):
+            raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
+        return pb.Video(media_id=video)
+    if isinstance(video, Path):
+        return pb.Video(data=video.read_bytes())
+    if isinstance(video, bytes | bytearray | memoryview):
+        return pb.Video(data=bytes(video))
+    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path or a media id 'sha256:…'")
+
+
 def _put_recompute(diffusion: pb.DiffusionParams, policy: Recompute | None) -> None:
     match policy:
         case None:
             pass
         case "none":
             diffusion.no_cache.SetInParent()
+        case "last":
+            diffusion.last.SetInParent()
         case "dkv_decode":
             diffusion.dkv_decode.SetInParent()
         case DkvDecode(refresh):
             _put(diffusion.dkv_decode, "diffusion.dkv_decode.", refresh=refresh)
         case _:
-            raise InvalidArgument.of(
-                "diffusion.recompute", f"must be 'none', 'dkv_decode' or DkvDecode, not {policy!r}"
-            )
+            wanted = "'none', 'dkv_decode', 'last' or DkvDecode"
+            raise InvalidArgument.of("diffusion.recompute", f"must be {wanted}, not {policy!r}")
 
 
 def _put_commit(diffusion: pb.DiffusionParams, policy: Commit | None) -> None:

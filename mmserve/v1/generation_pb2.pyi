@@ -52,14 +52,24 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ...) -> None: ...
 
 class ContentPart(_message.Message):
-    __slots__ = ("text", "image")
+    __slots__ = ("text", "image", "video")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FIELD_NUMBER: _ClassVar[int]
     text: str
     image: Image
-    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
+    video: Video
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., video: _Optional[_Union[Video, _Mapping]] = ...) -> None: ...
 
 class Image(_message.Message):
+    __slots__ = ("data", "media_id")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_ID_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    media_id: str
+    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ...) -> None: ...
+
+class Video(_message.Message):
     __slots__ = ("data", "media_id")
     DATA_FIELD_NUMBER: _ClassVar[int]
     MEDIA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -84,20 +94,22 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DiffusionParams(_message.Message):
-    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "low_confidence", "threshold")
+    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "low_confidence", "threshold")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NO_CACHE_FIELD_NUMBER: _ClassVar[int]
     DKV_DECODE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     LOW_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     steps: int
     block_length: int
     no_cache: NoCache
     dkv_decode: DkvDecode
+    last: Last
     low_confidence: LowConfidence
     threshold: Threshold
-    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ...) -> None: ...
+    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ...) -> None: ...
 
 class NoCache(_message.Message):
     __slots__ = ()
@@ -108,6 +120,10 @@ class DkvDecode(_message.Message):
     REFRESH_FIELD_NUMBER: _ClassVar[int]
     refresh: int
     def __init__(self, refresh: _Optional[int] = ...) -> None: ...
+
+class Last(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LowConfidence(_message.Message):
     __slots__ = ()

@@ -49,28 +49,38 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class ModelCapabilities(_message.Message):
-    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies")
+    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies", "videos")
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     DIFFUSION_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_POLICIES_FIELD_NUMBER: _ClassVar[int]
     COMMIT_POLICIES_FIELD_NUMBER: _ClassVar[int]
+    VIDEOS_FIELD_NUMBER: _ClassVar[int]
     images: bool
     diffusion: bool
     recompute_policies: _containers.RepeatedScalarFieldContainer[str]
     commit_policies: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ...) -> None: ...
+    videos: bool
+    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ..., videos: bool = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_tokens", "max_images", "visual_tokens_per_image", "max_image_bytes")
+    __slots__ = ("max_tokens", "max_images", "visual_tokens_per_image", "max_image_bytes", "max_videos", "frames_per_video", "max_video_seconds", "max_video_bytes")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_PER_IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEOS_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_PER_VIDEO_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     max_images: int
     visual_tokens_per_image: int
     max_image_bytes: int
-    def __init__(self, max_tokens: _Optional[int] = ..., max_images: _Optional[int] = ..., visual_tokens_per_image: _Optional[int] = ..., max_image_bytes: _Optional[int] = ...) -> None: ...
+    max_videos: int
+    frames_per_video: int
+    max_video_seconds: float
+    max_video_bytes: int
+    def __init__(self, max_tokens: _Optional[int] = ..., max_images: _Optional[int] = ..., visual_tokens_per_image: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_videos: _Optional[int] = ..., frames_per_video: _Optional[int] = ..., max_video_seconds: _Optional[float] = ..., max_video_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelDefaults(_message.Message):
     __slots__ = ("max_new_tokens", "block_length", "recompute_policy", "commit_policy")

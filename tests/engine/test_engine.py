@@ -19,6 +19,7 @@ from torch import Tensor
 
 import mmserve.decode.loop
 import mmserve.engine
+import mmserve.stages
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import Admitted, Finished
@@ -26,7 +27,7 @@ from mmserve.core.request import Policy, Request, Stage, TextPart
 from mmserve.decode.commit import COMMIT, Candidates
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.forward import Pass, forward, row_floor
-from mmserve.decode.recompute import RECOMPUTE
+from mmserve.decode.recompute import FULL_ATTENTION, RECOMPUTE
 from mmserve.decode.recompute.none import NoCache
 from mmserve.decode.state import Encoded
 from mmserve.engine import Engine
@@ -206,6 +207,8 @@ def test_logits_are_bitwise_the_same_alone_and_in_a_batch(model: LoadedModel) ->
                     embeddings[i],
                     which[i],
                     which[i],
+                    which[i],
+                    sizes[i],
                 )
                 for i in batch
             ]
@@ -743,6 +746,7 @@ def test_a_bug_in_a_recompute_policy_fails_its_request_only(
     bench: Make, alone: dict[str, Outcome], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RECOMPUTE, "broken", BrokenRecompute)
+    monkeypatch.setattr(mmserve.stages, "FULL_ATTENTION", (*FULL_ATTENTION, "broken"))
     run_with_victim(bench(), victim(recompute=Policy(name="broken")), alone, caplog)
 
 
@@ -1020,6 +1024,8 @@ def test_the_engine_tells_what_its_model_can_do(bench: Make, model: LoadedModel,
     info, plain = bench().engine.info, bench(text_model).engine.info
     assert (info.name, info.images, info.visual_tokens_per_image) == ("tiny", True, 4)
     assert (plain.images, plain.max_images, plain.visual_tokens_per_image) == (False, 0, 0)
+    for still in (info, plain):
+        assert (still.videos, still.max_videos, still.frames_per_video, still.max_video_seconds) == (False, 0, 0, 0.0)
     assert info.max_tokens == MAX_TOKENS
     assert {"none", "dkv_decode"} <= set(info.recompute_policies)
     assert {"low_confidence", "threshold"} <= set(info.commit_policies)

@@ -15,7 +15,7 @@ from echo_server import EchoEngine, config, served, threaded
 from mmserve import client as sdk
 from mmserve.client import AsyncClient, Client, DkvDecode, Threshold
 from mmserve.core.events import Admitted, Delta, Finished, Snapshot
-from mmserve.core.request import ImagePart, Message, Policy, TextPart
+from mmserve.core.request import ImagePart, Message, Policy, TextPart, VideoPart
 from mmserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,7 +31,7 @@ PNG = b"\x89PNG and so on"
 
 def test_public_names() -> None:
     events = ["Admitted", "Delta", "Event", "Finished", "Snapshot", "StageTimes", "Usage"]
-    inputs = ["DkvDecode", "ImagePart", "Message", "Options", "TLS", "TextPart", "Threshold"]
+    inputs = ["DkvDecode", "ImagePart", "Message", "Options", "TLS", "TextPart", "Threshold", "VideoPart"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, "AsyncClient", "Client", "ModelInfo", "Result"])
 
 
@@ -98,6 +98,20 @@ def test_images_of_every_kind(address: str, engine: EchoEngine, tmp_path: Path) 
     assert result.usage.visual_tokens == 4 * 81
 
 
+def test_videos_of_every_kind(address: str, engine: EchoEngine, tmp_path: Path) -> None:
+    file = tmp_path / "clip.mp4"
+    file.write_bytes(b"from a file")
+    with Client(address) as client:
+        uploaded = client.upload(b"uploaded")
+        client.generate("look", images=[PNG], videos=[b"inline", file])
+        list(client.stream("look", videos=[uploaded]))
+        client.generate([Message("user", (VideoPart(b"of a chat"), TextPart("echo")))])
+    parts = [request.messages[0].parts for request in engine.requests]
+    look = TextPart("look")
+    assert parts[0] == (ImagePart(PNG), VideoPart(b"inline"), VideoPart(b"from a file"), look)
+    assert parts[1:] == [(VideoPart(b"uploaded"), look), (VideoPart(b"of a chat"), TextPart("echo"))]
+
+
 def test_chats(address: str, engine: EchoEngine) -> None:
     with Client(address) as client:
         client.generate(
@@ -122,6 +136,8 @@ def test_chats(address: str, engine: EchoEngine) -> None:
         ({"commit": "never"}, "diffusion.commit"),
         ({"images": ["picture.png"]}, "images[0]"),
         ({"images": [7]}, "images[0]"),
+        ({"videos": [b"fine", "clip.mp4"]}, "videos[1]"),
+        ({"videos": [PIL.Image.new("RGB", (2, 2))]}, "videos[0]"),
         ({"timeout": 0.0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"request_id": "ä"}, "request_id"),

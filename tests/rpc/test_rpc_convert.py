@@ -12,14 +12,24 @@ from hypothesis import strategies as st
 from mmserve.config import MediaConfig
 from mmserve.core.events import Admitted, Delta, Failed, Finished, Snapshot, StageTimes, Usage
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Streaming, TextPart
+from mmserve.core.request import (
+    Diffusion,
+    ImagePart,
+    Message,
+    Policy,
+    Request,
+    Sampling,
+    Streaming,
+    TextPart,
+    VideoPart,
+)
 from mmserve.encode.store import MediaStore
 from mmserve.errors import Cancelled, Internal, InvalidArgument, NotFound, Unimplemented
 from mmserve.rpc import convert
 from mmserve.v1 import generation_pb2 as pb
 
 USER = {"role": "ROLE_USER", "parts": [{"text": "hello"}]}
-LIMITS = MediaConfig(max_item_bytes=100, max_images=2)
+LIMITS = MediaConfig(max_item_bytes=100, max_images=2, max_videos=2)
 
 
 def build(info: ModelInfo | None = None, store: MediaStore | None = None, **fields: Any) -> Request:
@@ -52,6 +62,21 @@ def test_defaults_are_the_models() -> None:
     assert request.sampling.max_new_tokens == 7
     assert request.diffusion.recompute == Policy(name="dkv_decode", options={"refresh": 8})
     assert request.diffusion.commit == Policy(name="threshold", options={"confidence": 0.9})
+
+
+def test_policies_of_next_token_models() -> None:
+    info = model_info(diffusion=False, recompute_policies=("last", "none"), recompute_policy="last", block_length=1)
+    assert build(info).diffusion.recompute == Policy(name="last")
+    assert build(info, diffusion={"last": {}, "block_length": 1}).diffusion == Diffusion(
+        block_length=1, recompute=Policy(name="last")
+    )
+    assert build(info, diffusion={"no_cache": {}}).diffusion.recompute == Policy(name="none")
+    with pytest.raises(Unimplemented, match="recompute policy 'dkv_decode'; it has last, none"):
+        build(info, diffusion={"dkv_decode": {}})
+    with pytest.raises(InvalidArgument, match=r"diffusion\.block_length: must be 1"):
+        build(info, diffusion={"block_length": 2})
+    with pytest.raises(Unimplemented, match="recompute policy 'last'; it has none, dkv_decode"):
+        build(diffusion={"last": {}})
 
 
 def test_everything_set() -> None:
@@ -120,6 +145,15 @@ def test_ranges(field: str, values: list[Any]) -> None:
         ([{"role": "ROLE_USER", "parts": [{"image": {"data": b"1" * 101}}]}], ["messages[0].parts[0].image.data"]),
         ([{"role": "ROLE_USER", "parts": [{"image": {"media_id": "x"}}]}], ["messages[0].parts[0].image.media_id"]),
         ([{"role": "ROLE_USER", "parts": [{"image": {"data": b"1"}}] * 3}], ["messages"]),
+        ([{"role": "ROLE_USER", "parts": [{"text": "x"}, {"video": {}}]}], ["messages[0].parts[1].video"]),
+        ([{"role": "ROLE_USER", "parts": [{"video": {"data": b""}}]}], ["messages[0].parts[0].video.data"]),
+        ([{"role": "ROLE_USER", "parts": [{"video": {"data": b"1" * 101}}]}], ["messages[0].parts[0].video.data"]),
+        ([{"role": "ROLE_USER", "parts": [{"video": {"media_id": "x"}}]}], ["messages[0].parts[0].video.media_id"]),
+        ([{"role": "ROLE_USER", "parts": [{"video": {"data": b"1"}}] * 3}], ["messages"]),
+        (
+            [{"role": "ROLE_USER", "parts": [{"video": {"data": b"1"}}] * 2 + [{"image": {"data": b"1"}}] * 2}, {}],
+            ["messages[1].role", "messages[1].parts"],
+        ),
     ],
 )
 def test_messages(messages: list[Any], fields: list[str]) -> None:
@@ -149,6 +183,21 @@ def test_the_models_own_image_limit_counts_too() -> None:
         build(model_info(max_images=1), messages=images)
 
 
+def test_the_models_own_video_limit_counts_too() -> None:
+    videos = [{"role": "ROLE_USER", "parts": [{"video": {"data": b"1"}}] * 2}]
+    assert build(messages=videos).messages[0].parts == (VideoPart(b"1"), VideoPart(b"1"))
+    with pytest.raises(InvalidArgument, match="at most 1 videos, not 2"):
+        build(model_info(max_videos=1), messages=videos)
+
+
+def test_videos_by_media_id_in_order_with_other_parts() -> None:
+    store = MediaStore(1000)
+    media_id = store.put(b"uploaded").media_id
+    parts = [{"video": {"media_id": media_id}}, {"image": {"data": b"i"}}, {"text": "t"}, {"video": {"data": b"v"}}]
+    found = build(store=store, messages=[{"role": "ROLE_USER", "parts": parts}]).messages[0].parts
+    assert found == (VideoPart(b"uploaded"), ImagePart(b"i"), TextPart("t"), VideoPart(b"v"))
+
+
 def test_missing_media_and_capabilities() -> None:
     lost = [{"role": "ROLE_USER", "parts": [{"image": {"media_id": "sha256:" + "0" * 64}}]}]
     with pytest.raises(NotFound, match="sha256:000"):
@@ -156,6 +205,9 @@ def test_missing_media_and_capabilities() -> None:
     text_only = model_info(images=False, max_images=0, recompute_policies=("none",), commit_policies=())
     with pytest.raises(Unimplemented, match="images"):
         build(text_only, messages=lost)
+    clip = [{"role": "ROLE_USER", "parts": [{"video": {"data": b"1"}}]}]
+    with pytest.raises(Unimplemented, match="model 'echo' takes no videos"):
+        build(model_info(videos=False, max_videos=0, frames_per_video=0), messages=clip)
     with pytest.raises(Unimplemented, match="recompute policy 'dkv_decode'; it has none"):
         build(text_only, diffusion={"dkv_decode": {}})
     with pytest.raises(Unimplemented, match="commit policy 'low_confidence'"):

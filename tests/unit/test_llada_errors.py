@@ -20,7 +20,10 @@ from mmserve.reference.tokenizer import EOS, EOT
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"unknown model_type 'gpt2'; known are \['llada', 'llava_llada'\]"),
+        (
+            {"model_type": "gpt2"},
+            r"unknown model_type 'gpt2'; known are \['llada', 'llama', 'llava_llada', 'llava_llama'\]",
+        ),
         ({"model_type": ...}, "no model_type"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it can be 'silu'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),

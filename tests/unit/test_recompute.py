@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.core.canvas import Canvas
-from mmserve.decode.recompute import RECOMPUTE, Recompute
+from mmserve.decode.recompute import CAUSAL_ATTENTION, FULL_ATTENTION, RECOMPUTE, Recompute
 from mmserve.decode.recompute.dkv_decode import DkvDecode
+from mmserve.decode.recompute.last import Last
 from mmserve.decode.recompute.none import NoCache
 
 
@@ -71,12 +72,27 @@ def test_every_entry_that_dkv_decode_reads_was_written_while_its_token_was_known
         written_with_mask.update({position: position in masked for position in rows})
 
 
-@given(decodings(), st.sampled_from(sorted(RECOMPUTE)))
+@given(decodings(), st.sampled_from(FULL_ATTENTION))
 def test_every_masked_position_is_run(case: tuple, name: str) -> None:
     canvas, order, counts = case
     for _i, rows, masked in run(canvas, order, counts, RECOMPUTE[name]()):
         assert masked
         assert masked <= rows
+
+
+@given(st.integers(1, 6), st.integers(1, 20))
+def test_last_runs_the_token_committed_at_the_step_before(prompt: int, new: int) -> None:
+    """From left to right in blocks of one: each step after prefill runs the newest token and nothing else."""
+    canvas = blank(prompt, new, 1)
+    canvas.count_forward()
+    for position in range(prompt, canvas.size):
+        canvas.commit(np.array([position]), np.array([7]))
+        assert Last().rows(canvas).tolist() == [position]
+        canvas.count_forward()
+
+
+def test_every_policy_is_for_some_attention() -> None:
+    assert set(RECOMPUTE) == {*FULL_ATTENTION, *CAUSAL_ATTENTION}
 
 
 @given(decodings())

@@ -1,0 +1,169 @@
+"""What LLaMA-shaped checkpoints share, however they decode: dimensions, special tokens, weights, vision.
+
+The models of the family differ in how their ``ModelSpec`` comes about and in their chat format; each has a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from mmserve.errors import ConfigError
+from mmserve.models.base import Attention, LoadedModel, ModelSpec, VisionEncoder
+from mmserve.models.chat import IMAGE, VIDEO
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.layouts import Keys, decoder_config, layout_of
+from mmserve.models.towers import load_vision
+
+END_OF_TURN = "<|eot_id|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What a ``ModelSpec`` is made from: a checkpoint's files as read, and what of media it takes."""
+
+    checkpoint: Checkpoint
+    keys: Keys
+    config: DecoderConfig
+    tokenizer: PreTrainedTokenizerFast
+    name: str
+    image_id: int | None
+    video_id: int | None
+
+
+def load_family(
+    checkpoint: Checkpoint,
+    target: Target,
+    tokenizer: PreTrainedTokenizerFast,
+    spec: Callable[[Sources], ModelSpec],
+) -> LoadedModel:
+    """Load decoder, tower and projector; ``spec`` says what the model is.
+
+    Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    """
+    keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
+    config = decoder_config(keys)
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
+        )
+    images, videos = takes_images(checkpoint), takes_videos(checkpoint)
+    made = spec(
+        Sources(
+            checkpoint=checkpoint,
+            keys=keys,
+            config=config,
+            tokenizer=tokenizer,
+            name=target.name,
+            image_id=_placeholder(tokenizer, IMAGE) if images else None,
+            video_id=_placeholder(tokenizer, VIDEO) if videos else None,
+        )
+    )
+    decoder = _load_decoder(checkpoint, config, target)
+    vision = load_vision(checkpoint, config.hidden_size, target) if images else None
+    if vision is not None:
+        _check_frame_text(keys, tokenizer, vision)
+    checkpoint.weights.warn_unread()
+    return LoadedModel(made, decoder, tokenizer, vision, target.dtype, target.device)
+
+
+def make_spec(sources: Sources, *, attention: Attention, mask_id: int, banned: set[int]) -> ModelSpec:
+    """The spec of a model that may generate everything but ``banned`` and the placeholders of its media.
+
+    Any end of text that the configuration, the generation settings or the tokenizer name ends an answer. Raises
+    ``ConfigError`` for ids that are no tokens, and where no end of text is left.
+    """
+    checkpoint, config = sources.checkpoint, sources.config
+    ends = _end_ids(sources)
+    for what, ids in (("mask_token_id", {mask_id}), ("eos_token_id", ends), ("suppress_tokens", banned)):
+        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < config.vocab_size]
+        if wrong:
+            raise ConfigError(f"{checkpoint.folder}: {what} {wrong[0]!r} is no token of {config.vocab_size}")
+    if ends <= banned:
+        raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
+    # A placeholder behind the last embedding has no logit either.
+    placeholders = {i for i in (sources.image_id, sources.video_id) if i is not None and i < config.vocab_size}
+    trained = checkpoint.config.get("tokenizer_model_max_length")
+    return ModelSpec(
+        name=sources.name,
+        architecture=checkpoint.architecture,
+        attention=attention,
+        mask_id=mask_id,
+        end_ids=frozenset(ends),
+        banned_ids=tuple(sorted(banned | placeholders)),
+        image_id=sources.image_id,
+        video_id=sources.video_id,
+        max_tokens=min(config.max_positions, trained) if isinstance(trained, int) else config.max_positions,
+    )
+
+
+def takes_images(checkpoint: Checkpoint) -> bool:
+    """Whether the layout has a place for a vision tower, and the configuration names one."""
+    return checkpoint.architecture.startswith("llava_") and bool(checkpoint.config.get("mm_vision_tower"))
+
+
+def takes_videos(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint takes images, and says how many frames of a video it takes."""
+    return takes_images(checkpoint) and bool(checkpoint.config.get("mm_video_frames"))
+
+
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int | None:
+    """A token's id; None where the tokenizer does not have it."""
+    found = tokenizer.get_vocab().get(token)
+    return None if found is None else int(found)
+
+
+def listed_ids(value: Any) -> list[Any]:
+    """One id or a list of them, as configurations have either; what is no integer is found out by the range check."""
+    if value is None:
+        return []
+    return [i if isinstance(i, int) else str(i) for i in (value if isinstance(value, list) else [value])]
+
+
+def _end_ids(sources: Sources) -> set[Any]:
+    checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
+    ends = {
+        *listed_ids(checkpoint.config.get("eos_token_id")),
+        *listed_ids(checkpoint.generation.get("eos_token_id")),
+    }
+    if not ends and tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    turn = token_id(tokenizer, END_OF_TURN)
+    ends |= {turn} if turn is not None else set()
+    if not ends:
+        raise ConfigError(f"{sources.keys.path} has no eos_token_id and the tokenizer no {END_OF_TURN}")
+    return ends
+
+
+def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    names = layout_of(checkpoint.config).names(decoder)
+    checkpoint.weights.fill(decoder, names, target.dtype, target.device)
+    return decoder.eval()
+
+
+def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added behind the rest.
+
+    Then it may lie past the model's embeddings, which is no harm: visual tokens stand where a prompt has it.
+    """
+    if token_id(tokenizer, token) is None:
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False)], special_tokens=True)
+    return int(tokenizer.convert_tokens_to_ids(token))
+
+
+def _check_frame_text(keys: Keys, tokenizer: PreTrainedTokenizerFast, vision: VisionEncoder) -> None:
+    text = vision.frame_text(0)
+    special = set(tokenizer.encode(text, add_special_tokens=False)) & set(tokenizer.get_added_vocab().values())
+    if special:
+        found = tokenizer.convert_ids_to_tokens(min(special))
+        raise ConfigError(
+            f"{keys.path}: mm_video_time must be plain text, but {text!r} holds the special token {found!r}"
+        )

@@ -1,0 +1,32 @@
+"""LLaMA (arXiv 2302.13971) and LLaVA-1.5 (arXiv 2310.03744): the same decoder with causal attention, token by token.
+
+``llama`` is text only, as transformers writes it; ``llava_llama`` is the layout of ``liuhaotian/llava-v1.5-7b``, the
+same tensors with ``model.mm_projector`` and, where it was trained along, the vision tower. Both need safetensors and
+a ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.family import Sources, listed_ids, load_family, make_spec, takes_images, takes_videos
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load either layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    tokenizer = load_tokenizer(checkpoint.folder)
+    adapt_chat_template(
+        tokenizer,
+        checkpoint.folder,
+        images=takes_images(checkpoint),
+        videos=takes_videos(checkpoint),
+        vicuna=checkpoint.architecture == "llava_llama",
+    )
+    return load_family(checkpoint, target, tokenizer, _spec)
+
+
+def _spec(sources: Sources) -> ModelSpec:
+    """Nothing is masked: any id may stand where no token is yet. Banned is only what the checkpoint suppresses."""
+    banned = set(listed_ids(sources.checkpoint.generation.get("suppress_tokens")))
+    return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned)

@@ -10,12 +10,15 @@ from mmserve.client import Client, Threshold
 from mmserve.reference.scenes import draw_scene, scene_json
 
 
+QUESTIONS = ("How many shapes are there, and where?", "Is there a red shape?", "Describe the scene as JSON.")
+
+
 def main(target: str) -> None:
     """Upload one picture and ask about it."""
     scene = draw_scene(random.Random(7))
     with Client(target) as client:
         picture = client.upload(scene.png())
-        for question in ("How many shapes are there, and where?", "Is there a red shape?", "Describe the scene as JSON."):
+        for question in QUESTIONS:
             result = client.generate(question, images=[picture], commit=Threshold(0.9))
             print(f"{question}\n  {result.text}   ({result.forwards} forward passes, {result.times.total:.0f} ms)")
     print(f"truth:\n  {scene_json(scene)}")

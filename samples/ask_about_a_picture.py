@@ -9,7 +9,6 @@ import sys
 from mmserve.client import Client, Threshold
 from mmserve.reference.scenes import draw_scene, scene_json
 
-
 QUESTIONS = ("How many shapes are there, and where?", "Is there a red shape?", "Describe the scene as JSON.")
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, prompt_ids
 from mmserve.reference.model import PIXELS, VISUAL_TOKENS, SceneLabels
-from mmserve.reference.scenes import SHORT_TASKS, TRAIN_SEEDS, Question, Scene, ask, draw_scene
+from mmserve.reference.scenes import SHORT_TASKS, TRAIN_SEEDS, Question, Scene, caption, draw_scene, sample
 from mmserve.reference.tokenizer import EOT, token_id
 
 #: Mean and deviation of the processor, per channel: pixels come out in [-1, 1].
@@ -21,10 +21,14 @@ PIXEL_MEAN = PIXEL_STD = 0.5
 #: Tokens of a block, as block-wise decoding will fill the canvas.
 BLOCK = 32
 #: Canvas lengths (tokens) and how often each is drawn, for short answers and for JSON.
-CANVAS = {"short": ((12, 16, 32), (0.7, 0.2, 0.1)), "json": ((64, 96), (0.85, 0.15))}
+CANVAS = {
+    "short": ((12, 16, 32), (0.7, 0.2, 0.1)),
+    "caption": ((32,), (1.0,)),
+    "json": ((64, 96), (0.85, 0.15)),
+}
 #: Rows of a batch of each kind. One question a row: chats of five turns were learned from more slowly, the answers
 #: being easily bound to each other's questions.
-ROWS = {"short": 64, "json": 32}
+ROWS = {"short": 64, "caption": 48, "json": 32}
 #: Padding behind an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.
 PADDING_WEIGHT = 0.1
 
@@ -35,10 +39,11 @@ Sample = tuple[Scene, list[Question]]
 class Batch:
     """Rows ``[B, T]`` of chats about a scene each, padded on the right, and what the loss takes of each position.
 
-    ``share`` sums to 1 over a row's answer tokens and is 0 elsewhere; ``block`` is the answer block a position lies
-    in (0 outside); ``seen`` is False at padding.
+    ``kind`` is that of its questions. ``share`` sums to 1 over a row's answer tokens and is 0 elsewhere; ``block`` is
+    the answer block a position lies in (0 outside); ``seen`` is False at padding.
     """
 
+    kind: str
     pixels: Tensor
     ids: Tensor
     seen: Tensor
@@ -54,25 +59,26 @@ def pixels_of(picture: Image.Image) -> Tensor:
     return torch.from_numpy((array - PIXEL_MEAN) / PIXEL_STD).permute(2, 0, 1)
 
 
-def draw(step: int, seed: int, json_every: int) -> tuple[str, list[Sample], int]:
-    """Kind, samples and last canvas of training step ``step``: the same for the same arguments."""
+def draw(step: int, seed: int, shares: dict[str, float]) -> tuple[str, list[Sample], int]:
+    """Kind, samples and last canvas of training step ``step``: the same for the same arguments.
+
+    ``shares`` says how often each kind of batch is drawn.
+    """
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
-    kind = "json" if step % json_every == 0 else "short"
-    tasks = ["json"] if kind == "json" else SHORT_TASKS
-    samples = [_chat(rng, [rng.choice(tasks)]) for _ in range(ROWS[kind])]
+    kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
+    samples = [_sample(kind, rng) for _ in range(ROWS[kind])]
     return kind, samples, rng.choices(*CANVAS[kind])[0]
 
 
-def _chat(rng: random.Random, tasks: list[str]) -> Sample:
-    """A scene and a question of each task that it allows, at least one."""
-    while True:
+def _sample(kind: str, rng: random.Random) -> Sample:
+    if kind == "caption":
         scene = draw_scene(rng)
-        questions = [question for task in tasks if (question := ask(scene, task, rng)) is not None]
-        if questions:
-            return scene, questions
+        return scene, [caption(scene, rng)]
+    scene, question = sample(rng, "json" if kind == "json" else rng.choice(SHORT_TASKS))
+    return scene, [question]
 
 
-def collate(samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:
+def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:
     """Tensors of one batch; the last answer of each row is padded with end-of-text to ``canvas`` tokens."""
     rows = [_row(questions, canvas, tokenizer) for _scene, questions in samples]
     longest = max(len(ids) for ids, _share, _block in rows)
@@ -85,6 +91,7 @@ def collate(samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFa
         block[b, : len(row)] = torch.tensor(row_block)
         seen[b, : len(row)] = True
     return Batch(
+        kind,
         torch.stack([pixels_of(scene.picture) for scene, _questions in samples]),
         ids,
         seen,

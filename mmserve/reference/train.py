@@ -13,6 +13,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 VOCAB_MULTIPLE = 64
 #: Share of rows whose every answer token is masked: then only the picture tells.
 ALL_MASKED = 0.4
+#: Masking rates of captions: what is left must tell which shape is meant, as their order is random.
+CAPTION_RATES = (0.3, 0.85)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,10 @@ class Recipe:
     """Everything that decides the result; recorded in the checkpoint."""
 
     tower_steps: int = 800
-    steps: int = 5800
-    looking_steps: int = 1000  # steps of stage 2 in which every other batch is JSON: it teaches where things are
-    json_every: int = 6  # later, one batch in so many
+    looking_steps: int = 1500  # steps of stage 2 whose batches are JSON and captions: they teach to find things
+    steps: int = 6000
+    json_share: float = 0.15  # of the batches, later
+    caption_share: float = 0.35
     muon_lr: float = 2.5e-3
     adam_lr: float = 1.8e-3
     warmup: int = 150
@@ -45,6 +49,16 @@ class Recipe:
     ema: float = 0.998
     lowest_rate: float = 0.08
     seed: int = 0
+
+    def shares(self, step: int) -> dict[str, float]:
+        """How often each kind of batch is drawn at ``step``."""
+        if step < self.tower_steps + self.looking_steps:
+            return {"json": 0.5, "caption": 0.5}
+        return {
+            "json": self.json_share,
+            "caption": self.caption_share,
+            "short": 1 - self.json_share - self.caption_share,
+        }
 
 
 class Optimizers:
@@ -82,7 +96,11 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     def uniform() -> Tensor:
         return torch.rand(rows, 1, generator=generator)
 
-    rate = torch.where(uniform() < ALL_MASKED, torch.ones(rows, 1), uniform() * (1 - lowest_rate) + lowest_rate)
+    rate = uniform() * (1 - lowest_rate) + lowest_rate
+    if batch.kind == "caption":
+        rate = CAPTION_RATES[0] + uniform() * (CAPTION_RATES[1] - CAPTION_RATES[0])
+    else:
+        rate = torch.where(uniform() < ALL_MASKED, torch.ones(rows, 1), rate)
     drawn = torch.rand(batch.ids.shape, generator=generator) < rate
     blocks = batch.block.amax(1, keepdim=True) + 1
     current = (uniform() * blocks).long()
@@ -120,13 +138,13 @@ class Run:
         self.optimizers = Optimizers(self.model, self.heads, recipe)
         self.done = 0
         self.seconds = 0.0
+        self.before: dict[str, Any] | None = None  # the run whose weights this one began with, and its recipe
 
     def step(self) -> dict[str, float | str]:
         """One optimisation step; returns its figures."""
         recipe, step = self.recipe, self.done
-        looking = step < recipe.tower_steps + recipe.looking_steps
-        kind, samples, canvas = draw(step, recipe.seed, 2 if looking else recipe.json_every)
-        batch = collate(self.processes.share(samples), canvas, self.tokenizer)
+        kind, samples, canvas = draw(step, recipe.seed, recipe.shares(step))
+        batch = collate(kind, self.processes.share(samples), canvas, self.tokenizer)
         generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) * 64 + self.processes.rank)
         with torch.autocast("cpu", torch.bfloat16):
             features, pooled = self.model.look(batch.pixels)
@@ -165,6 +183,7 @@ class Run:
             "recipe": asdict(self.recipe),
             "done": self.done,
             "seconds": self.seconds,
+            "before": self.before,
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "heads": self.heads.state_dict(),
@@ -181,13 +200,22 @@ class Run:
         state = torch.load(path, weights_only=True)
         if state["recipe"] != asdict(self.recipe):
             raise SystemExit(f"{path} was made by another recipe: {state['recipe']}; name another --out or remove it")
-        self.done, self.seconds = state["done"], state["seconds"]
+        self.done, self.seconds, self.before = state["done"], state["seconds"], state["before"]
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
         for optimizer, saved in zip(self.optimizers.all, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         return True
+
+    def begin_from(self, folder: Path) -> None:
+        """Begin with the weights and the taught tower of the run in ``folder``; its recipe is recorded with this one."""
+        state = torch.load(folder / "state.pt", weights_only=True)
+        self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "before")}
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        self.heads.load_state_dict(state["heads"])
+        self.done = self.recipe.tower_steps
 
 
 @torch.no_grad()
@@ -197,9 +225,9 @@ def quick_accuracy(run: Run) -> dict[str, float]:
     The rows are training-like chats of another seed, the weights the averaged ones.
     """
     result = {}
-    for kind, step in (("short", 2_000_001), ("json", 2_000_000)):
-        _kind, samples, _canvas = draw(step, run.recipe.seed + 1, 2)
-        batch = collate(samples, 16 if kind == "short" else 64, run.tokenizer)
+    for kind in ("short", "json"):
+        _kind, samples, _canvas = draw(2_000_000, run.recipe.seed + 1, {kind: 1.0})
+        batch = collate(kind, samples, 16 if kind == "short" else 64, run.tokenizer)
         with torch.autocast("cpu", torch.bfloat16):
             features, _pooled = run.average.look(batch.pixels)
             ids = torch.where(batch.share > 0, run.mask_id, batch.ids)
@@ -244,13 +272,17 @@ def main() -> None:
     """Train, or go on training, by the command line's recipe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/reference"), help="folder of state and log")
+    parser.add_argument("--begin-from", type=Path, metavar="FOLDER", help="begin with the weights of another run")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
     for name, value in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     arguments = vars(parser.parse_args())
     torch.set_num_threads(arguments.pop("threads"))
-    run = Run(Recipe(**{k: v for k, v in arguments.items() if k != "out"}), arguments["out"])
+    out, begin_from = arguments.pop("out"), arguments.pop("begin_from")
+    run = Run(Recipe(**arguments), out)
     resumed = run.resume()
+    if begin_from is not None and not resumed:
+        run.begin_from(begin_from)
     if run.processes.first:
         parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
         print(f"{parameters:.2f} M parameters, {'resumed at' if resumed else 'from'} step {run.done}", flush=True)

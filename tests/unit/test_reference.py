@@ -84,9 +84,9 @@ def test_training_the_tokenizer_twice_gives_the_same_one(tokenizer):
 
 
 def test_the_loss_counts_answer_tokens_and_nothing_else(tokenizer):
-    for step in range(4):
-        _kind, samples, canvas = draw(step, 0, 2)
-        batch = collate(samples[:6], canvas, tokenizer)
+    for kind in ("short", "caption", "json"):
+        _kind, samples, canvas = draw(1, 0, {kind: 1.0})
+        batch = collate(kind, samples[:6], canvas, tokenizer)
         assert torch.allclose(batch.share.sum(1), torch.ones(6))
         for row, (_scene, questions) in enumerate(samples[:6]):
             answered = batch.ids[row][batch.share[row] > 0]
@@ -98,8 +98,8 @@ def test_the_loss_counts_answer_tokens_and_nothing_else(tokenizer):
 
 def test_masks_hide_answer_tokens_only_and_carry_the_loss_of_their_block(tokenizer):
     mask_id = token_id(tokenizer, MASK)
-    _kind, samples, _canvas = draw(0, 0, 2)
-    batch = collate(samples, 64, tokenizer)
+    _kind, samples, _canvas = draw(0, 0, {"json": 1.0})
+    batch = collate("json", samples, 64, tokenizer)
     ids, weight = mask_answers(batch, mask_id, 0.1, torch.Generator().manual_seed(0))
     masked = ids == mask_id
     assert not (masked & (batch.share == 0)).any()
@@ -115,11 +115,12 @@ def test_masks_hide_answer_tokens_only_and_carry_the_loss_of_their_block(tokeniz
     assert int(batch.block.max()) == 64 // BLOCK - 1
 
 
-def test_the_masked_loss_is_unbiased(tokenizer):
+@pytest.mark.parametrize("kind", ["short", "caption"])
+def test_the_masked_loss_is_unbiased(kind, tokenizer):
     """Averaged over masks, the weights add up to the share of each answer token."""
     mask_id = token_id(tokenizer, MASK)
-    _kind, samples, _canvas = draw(1, 0, 2)
-    batch = collate(samples[:8], 8, tokenizer)
+    _kind, samples, canvas = draw(1, 0, {kind: 1.0})
+    batch = collate(kind, samples[:8], canvas, tokenizer)
     generator = torch.Generator().manual_seed(1)
     draws = 3000
     mean = sum(mask_answers(batch, mask_id, 0.1, generator)[1] for _ in range(draws)) / draws
@@ -141,6 +142,33 @@ def test_a_run_resumed_ends_where_one_uninterrupted_does(tmp_path):
     second.step()
     for name, value in whole.average.state_dict().items():
         assert torch.equal(value, second.average.state_dict()[name]), name
+
+
+def test_a_run_can_begin_with_anothers_weights_and_says_so(tmp_path):
+    first = Run(Recipe(tower_steps=1, steps=3), tmp_path / "first")
+    first.step()
+    first.save()
+    second = Run(Recipe(tower_steps=1, steps=4, seed=9), tmp_path / "second")
+    second.begin_from(tmp_path / "first")
+    assert second.done == 1
+    for name, value in first.average.state_dict().items():
+        assert torch.equal(value, second.average.state_dict()[name]), name
+    second.save()
+    third = Run(second.recipe, tmp_path / "second")
+    assert third.resume()
+    assert third.before["recipe"]["steps"] == 3
+    assert third.before["done"] == 1
+
+
+def test_captions_name_every_shape_once_in_any_order():
+    orders = set()
+    for seed in range(30):
+        scene = draw_scene(random.Random(seed))
+        said = scenes.caption(scene, random.Random(seed)).answer.split(", ")
+        wanted = [f"a {s.size} {s.color} {s.kind} at the {s.position}" for s in scene.shapes]
+        assert sorted(said) == sorted(wanted)
+        orders.add(said == wanted)
+    assert orders == {True, False}
 
 
 def test_another_recipes_state_is_refused(tmp_path):

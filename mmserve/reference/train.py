@@ -209,7 +209,7 @@ class Run:
         return True
 
     def begin_from(self, folder: Path) -> None:
-        """Begin with the weights and the taught tower of the run in ``folder``; its recipe is recorded with this one."""
+        """Begin with the weights and taught tower of the run in ``folder``; its recipe is recorded with this one's."""
         state = torch.load(folder / "state.pt", weights_only=True)
         self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "before")}
         self.model.load_state_dict(state["model"])

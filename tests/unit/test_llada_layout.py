@@ -162,7 +162,8 @@ def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> 
     trained = ReferenceModel(rows)
     with pytest.raises(ConfigError, match=r"has no state\.pt: train first"):
         export(tmp_path, tmp_path / "out")
-    state = {"recipe": {"steps": 7}, "done": 7, "seconds": 65.4, "average": trained.state_dict()}
+    before = {"recipe": {"steps": 9}, "done": 5, "seconds": 610.0, "before": None}
+    state = {"recipe": {"steps": 7}, "done": 7, "seconds": 65.4, "before": before, "average": trained.state_dict()}
     torch.save(state, tmp_path / "state.pt")
     export(tmp_path, tmp_path / "out")
     model = load(tmp_path / "out", dtype="bfloat16")
@@ -184,7 +185,9 @@ def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> 
     assert (spec.mask_id, spec.image_id, spec.end_ids) == (mask, placeholder, {eos, eot})
     assert spec.banned_ids == tuple(sorted((bos, mask, header, header_end, placeholder)))
     assert model.tokenizer.chat_template == CHAT_TEMPLATE
-    assert "7 steps, 65 seconds" in (tmp_path / "out" / "MODEL_CARD.md").read_text()
+    card = (tmp_path / "out" / "MODEL_CARD.md").read_text()
+    assert "Up to step 7, 1 minutes. It began with the weights of the run below.\n\n- steps: 7" in card
+    assert "Up to step 5, 10 minutes.\n\n- steps: 9" in card
     torch.save(state | {"average": ReferenceModel(rows + 64).state_dict()}, tmp_path / "state.pt")
     with pytest.raises(ConfigError, match="do not fit the tokenizer"):
         export(tmp_path, tmp_path / "out")

@@ -49,7 +49,8 @@ def test_generate(address: str, engine: EchoEngine) -> None:
     assert (result.usage.completion_tokens, result.forwards, result.tokens_per_forward) == (3, 3, 1.0)
     assert (result.recomputed_tokens, result.times.decode, result.warnings) == (7, 4.0, ("an echo",))
     assert not engine.requests[0].streaming.deltas
-    assert 50 < engine.requests[0].deadline - time.monotonic() < 60
+    left = engine.requests[0].deadline - time.monotonic()
+    assert 50 < left < 61  # gRPC rounds a timeout up on the wire, by less than a hundredth
 
 
 def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> None:

@@ -26,7 +26,7 @@ CANVAS = {
     "caption": ((32,), (1.0,)),
     "json": ((64, 96), (0.85, 0.15)),
 }
-#: Rows of a batch of each kind. One question a row: chats of five turns were learned from more slowly, the answers
+#: Rows of a batch of each kind. One question a row: chats of five turns seemed to teach more slowly, the answers
 #: being easily bound to each other's questions.
 ROWS = {"short": 64, "caption": 48, "json": 32}
 #: Padding behind an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.

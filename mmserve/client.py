@@ -25,7 +25,7 @@ import grpc
 import PIL.Image
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mmserve.core.events import Admitted, Delta, Event, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.events import Admitted, CommittedToken, Delta, Event, Finished, Snapshot, StageTimes, Usage
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
 from mmserve.errors import Cancelled, DeadlineExceeded, MMServeError, Unavailable
@@ -34,12 +34,10 @@ from mmserve.rpc.outgoing import (
     TLS,
     UPLOAD_CHUNK,
     Chat,
-    DkvDecode,
     Image,
     Options,
     Result,
     Retries,
-    Threshold,
     build_request,
     call_metadata,
     channel_credentials,
@@ -48,21 +46,42 @@ from mmserve.rpc.outgoing import (
     request_label,
     to_result,
 )
+from mmserve.rpc.policies import (
+    Adaptive,
+    Confident,
+    DkvDecode,
+    DkvGreedy,
+    EarlyCommit,
+    Edit,
+    EntropyBound,
+    Factor,
+    Ngram,
+    Threshold,
+)
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2, generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2, model_pb2_grpc
 
 __all__ = [
     "TLS",
+    "Adaptive",
     "Admitted",
     "AsyncClient",
     "Client",
+    "CommittedToken",
+    "Confident",
     "Delta",
     "DkvDecode",
+    "DkvGreedy",
+    "EarlyCommit",
+    "Edit",
+    "EntropyBound",
     "Event",
+    "Factor",
     "Finished",
     "ImagePart",
     "Message",
     "ModelInfo",
+    "Ngram",
     "Options",
     "Result",
     "Snapshot",

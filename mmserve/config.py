@@ -55,7 +55,7 @@ class EngineConfig:
     pages: int = 0  # 0 = as many as max_running requests of max_tokens need
     max_tokens: int = 1024  # prompt and generated tokens of one request
     encode_batch: int = 8  # images and frames of videos encoded together
-    prefill_tokens: int = 2048
+    prefill_tokens: int = 2048  # a next-token model's longer prompts are run in chunks of this
     decode_tokens: int = 4096
 
 

@@ -60,6 +60,7 @@ class _Record:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     pages: tuple[int, ...] = ()
     last_step: int = 0
+    prefilled: int = 0  # positions run, while some of the prompt is left
     doomed: bool = False  # the client has its error; a worker still holds the state
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0.0))  # seconds in each stage
     first_token: float = 0.0
@@ -75,7 +76,7 @@ class _Record:
         images = sum(isinstance(part, ImagePart) for part in parts)
         images += frames_per_video * sum(isinstance(part, VideoPart) for part in parts)
         pages = pages_for(self.tokens, page_size)
-        return Entry(self.request.id, self.stage, images, self.tokens, pages, self.last_step)
+        return Entry(self.request.id, self.stage, images, self.tokens, pages, self.last_step, self.prefilled)
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,8 @@ class Engine:
 
     def _prefill(self, records: list[_Record]) -> Callable[[], list[Any]]:
         for record in records:
-            record.pages = self._pool.allocate(pages_for(record.tokens, self.config.page_size))
+            if not record.pages:
+                record.pages = self._pool.allocate(pages_for(record.tokens, self.config.page_size))
         batch = [(r.request, r.pages) for r in records]
         return lambda: self.stages.prefill(batch)
 
@@ -296,9 +298,13 @@ class Engine:
                     self._stepped(record, outcome)
                 except Exception as error:  # noqa: BLE001 - a bug with one request's result ends that request only
                     self._fail_record(record, _typed(error, record))
+            elif name == "prefill" and outcome is not None:
+                record.prefilled = outcome
+                self._advance(record, Stage.ENCODED)
             else:
                 self._advance(record, _STAGES[name][1])
                 record.usage = outcome or record.usage
+                record.prefilled = 0
                 record.last_step = self._steps  # it waits for decode from now on, behind whoever waits already
 
     def _stepped(self, record: _Record, outcome: Any) -> None:
@@ -312,13 +318,24 @@ class Engine:
         if outcome.reason is None:
             self._advance(record, Stage.READY)
             return
-        text, tokens, forwards, recomputed = self.stages.finished(record.request.id)
+        answer = self.stages.finished(record.request.id)
         self._advance(record, Stage.FINISHED)
-        usage = replace(record.usage, completion_tokens=tokens)
+        usage = replace(record.usage, completion_tokens=answer.completion_tokens)
         times = self._times(record)
         self._seconds += 0.1 * (times.total / 1000 - self._seconds)
         self._release(record)
-        record.sink(Finished(outcome.reason, text, usage, forwards, recomputed, times))
+        record.sink(
+            Finished(
+                outcome.reason,
+                answer.text,
+                usage,
+                answer.forwards,
+                answer.recomputed_tokens,
+                times,
+                edits=answer.edits,
+                tokens=answer.tokens,
+            )
+        )
 
     def _times(self, record: _Record) -> StageTimes:
         now = time.monotonic()

@@ -101,16 +101,20 @@ def _id(item: Any) -> str:
 
 
 class Bench:
-    """An engine under test: what it was given, what its decode batches were, and each canvas at its end."""
+    """An engine under test: what it was given, what its decode batches were, and each canvas at its end.
 
-    def __init__(self, model: LoadedModel, *, started: bool = True, **config: Any) -> None:
+    After each step it checks that no committed token has changed; not so without ``watch``, for policies that edit.
+    """
+
+    def __init__(self, model: LoadedModel, *, started: bool = True, watch: bool = True, **config: Any) -> None:
         settings = {"max_tokens": MAX_TOKENS, "torch_threads": 1, "page_size": 8, "handover": 32, **config}
         self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig())
         self.gates: list[Gate] = []
         self.batches: list[list[str]] = []  # request ids of each decode batch
         self.canvases: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # tokens and committed_at after the latest step
         self.most_pages = 0
-        self._watch()
+        if watch:
+            self._watch()
         if started:
             self.engine.start()
 

@@ -145,12 +145,22 @@ def blank(prompt: int, new: int, block: int, *, mask_id: int = 3) -> Canvas:
     return Canvas.create(np.arange(100, 100 + prompt), new_tokens=new, block_length=block, mask_id=mask_id)
 
 
-def proposal(canvas: Canvas, confidence: np.ndarray | None = None, tokens: np.ndarray | None = None) -> Candidates:
-    """Candidates for the masked positions of the canvas's current block."""
-    positions = canvas.block_masked()
+def proposal(
+    canvas: Canvas,
+    confidence: np.ndarray | None = None,
+    tokens: np.ndarray | None = None,
+    *,
+    gap: np.ndarray | None = None,
+    entropy: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
+) -> Candidates:
+    """Candidates for the masked positions of the canvas's current block, or for ``positions``."""
+    positions = canvas.block_masked() if positions is None else positions
     count = len(positions)
     return Candidates(
         positions,
         np.arange(count, dtype=np.int64) if tokens is None else tokens,
         np.linspace(0.1, 0.9, count, dtype=np.float32) if confidence is None else confidence.astype(np.float32),
+        np.ones(count, np.float32) if gap is None else gap.astype(np.float32),
+        np.ones(count, np.float32) if entropy is None else entropy.astype(np.float32),
     )

@@ -15,7 +15,10 @@ from mmserve.reference.evaluate import evaluate
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
     """Rows of ``task, n, accuracy, low, high`` for the policies that the arguments name."""
-    options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+    options: Options = {
+        "recompute": arguments.recompute or "none",
+        "commit": arguments.commit or "low_confidence",
+    }
     with BackgroundServer(read_config(arguments)) as server:
         rows = evaluate(server.address, limit=arguments.limit, seed=arguments.seed, options=options, progress=progress)
     return {"rows": [asdict(row) for row in rows], "settings": {**options, "seed": arguments.seed}}

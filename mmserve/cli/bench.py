@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mmserve.cli.options import add_config, add_json, print_json
 from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
-BENCHMARKS = {"quality": "mmserve.bench.quality", "serving": "mmserve.bench.serving"}
+BENCHMARKS = {"decode": "mmserve.bench.decode", "quality": "mmserve.bench.quality", "serving": "mmserve.bench.serving"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes, a task each (default 16)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
-    parser.add_argument("--recompute", default="none", help="cache policy of `quality` (default none)")
-    parser.add_argument("--commit", default="low_confidence", help="commit policy of `quality`")
+    parser.add_argument("--tasks", default="", metavar="A,B,…", help="tasks of `decode`")
+    parser.add_argument("--recompute", help="cache policy of `quality` (default none) and `decode` (default all)")
+    parser.add_argument("--commit", help="commit policy of `quality` and `decode`, as above")
+    parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`")
     add_config(parser)
     add_json(parser)
 
@@ -30,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, with progress on stderr, and print a table or one JSON object."""
     from mmserve.observe.machine import describe  # loads torch
 
-    if min(arguments.limit, arguments.repeats) < 1 or arguments.limit * arguments.repeats < 2:
-        raise ConfigError("--limit and --repeats must be at least 1, and 2 measurements the least of all")
+    if min(arguments.limit, arguments.repeats, arguments.concurrent) < 1 or arguments.limit * arguments.repeats < 2:
+        raise ConfigError("--limit, --repeats and --concurrent must be at least 1, and 2 measurements the least of all")
     figures = import_module(BENCHMARKS[arguments.name]).run(arguments, _progress)
     report = {"bench": arguments.name, **figures, "machine": describe()}
     if arguments.json:
@@ -47,5 +51,6 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    name, *rest = row.items()
-    return f"{name[1]}: " + ", ".join(f"{key} {value}" for key, value in rest)
+    names = [str(row[key]) for key in ("measured", "task", "recompute", "commit") if key in row]
+    rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
+    return f"{' × '.join(names)}: {', '.join(rest)}"

@@ -19,7 +19,9 @@ class Canvas:
     """Tokens of positions 0 … N-1 and the step at which each became final.
 
     ``step`` counts the forward passes done; ``block_start`` is where the block being filled begins and
-    ``block_step`` counts the forward passes done for it. Blocks are ``block_length`` long, the last may be shorter.
+    ``block_step`` counts the forward passes done for it, ``full_passes`` those of them made since it was full. Blocks
+    are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
+    within the prompt.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -29,15 +31,23 @@ class Canvas:
     block_start: int
     step: int = 0
     block_step: int = 0
+    full_passes: int = 0
+    origin: int = 0
     _known: int = field(default=0, repr=False)
 
     @classmethod
-    def create(cls, prompt: np.ndarray, *, new_tokens: int, block_length: int, mask_id: int) -> Canvas:
-        """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions."""
+    def create(
+        cls, prompt: np.ndarray, *, new_tokens: int, block_length: int, mask_id: int, aligned: bool = False
+    ) -> Canvas:
+        """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions.
+
+        Blocks are counted from the prompt's end, or, ``aligned``, from position 0.
+        """
         size = len(prompt)
         tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
         committed = np.concatenate([np.full(size, PROMPT, np.int64), np.full(new_tokens, MASKED, np.int64)])
-        return cls(tokens, committed, size, min(block_length, new_tokens), size, _known=size)
+        length, origin = (block_length, 0) if aligned else (min(block_length, new_tokens), size)
+        return cls(tokens, committed, size, length, size, origin=origin, _known=size)
 
     @property
     def size(self) -> int:
@@ -57,25 +67,54 @@ class Canvas:
     @property
     def block_end(self) -> int:
         """First position right of the current block."""
-        return min(self.block_start + self.block_length, self.size)
+        return min(self.block_of(self.block_start) + self.block_length, self.size)
+
+    def block_of(self, position: int) -> int:
+        """First position of the block that ``position`` lies in; it may be one of the prompt."""
+        return position - (position - self.origin) % self.block_length
 
     def block_masked(self) -> np.ndarray:
         """Positions (int64, ascending) of the current block that are masked."""
         return self.block_start + np.flatnonzero(self.committed_at[self.block_start : self.block_end] == MASKED)
 
+    def all_masked(self) -> np.ndarray:
+        """Positions (int64, ascending) of the whole canvas that are masked."""
+        return np.flatnonzero(self.masked)
+
     def count_forward(self) -> None:
         """Record that a forward pass over this canvas was made."""
         self.step += 1
         self.block_step += 1
+        self.full_passes += not len(self.block_masked())
 
-    def commit(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Make ``tokens`` final at ``positions``; a committed position never changes, so that is a ``ValueError``."""
+    def commit(self, positions: np.ndarray, tokens: np.ndarray, *, hold: bool = False) -> None:
+        """Fill masked ``positions`` with ``tokens``; ``ValueError`` for a position that is committed already.
+
+        A block that is full is left for the next one, unless ``hold``.
+        """
         if (self.committed_at[positions] != MASKED).any():
             raise ValueError("a committed position cannot be committed again")
         self.tokens[positions] = tokens
         self.committed_at[positions] = self.step
+        if not hold:
+            self.advance()
+
+    def edit(self, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Replace committed tokens of the current block; ``ValueError`` for positions that are none."""
+        inside = (positions >= self.block_start) & (positions < self.block_end)
+        if not inside.all() or (self.committed_at[positions] == MASKED).any():
+            raise ValueError("only committed positions of the current block can be edited")
+        self.tokens[positions] = tokens
+        self.committed_at[positions] = self.step
+
+    def advance(self) -> None:
+        """Go on to the next block that has a masked position, if the current one has none."""
         while self.block_start < self.size and not len(self.block_masked()):
-            self.block_start, self.block_step = self.block_end, 0
+            self.block_start, self.block_step, self.full_passes = self.block_end, 0, 0
+
+    def block(self) -> np.ndarray:
+        """Positions (int64, ascending) of the current block."""
+        return np.arange(self.block_start, self.block_end)
 
     def known(self) -> int:
         """Positions, counted from the left, before the first masked one."""
@@ -83,13 +122,14 @@ class Canvas:
             self._known += 1
         return self._known
 
-    def answer(self, end_ids: Collection[int]) -> tuple[np.ndarray, bool]:
+    def answer(self, end_ids: Collection[int], *, revised: bool = False) -> tuple[np.ndarray, bool]:
         """The final tokens of the answer so far, and whether the answer is complete.
 
-        Final are the tokens left of the first masked position and before the first end token among them; complete
-        means that such an end token was reached, or that no position is left.
+        Final are the tokens left of the first masked position, or of the current block where its tokens may still be
+        ``revised``, and before the first end token among them; complete means that such an end token was reached, or
+        that no position is left.
         """
-        known = self.known()
+        known = min(self.known(), self.block_start) if revised else self.known()
         tokens = self.tokens[self.prompt_length : known]
         ends = np.flatnonzero(np.isin(tokens, list(end_ids)))
         if len(ends):

@@ -18,12 +18,16 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The canvas as it is now; positions still masked appear as ``▒`` and may become anything."""
+    """The canvas as it is now; positions still masked appear as ``▒`` and may become anything.
+
+    ``edited``: committed tokens that this step replaced, which only policies do that say so.
+    """
 
     text: str
     committed: int
     total: int
     forwards: int
+    edited: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,22 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class CommittedToken:
+    """One token of the answer: its text alone, its log-probability before temperature and filters, and the number of
+    forward passes made when it became final."""
+
+    id: int
+    text: str
+    log_probability: float
+    step: int
+
+
+@dataclass(frozen=True)
 class Finished:
-    """The whole answer. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``."""
+    """The whole answer. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``.
+
+    ``tokens`` is empty unless the request asked for them.
+    """
 
     reason: str
     text: str
@@ -65,6 +83,8 @@ class Finished:
     recomputed_tokens: int
     times: StageTimes
     warnings: tuple[str, ...] = field(default=())
+    edits: int = 0  # committed tokens that were replaced on the way
+    tokens: tuple[CommittedToken, ...] = field(default=())
 
     @property
     def tokens_per_forward(self) -> float:

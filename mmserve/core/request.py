@@ -46,11 +46,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 keep every token."""
+    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token;
+    ``repetition_penalty`` 1 changes nothing."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
     max_new_tokens: int = 64
     stop: tuple[str, ...] = ()
@@ -58,10 +61,11 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A policy by its registered name, with its own numbers."""
+    """A policy by its registered name, with its own numbers, and the policy it builds on where it does."""
 
     name: str
     options: Mapping[str, float] = field(default_factory=dict)
+    base: Policy | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,7 @@ class Streaming:
 
     deltas: bool = True
     snapshots: bool = False
+    tokens: bool = False  # the answer's tokens with their log-probabilities, in the last event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +118,12 @@ class Stage(Enum):
 RUNNING = frozenset({Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
 TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED})
 
-#: The life of a request. A running stage ends in the next waiting one, or in failure.
+#: The life of a request. A running stage ends in the next waiting one, or in failure; prefill may take several turns.
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
     Stage.QUEUED: frozenset({Stage.ENCODING, Stage.FAILED}),
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
     Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.FAILED}),
-    Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.FAILED}),
+    Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done
     Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.FAILED}),
     Stage.STEPPING: frozenset({Stage.READY, Stage.FINISHED, Stage.FAILED}),
     Stage.READY: frozenset({Stage.STEPPING, Stage.FAILED}),

@@ -28,7 +28,8 @@ def row_floor(model: LoadedModel) -> int:
     For few rows the CPU's libraries switch to other kernels that add in another order: with one thread below 4 rows,
     with two below 12. That is not for this project to guess, so it is measured on the model's own weights.
     """
-    linears = [m for m in (*model.decoder.layers[:1].modules(), model.decoder.head) if isinstance(m, nn.Linear)]
+    modules = [m for m in model.decoder.modules() if isinstance(m, nn.Linear)]
+    linears = list({(m.in_features, m.out_features): m for m in reversed(modules)}.values())  # one of each shape
     generator = torch.Generator().manual_seed(0)
     for floor in ROW_FLOORS:
         sizes = (*range(floor, 2 * floor + 8), PROBE_ROWS - 1)
@@ -42,6 +43,35 @@ def _stable(linear: nn.Linear, sizes: tuple[int, ...], generator: torch.Generato
     x = torch.randn(PROBE_ROWS, linear.in_features, generator=generator).to(model.device, model.dtype)
     whole = linear(x)
     return all(torch.equal(linear(x[:size]), whole[:size]) for size in sizes)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Positions of one request of which a policy asks how far they have moved."""
+
+    canvas: Canvas
+    pages: np.ndarray  # int64 page ids of the whole canvas
+    embeddings: Tensor  # [N, D]
+    positions: np.ndarray  # int64, ascending
+
+
+def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor: int) -> list[np.ndarray]:
+    """How far each position's value vector at the second layer is from the stored one: 1 - cosine, fp32 ``[n]`` each.
+
+    Runs the positions through the first layer only. Its keys and values depend on nothing but the token, so those
+    written here are those that any later pass would write.
+    """
+    if len(model.decoder.layers) < 2:
+        return [np.zeros(len(w.positions), np.float32) for w in batch]
+    ragged = store.ragged([w.positions for w in batch], [w.pages for w in batch], [w.canvas.size for w in batch])
+    positions = torch.from_numpy(np.concatenate([w.positions for w in batch])).to(model.device)
+    x = torch.cat([w.embeddings[torch.from_numpy(w.positions).to(model.device)] for w in batch])
+    count = len(x)
+    short = max(0, floor - count)
+    x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+    fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged))[:count]
+    changes = 1 - F.cosine_similarity(fresh.flatten(1).float(), store.values_at(1, ragged).flatten(1).float(), dim=-1)
+    return [part.cpu().numpy() for part in changes.split([len(w.positions) for w in batch])]
 
 
 @dataclass(frozen=True)
@@ -63,7 +93,7 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
     Batches of fewer than ``floor`` rows (see ``row_floor``) are padded to that many.
     """
     ragged = store.ragged(
-        [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], causal=model.spec.causal
+        [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], block=model.spec.attention_block
     )
     positions = torch.from_numpy(np.concatenate([p.rows for p in batch])).to(model.device)
     x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])

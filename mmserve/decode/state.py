@@ -24,6 +24,17 @@ class Encoded:
 
 
 @dataclass
+class Prefilling:
+    """A request in prefill: its canvas, its pages and embeddings, and how many positions have been run."""
+
+    canvas: Canvas
+    pages: np.ndarray  # int64 page ids, in order of position
+    embeddings: Tensor  # [N, D]
+    commit: Commit
+    run: int = 0
+
+
+@dataclass
 class Prefilled:
     """Prefill → decode: the canvas, its K/V pages and embeddings, and the candidates of step 0."""
 
@@ -44,7 +55,9 @@ class Decoding:
     commit: Commit
     text: TextStream
     candidates: Candidates | None  # of step 0, until its tokens are chosen
+    log_probabilities: np.ndarray  # float32 [N], of the committed tokens of the answer
     forwards: int = 1
+    edits: int = 0  # committed tokens that were replaced
 
     @property
     def canvas(self) -> Canvas:

@@ -26,11 +26,12 @@ class KVStore:
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
     def ragged(
-        self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, causal: bool = False
+        self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, block: int | None = None
     ) -> Ragged:
         """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
 
-        ``causal`` rows look no further right than themselves.
+        Rows look no further right than the end of their own block of ``block`` positions, counted from 0, or of the
+        request: 1 is causal attention, None full.
         """
         slots = [
             table[r // self.page_size] * self.page_size + r % self.page_size
@@ -41,8 +42,12 @@ class KVStore:
             kv_lengths=tuple(lengths),
             page_tables=tuple(self._tensor(table) for table in tables),
             slots=self._tensor(np.concatenate(slots)),
-            kv_limit=self._tensor(np.concatenate(rows) + 1) if causal else None,
+            kv_limit=None if block is None else self._tensor(_limits(rows, lengths, block)),
         )
+
+    def values_at(self, layer: int, ragged: Ragged) -> Tensor:
+        """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
+        return self.values[layer].flatten(0, 1)[ragged.slots]
 
     def attend(self, ragged: Ragged) -> Attend:
         """Attention that first writes the rows' fresh keys and values, then reads all of each request's.
@@ -65,3 +70,9 @@ class KVStore:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def _limits(rows: list[np.ndarray], lengths: list[int], block: int) -> np.ndarray:
+    """Per row the end of its block, or of its request: positions below that are seen."""
+    ends = [np.minimum((r // block + 1) * block, length) for r, length in zip(rows, lengths, strict=True)]
+    return np.concatenate(ends)

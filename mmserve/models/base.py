@@ -17,9 +17,14 @@ from mmserve.models.decoder import Decoder
 
 
 class Attention(Enum):
-    """How far right a position may look: to the end of the canvas (masked diffusion), or to itself (next token)."""
+    """How far right a position may look.
+
+    To the end of the canvas (masked diffusion), to the end of its own block, counted from position 0 (block
+    diffusion), or to itself (next token).
+    """
 
     FULL = "full"
+    BLOCK_CAUSAL = "block_causal"
     CAUSAL = "causal"
 
 
@@ -36,21 +41,30 @@ class ModelSpec:
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
-    default_block_length: int = 32  # of masked diffusion
+    default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
+    logit_shift: int = 0  # how far left of a position its row of logits stands: 1 for next-token models and Dream
+
+    def __post_init__(self) -> None:
+        if self.causal and self.logit_shift < 1:
+            raise ValueError("a position cannot be predicted from itself where attention is causal")
 
     @property
     def causal(self) -> bool:
         """Whether the model decodes left to right, one token a step."""
         return self.attention is Attention.CAUSAL
 
-    @property
-    def logit_shift(self) -> int:
-        """How far left of a position the row stands whose logits predict it: 1 for next-token models, 0 for LLaDA."""
-        return 1 if self.causal else 0
-
     def block_length(self, asked: int = 0) -> int:
         """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
-        return 1 if self.causal else asked or self.default_block_length
+        if self.attention is Attention.FULL:
+            return asked or self.default_block_length
+        return self.attention_block or 1
+
+    @property
+    def attention_block(self) -> int | None:
+        """Length of the blocks, counted from position 0, that bound a position's sight; None = it sees everything."""
+        return {Attention.FULL: None, Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}[
+            self.attention
+        ]
 
 
 class VisionEncoder(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from mmserve.errors import ConfigError, InvalidArgument
 
@@ -47,16 +47,24 @@ _JOINED_MESSAGES = (
     "{% set joined.messages = joined.messages + [{'role': message['role'], 'content': text.value}] %}{% endfor %}"
     "{% set messages = joined.messages %}"
 )
+_QWEN_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 _HEADERS = frozenset({"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"})
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in ``folder``, from its ``tokenizer.json`` alone: no remote code, no network."""
+    """The tokenizer in ``folder``, from its ``tokenizer.json``: no remote code, no network.
+
+    Qwen's family may come with ``vocab.json`` and ``merges.txt`` instead, which its own tokenizer class reads.
+    Raises ``ConfigError`` where there is neither, or it cannot be read.
+    """
+    kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json")
+        if not all((folder / name).is_file() for name in _QWEN_FILES):
+            raise ConfigError(f"{folder} has no tokenizer.json")
+        kind = Qwen2Tokenizer
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise ConfigError(f"{folder}: the tokenizer cannot be read: {error}") from error
 
 

@@ -52,6 +52,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows from ``start`` on of a tensor of ``total`` rows, where several parameters lie in one tensor."""
+
+    name: str
+    start: int
+    total: int
+
+
 class Weights:
     """The tensors of a directory's safetensors by name, opened lazily and remembered as read.
 
@@ -106,15 +115,32 @@ class Weights:
         self.read.add(name)
         return stored.to(device=device, dtype=dtype, copy=True)
 
-    def fill(self, module: nn.Module, names: Mapping[str, str], dtype: torch.dtype, device: torch.device) -> None:
+    def part(self, part: str | Rows, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A copy of a tensor or of rows of one, of ``shape``; raises as ``tensor`` does."""
+        if isinstance(part, str):
+            return self.tensor(part, shape, dtype, device)
+        whole = self.tensor(part.name, torch.Size((part.total, *shape[1:])), dtype, device)
+        return whole[part.start : part.start + shape[0]].clone()
+
+    def fill(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str | Rows],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: tuple[str, ...] = (),
+    ) -> None:
         """Give every parameter of ``module`` (built on the meta device) its tensor, frozen.
 
-        ``names`` maps a parameter's name to its tensor's; parameters tied to another one are filled once.
+        ``names`` maps a parameter's name to its tensor's, or to rows of one; parameters tied to another one are
+        filled once. Those whose name ends in one of ``exact`` are fp32, whatever ``dtype`` is.
         """
         filled: dict[int, nn.Parameter] = {}
         for name, parameter in list(module.named_parameters(remove_duplicate=False)):
             if id(parameter) not in filled:
-                tensor = self.tensor(names[name], parameter.shape, dtype, device)
+                kind = torch.float32 if name.endswith(exact) else dtype
+                tensor = self.part(names[name], parameter.shape, kind, device)
                 filled[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, filled[id(parameter)])

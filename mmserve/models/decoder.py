@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmserve.models.moe import MoE, MoEConfig
+from mmserve.models.rotary import Llama3Scaling, rotary_table, rotate
+
 #: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K]) -> [..., H, K]``; q and k arrive rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -30,6 +33,8 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
+    rotary_width: int = 0  # of a head's dimensions, the first so many are rotated; 0 = all
     rms_norm_eps: float = 1e-5
     max_positions: int = 4096
     qkv_bias: bool = False
@@ -37,12 +42,15 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
+    moe: MoEConfig | None = None  # experts instead of the feed-forward
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly")
         if self.head_dim % 2:
             raise ValueError(f"head size {self.head_dim} is odd: rotary embedding pairs its halves")
+        if self.rotary_width % 2 or self.rotary_width > self.head_dim:
+            raise ValueError(f"{self.rotary_width} dimensions of {self.head_dim} cannot be rotated in pairs")
 
 
 class RMSNorm(nn.Module):
@@ -57,24 +65,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles, fp32 ``[..., 1, head_dim]``, for integer ``positions [...]``."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions[..., None].float() * frequencies
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x [..., heads, K]`` in the half-split convention that LLaMA, Qwen and LLaDA share."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
-
-
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU feed-forward, each behind its norm, each added to the residual stream."""
+    """Attention and SwiGLU feed-forward or experts, each behind its norm, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         c = config
         self.head_dim = c.head_dim
@@ -86,6 +80,9 @@ class DecoderLayer(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.moe = MoE(c.moe, c.hidden_size) if c.moe is not None and index >= c.moe.first_layer else None
+        if self.moe is not None:
+            return
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
@@ -97,7 +94,14 @@ class DecoderLayer(nn.Module):
         v_TGK = self.v_proj(h_TD).unflatten(-1, (-1, self.head_dim))
         x_TD = x_TD + self.o_proj(attend(layer, q_THK, k_TGK, v_TGK).flatten(-2))
         h_TD = self.mlp_norm(x_TD)
+        if self.moe is not None:
+            return x_TD + self.moe(h_TD)
         return x_TD + self.down_proj(F.silu(self.gate_proj(h_TD)) * self.up_proj(h_TD))
+
+    def values(self, x_TD: Tensor) -> Tensor:
+        """Value vectors ``[..., G, K]`` that the layer makes of its input."""
+        values: Tensor = self.v_proj(self.attn_norm(x_TD))
+        return values.unflatten(-1, (-1, self.head_dim))
 
 
 class Decoder(nn.Module):
@@ -107,7 +111,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -115,10 +119,28 @@ class Decoder(nn.Module):
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states ``[..., D]`` of embedded tokens ``[..., D]`` at integer ``positions [...]``."""
-        cos, sin = rotary_table(positions_T, self.config.head_dim, self.config.rope_theta)
+        cos, sin = self.rotary(positions_T)
         for index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, cos, sin, index, attend)
         return self.norm(x_TD)
+
+    def values_of_second_layer(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Value vectors ``[..., G, K]`` that the second layer makes of embedded tokens ``[..., D]``."""
+        cos, sin = self.rotary(positions_T)
+        first, second = self.layers[0], self.layers[1]
+        assert isinstance(second, DecoderLayer)
+        return second.values(first(x_TD, cos, sin, 0, attend))
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the rotary angles at integer ``positions [...]``, fp32 ``[..., 1, rotated]``."""
+        c = self.config
+        return rotary_table(positions, c.rotary_width or c.head_dim, c.rope_theta, c.rope_scaling)
+
+    def set_row_floor(self, rows: int) -> None:
+        """From how many rows on a matrix product gives a row the same bits: experts run no fewer."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.row_floor = rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype."""

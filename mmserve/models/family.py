@@ -18,10 +18,14 @@ from mmserve.models.base import Attention, LoadedModel, ModelSpec, VisionEncoder
 from mmserve.models.chat import IMAGE, VIDEO
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
-from mmserve.models.layouts import Keys, decoder_config, layout_of
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import layout_of
 from mmserve.models.towers import load_vision
 
 END_OF_TURN = "<|eot_id|>"
+#: What ends a turn in the chat formats of Llama 3 and LLaDA, and of Qwen (ChatML).
+_ENDS_OF_TURN = (END_OF_TURN, "<|im_end|>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,15 @@ def load_family(
     return LoadedModel(made, decoder, tokenizer, vision, target.dtype, target.device)
 
 
-def make_spec(sources: Sources, *, attention: Attention, mask_id: int, banned: set[int]) -> ModelSpec:
+def make_spec(
+    sources: Sources,
+    *,
+    attention: Attention,
+    mask_id: int,
+    banned: set[int],
+    logit_shift: int = 0,
+    block_length: int = 32,
+) -> ModelSpec:
     """The spec of a model that may generate everything but ``banned`` and the placeholders of its media.
 
     Any end of text that the configuration, the generation settings or the tokenizer name ends an answer. Raises
@@ -100,6 +112,8 @@ def make_spec(sources: Sources, *, attention: Attention, mask_id: int, banned: s
         image_id=sources.image_id,
         video_id=sources.video_id,
         max_tokens=min(config.max_positions, trained) if isinstance(trained, int) else config.max_positions,
+        default_block_length=block_length,
+        logit_shift=logit_shift,
     )
 
 
@@ -111,6 +125,19 @@ def takes_images(checkpoint: Checkpoint) -> bool:
 def takes_videos(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint takes images, and says how many frames of a video it takes."""
     return takes_images(checkpoint) and bool(checkpoint.config.get("mm_video_frames"))
+
+
+def mask_id_of(sources: Sources, token: str) -> Any:
+    """The id at masked positions: ``mask_token_id`` of the configuration, else ``token``, else the tokenizer's mask.
+
+    ``make_spec`` finds out what is no id. Raises ``ConfigError`` where there is none of them.
+    """
+    named = listed_ids(sources.checkpoint.config.get("mask_token_id"))
+    found = [*named, token_id(sources.tokenizer, token), sources.tokenizer.mask_token_id]
+    for mask_id in found:
+        if mask_id is not None:
+            return mask_id
+    raise ConfigError(f"{sources.keys.path} has no mask_token_id and the tokenizer no {token}")
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int | None:
@@ -134,8 +161,7 @@ def _end_ids(sources: Sources) -> set[Any]:
     }
     if not ends and tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
-    turn = token_id(tokenizer, END_OF_TURN)
-    ends |= {turn} if turn is not None else set()
+    ends |= {i for i in (token_id(tokenizer, token) for token in _ENDS_OF_TURN) if i is not None}
     if not ends:
         raise ConfigError(f"{sources.keys.path} has no eos_token_id and the tokenizer no {END_OF_TURN}")
     return ends
@@ -145,7 +171,7 @@ def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target)
     with torch.device("meta"):
         decoder = Decoder(config)
     names = layout_of(checkpoint.config).names(decoder)
-    checkpoint.weights.fill(decoder, names, target.dtype, target.device)
+    checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=(".expert_bias",))
     return decoder.eval()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import ensure_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
@@ -17,6 +16,7 @@ from mmserve.models.family import (
     listed_ids,
     load_family,
     make_spec,
+    mask_id_of,
     takes_images,
     takes_videos,
     token_id,
@@ -36,9 +36,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 def _spec(sources: Sources) -> ModelSpec:
     checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
-    mask_id = next(iter(listed_ids(checkpoint.config.get("mask_token_id"))), token_id(tokenizer, MASK))
-    if mask_id is None:
-        raise ConfigError(f"{sources.keys.path} has no mask_token_id and the tokenizer no {MASK}")
+    mask_id = mask_id_of(sources, MASK)
     banned = {mask_id, *banned_ids(checkpoint, tokenizer)}
     return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned)
 

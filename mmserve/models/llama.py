@@ -1,8 +1,8 @@
-"""LLaMA (arXiv 2302.13971) and LLaVA-1.5 (arXiv 2310.03744): the same decoder with causal attention, token by token.
+"""LLaMA (arXiv 2302.13971), Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388) and LLaVA-1.5 (arXiv 2310.03744).
 
-``llama`` is text only, as transformers writes it; ``llava_llama`` is the layout of ``liuhaotian/llava-v1.5-7b``, the
-same tensors with ``model.mm_projector`` and, where it was trained along, the vision tower. Both need safetensors and
-a ``tokenizer.json``.
+One decoder with causal attention, token by token. ``llama``, ``qwen2`` and ``qwen3`` are text only, as transformers
+writes them; ``llava_llama`` is the layout of ``liuhaotian/llava-v1.5-7b``, LLaMA's tensors with
+``model.mm_projector`` and, where it was trained along, the vision tower. All need safetensors and a tokenizer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mmserve.models.family import Sources, listed_ids, load_family, make_spec, t
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
-    """Load either layout; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    """Load any of these layouts; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     tokenizer = load_tokenizer(checkpoint.folder)
     adapt_chat_template(
         tokenizer,
@@ -29,4 +29,4 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 def _spec(sources: Sources) -> ModelSpec:
     """Nothing is masked: any id may stand where no token is yet. Banned is only what the checkpoint suppresses."""
     banned = set(listed_ids(sources.checkpoint.generation.get("suppress_tokens")))
-    return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned)
+    return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)

@@ -15,10 +15,15 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
+    "Dream": "mmserve.models.dream",
     "llada": "mmserve.models.llada",
+    "llada2_moe": "mmserve.models.llada2",
     "llama": "mmserve.models.llama",
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
+    "qwen2": "mmserve.models.llama",
+    "qwen3": "mmserve.models.llama",
+    "sdar": "mmserve.models.sdar",
 }
 HUB = "hub:"
 

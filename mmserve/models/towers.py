@@ -28,7 +28,8 @@ from transformers import (
 
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
-from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Keys, projector_tensor
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
 from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, mlp_projector, pooled_side
 
 #: Where a checkpoint keeps its tower's files when ``mm_vision_tower`` is a hub id.

@@ -38,8 +38,31 @@ REASONS = {pb.FINISH_REASON_END: "end", pb.FINISH_REASON_STOP: "stop", pb.FINISH
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 _REASON_NUMBERS = {name: number for number, name in REASONS.items()}
 
-#: Policies as they are when a client names none of their numbers.
-DEFAULT_OPTIONS: dict[str, dict[str, float]] = {"dkv_decode": {"refresh": 8}, "threshold": {"confidence": 0.9}}
+#: Fields of ``DiffusionParams`` whose policy goes by another name.
+_POLICY_NAMES = {"no_cache": "none"}
+#: What numbers of policies must be: the rule in words, and the rule.
+_AT_LEAST_1 = ("must be at least 1", lambda value: value >= 1)
+_ABOVE_0 = ("must be a finite number above 0", lambda value: 0 < value < math.inf)
+_NUMBER = ("must be a number", lambda value: not math.isnan(value))
+_POLICY_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "dkv_decode.refresh": _AT_LEAST_1,
+    "dkv_greedy.refresh": _AT_LEAST_1,
+    "adaptive.prompt_refresh": _AT_LEAST_1,
+    "adaptive.response_refresh": _AT_LEAST_1,
+    "adaptive.ratio": ("must be in [0, 1]", lambda value: 0 <= value <= 1),
+    "threshold.confidence": _ABOVE_0,
+    "factor.factor": _ABOVE_0,
+    "edit.confidence": _ABOVE_0,
+    "edit.edit_confidence": _ABOVE_0,
+    "confident.confidence": ("must be in (0, 1]", lambda value: 0 < value <= 1),
+    "entropy_bound.bound": ("must be a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    "ngram.length": _AT_LEAST_1,
+    "ngram.longest": _AT_LEAST_1,
+    "ngram.shortest": _AT_LEAST_1,
+    "early_commit.early": _NUMBER,
+    "early_commit.middle": _NUMBER,
+    "early_commit.late": _NUMBER,
+}
 
 
 def to_request(
@@ -77,9 +100,9 @@ def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
     match event:
         case events.Admitted(queued_ahead):
             return pb.GenerateResponse(admitted=pb.Admitted(request_id=request_id, queued_ahead=queued_ahead))
-        case events.Snapshot(text, committed, total, forwards):
+        case events.Snapshot(text, committed, total, forwards, edited):
             return pb.GenerateResponse(
-                snapshot=pb.Snapshot(text=text, committed=committed, total=total, forwards=forwards)
+                snapshot=pb.Snapshot(text=text, committed=committed, total=total, forwards=forwards, edited=edited)
             )
         case events.Delta(text):
             return pb.GenerateResponse(delta=pb.Delta(text=text))
@@ -95,7 +118,7 @@ def from_response(response: pb.GenerateResponse) -> events.Event:
             return events.Admitted(response.admitted.queued_ahead)
         case "snapshot":
             s = response.snapshot
-            return events.Snapshot(s.text, s.committed, s.total, s.forwards)
+            return events.Snapshot(s.text, s.committed, s.total, s.forwards, s.edited)
         case "delta":
             return events.Delta(response.delta.text)
         case "finished":
@@ -177,6 +200,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
         *_wrong_diffusion(message.diffusion, info),
+        *_wrong_answer(message, info),
     ):
         yield FieldViolation(field, description)
 
@@ -232,6 +256,10 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
         yield "sampling.temperature", f"must be finite and at least 0, not {sampling.temperature}"
     if _set(sampling, "top_p") and not 0 < sampling.top_p <= 1:
         yield "sampling.top_p", f"must be in (0, 1], not {sampling.top_p}"
+    if not 0 <= sampling.min_p <= 1:
+        yield "sampling.min_p", f"must be in [0, 1], not {sampling.min_p}"
+    if _set(sampling, "repetition_penalty") and not 0.01 <= sampling.repetition_penalty <= 100:
+        yield "sampling.repetition_penalty", f"must be in [0.01, 100], not {sampling.repetition_penalty}"
     if _set(sampling, "max_new_tokens") and not 1 <= sampling.max_new_tokens <= info.max_tokens:
         yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
     if len(sampling.stop) > MAX_STOP_STRINGS:
@@ -247,11 +275,32 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
             yield f"diffusion.{name}", "must be at least 1"
     if diffusion.block_length > 1 and not info.diffusion:
         yield "diffusion.block_length", "must be 1: the model decodes one token after another"
-    if _set(diffusion, "dkv_decode") and _set(diffusion.dkv_decode, "refresh") and diffusion.dkv_decode.refresh < 1:
-        yield "diffusion.dkv_decode.refresh", "must be at least 1"
-    threshold = diffusion.threshold
-    if _set(diffusion, "threshold") and _set(threshold, "confidence") and not 0 < threshold.confidence <= 1:
-        yield "diffusion.threshold.confidence", f"must be in (0, 1], not {threshold.confidence}"
+    for kind in ("recompute", "commit"):
+        yield from _wrong_policy(diffusion, kind, "diffusion")
+
+
+def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
+    """An answer region of ``early_commit`` that is not part of the canvas."""
+    early = message.diffusion.early_commit
+    if not early.answer_length:
+        return
+    canvas = message.sampling.max_new_tokens if _set(message.sampling, "max_new_tokens") else info.max_new_tokens
+    if early.answer_start + early.answer_length > canvas:
+        yield "diffusion.early_commit.answer_length", f"must end within the {canvas} tokens of the canvas"
+
+
+def _wrong_policy(message: ProtoMessage, oneof: str, path: str) -> Wrong:
+    """What is wrong with the numbers of the policy chosen in ``oneof``, and of the one it builds on."""
+    chosen = message.WhichOneof(oneof)
+    if chosen is None:
+        return
+    policy = getattr(message, chosen)
+    for name, value in _numbers(policy).items():
+        rule, holds = _POLICY_RULES.get(f"{chosen}.{name}", ("", lambda _value: True))
+        if not holds(value):
+            yield f"{path}.{chosen}.{name}", f"{rule}, not {value}"
+    if "base" in policy.DESCRIPTOR.oneofs_by_name:
+        yield from _wrong_policy(policy, "base", f"{path}.{chosen}")
 
 
 def _set(message: ProtoMessage, field: str) -> bool:
@@ -280,6 +329,8 @@ def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
         temperature=sampling.temperature,
         top_p=sampling.top_p if _set(sampling, "top_p") else 1.0,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if _set(sampling, "repetition_penalty") else 1.0,
         seed=sampling.seed,
         max_new_tokens=sampling.max_new_tokens if _set(sampling, "max_new_tokens") else info.max_new_tokens,
         stop=tuple(sampling.stop),
@@ -290,39 +341,29 @@ def _diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Diffusion:
     return Diffusion(
         steps=diffusion.steps,
         block_length=diffusion.block_length,
-        recompute=_recompute(diffusion, info),
-        commit=_commit(diffusion, info),
+        recompute=_policy(diffusion, "recompute") or Policy(name=info.recompute_policy),
+        commit=_policy(diffusion, "commit") or Policy(name=info.commit_policy),
     )
 
 
-def _recompute(diffusion: pb.DiffusionParams, info: ModelInfo) -> Policy:
-    match diffusion.WhichOneof("recompute"):
-        case "no_cache":
-            return _policy("none")
-        case "last":
-            return _policy("last")
-        case "dkv_decode":
-            asked = diffusion.dkv_decode
-            return _policy("dkv_decode", **({"refresh": asked.refresh} if _set(asked, "refresh") else {}))
-    return _policy(info.recompute_policy)
+def _policy(message: ProtoMessage, oneof: str) -> Policy | None:
+    """The policy chosen in ``oneof`` with the numbers that were set; None where none is chosen."""
+    chosen = message.WhichOneof(oneof)
+    if chosen is None:
+        return None
+    policy = getattr(message, chosen)
+    base = _policy(policy, "base") if "base" in policy.DESCRIPTOR.oneofs_by_name else None
+    return Policy(name=_POLICY_NAMES.get(chosen, chosen), options=_numbers(policy), base=base)
 
 
-def _commit(diffusion: pb.DiffusionParams, info: ModelInfo) -> Policy:
-    match diffusion.WhichOneof("commit"):
-        case "low_confidence":
-            return _policy("low_confidence")
-        case "threshold":
-            asked = diffusion.threshold
-            return _policy("threshold", **({"confidence": asked.confidence} if _set(asked, "confidence") else {}))
-    return _policy(info.commit_policy)
-
-
-def _policy(name: str, **options: float) -> Policy:
-    return Policy(name=name, options={**DEFAULT_OPTIONS.get(name, {}), **options})
+def _numbers(policy: ProtoMessage) -> dict[str, float]:
+    """The numbers of a policy's message that were set."""
+    return {field.name: value for field, value in policy.ListFields() if field.message_type is None}
 
 
 def _streaming(stream: pb.StreamOptions) -> Streaming:
-    return Streaming(deltas=stream.deltas if _set(stream, "deltas") else True, snapshots=stream.snapshots)
+    deltas = stream.deltas if _set(stream, "deltas") else True
+    return Streaming(deltas=deltas, snapshots=stream.snapshots, tokens=stream.tokens)
 
 
 def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, info: ModelInfo) -> None:
@@ -360,6 +401,11 @@ def _finished(event: events.Finished) -> pb.Finished:
             first_token_ms=event.times.first_token,
         ),
         warnings=event.warnings,
+        edits=event.edits,
+        tokens=[
+            pb.CommittedToken(id=t.id, text=t.text, log_probability=t.log_probability, step=t.step)
+            for t in event.tokens
+        ],
     )
 
 
@@ -380,4 +426,6 @@ def _from_finished(message: pb.Finished) -> events.Finished:
             first_token=times.first_token_ms,
         ),
         warnings=tuple(message.warnings),
+        edits=message.edits,
+        tokens=tuple(events.CommittedToken(t.id, t.text, t.log_probability, t.step) for t in message.tokens),
     )

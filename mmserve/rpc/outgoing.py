@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import grpc
 import PIL.Image
@@ -21,6 +21,7 @@ from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 from mmserve.rpc import request_id
 from mmserve.rpc.convert import role_number
+from mmserve.rpc.policies import Commit, Recompute, put, put_policy
 from mmserve.v1 import generation_pb2 as pb
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
@@ -37,24 +38,6 @@ UPLOAD_CHUNK = 1 << 20
 _FIRST_DELAY = 0.1  # seconds; doubles with every attempt
 
 
-@dataclass(frozen=True)
-class DkvDecode:
-    """dKV-Cache-Decode (arXiv 2505.15781); ``refresh`` = steps between full refreshes, 1 = never cached."""
-
-    refresh: int = 8
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """Every candidate at least this confident becomes final (arXiv 2505.22618); ``confidence`` in (0, 1]."""
-
-    confidence: float = 0.9
-
-
-Recompute = Literal["none", "dkv_decode", "last"] | DkvDecode
-Commit = Literal["low_confidence", "threshold"] | Threshold
-
-
 class Options(TypedDict, total=False):
     """Keyword arguments of ``generate`` and ``stream``; what is left out takes the model's default."""
 
@@ -63,12 +46,15 @@ class Options(TypedDict, total=False):
     temperature: float | None  # 0 = greedy
     top_p: float | None  # (0, 1]
     top_k: int | None  # 0 = every token
+    min_p: float | None  # [0, 1]; 0 = every token
+    repetition_penalty: float | None  # 1 = none
     seed: int | None
     stop: str | Sequence[str]
     steps: int | None
     block_length: int | None
     recompute: Recompute | None
     commit: Commit | None
+    tokens: bool  # the answer's tokens with their log-probabilities, in the result
     videos: Sequence[Video]  # in front of the last message's text, behind the images
 
 
@@ -94,6 +80,8 @@ class Result:
     recomputed_tokens: int
     times: events.StageTimes
     warnings: tuple[str, ...]
+    edits: int
+    tokens: tuple[events.CommittedToken, ...]
     request_id: str
 
 
@@ -110,6 +98,8 @@ def to_result(event: events.Event | None, request_id: str) -> Result:
         recomputed_tokens=event.recomputed_tokens,
         times=event.times,
         warnings=event.warnings,
+        edits=event.edits,
+        tokens=event.tokens,
         request_id=request_id,
     )
 
@@ -125,12 +115,15 @@ def build_request(
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     steps: int | None = None,
     block_length: int | None = None,
     recompute: Recompute | None = None,
     commit: Commit | None = None,
+    tokens: bool = False,
     videos: Sequence[Video] = (),
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
@@ -138,23 +131,25 @@ def build_request(
     Raises ``InvalidArgument`` for what cannot be put into a message, ``OSError`` for an unreadable file.
     """
     request = pb.GenerateRequest(messages=_messages(prompt, images, videos))
-    _put(request, "", model=model)
+    put(request, "", model=model)
     sampling = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
-    _put(request.sampling, "sampling.", **sampling)
+    put(request.sampling, "sampling.", **sampling)
     for i, text in enumerate([stop] if isinstance(stop, str) else stop):
         if not isinstance(text, str):
             raise InvalidArgument.of(f"sampling.stop[{i}]", f"must be a string, not {text!r}")
         request.sampling.stop.append(text)
-    _put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
-    _put_recompute(request.diffusion, recompute)
-    _put_commit(request.diffusion, commit)
-    request.stream.deltas, request.stream.snapshots = deltas, snapshots
+    put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
+    put_policy(request.diffusion, "recompute", recompute, "diffusion.")
+    put_policy(request.diffusion, "commit", commit, "diffusion.")
+    request.stream.deltas, request.stream.snapshots, request.stream.tokens = deltas, snapshots, tokens
     return request
 
 
@@ -295,48 +290,6 @@ def _video(video: Video, where: str) -> pb.Video:
     if isinstance(video, bytes | bytearray | memoryview):
         return pb.Video(data=bytes(video))
     raise InvalidArgument.of(where, "must be bytes, a pathlib.Path or a media id 'sha256:…'")
-
-
-def _put_recompute(diffusion: pb.DiffusionParams, policy: Recompute | None) -> None:
-    match policy:
-        case None:
-            pass
-        case "none":
-            diffusion.no_cache.SetInParent()
-        case "last":
-            diffusion.last.SetInParent()
-        case "dkv_decode":
-            diffusion.dkv_decode.SetInParent()
-        case DkvDecode(refresh):
-            _put(diffusion.dkv_decode, "diffusion.dkv_decode.", refresh=refresh)
-        case _:
-            wanted = "'none', 'dkv_decode', 'last' or DkvDecode"
-            raise InvalidArgument.of("diffusion.recompute", f"must be {wanted}, not {policy!r}")
-
-
-def _put_commit(diffusion: pb.DiffusionParams, policy: Commit | None) -> None:
-    match policy:
-        case None:
-            pass
-        case "low_confidence":
-            diffusion.low_confidence.SetInParent()
-        case "threshold":
-            diffusion.threshold.SetInParent()
-        case Threshold(confidence):
-            _put(diffusion.threshold, "diffusion.threshold.", confidence=confidence)
-        case _:
-            wanted = "'low_confidence', 'threshold' or Threshold"
-            raise InvalidArgument.of("diffusion.commit", f"must be {wanted}, not {policy!r}")
-
-
-def _put(message: Any, path: str, **values: Any) -> None:
-    for name, value in values.items():
-        if value is None:
-            continue
-        try:
-            setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument.of(f"{path}{name}", f"cannot be {value!r}: {error}") from error
 
 
 def _pem(source: bytes | Path | None) -> bytes | None:

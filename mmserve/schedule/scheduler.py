@@ -1,7 +1,9 @@
 """The scheduler: a pure function from the requests' states and the budgets to a plan.
 
-First come, first served at every stage, each bounded by its budget. A batch always takes at least its first
-request, so nothing can be too large to run. Decode batches take whoever waited longest since their last step.
+First come, first served at every stage, each bounded by its budget; a prefill that is begun goes before new ones. A
+batch always takes at least its first request, so nothing can be too large to run. Of a next-token model's prompt that
+is longer than the budget a batch takes a chunk, and decode has its turn between two. Decode batches take whoever waited
+longest since their last step.
 """
 
 from __future__ import annotations
@@ -30,18 +32,17 @@ def _encode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]
 
 
 def _prefill(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
-    room = min(
-        budgets.handover - _count(entries, Stage.PREFILLING, Stage.PREFILLED),
-        budgets.max_running - _count(entries, *_HOLDS_PAGES),
-    )
-    waiting: list[Entry] = []
-    pages = budgets.free_pages
-    for entry in (e for e in entries if e.stage is Stage.ENCODED):
-        if len(waiting) >= room or entry.pages > pages:
+    places = max(0, budgets.handover - _count(entries, Stage.PREFILLING, Stage.PREFILLED))
+    encoded = [e for e in entries if e.stage is Stage.ENCODED]
+    begun = [e for e in encoded if e.prefilled]  # these hold their pages already
+    running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
+    waiting = begun[:places]
+    for entry in (e for e in encoded if not e.prefilled):
+        if len(waiting) >= places or not running > 0 or entry.pages > pages:
             break  # nobody overtakes the first that does not fit: it would wait for ever
-        pages -= entry.pages
+        running, pages = running - 1, pages - entry.pages
         waiting.append(entry)
-    return _fill(waiting, [e.tokens for e in waiting], budgets.prefill_tokens)
+    return _fill(waiting, [e.tokens - e.prefilled for e in waiting], budgets.prefill_tokens)
 
 
 def _decode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:

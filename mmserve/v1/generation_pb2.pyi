@@ -78,38 +78,68 @@ class Video(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "min_p", "repetition_penalty")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
     seed: int
     max_new_tokens: int
     stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_p: float
+    repetition_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class DiffusionParams(_message.Message):
-    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "low_confidence", "threshold")
+    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NO_CACHE_FIELD_NUMBER: _ClassVar[int]
     DKV_DECODE_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DUAL_FIELD_NUMBER: _ClassVar[int]
+    DKV_GREEDY_FIELD_NUMBER: _ClassVar[int]
+    FREE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
     LOW_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENT_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
+    EARLY_COMMIT_FIELD_NUMBER: _ClassVar[int]
+    NGRAM_FIELD_NUMBER: _ClassVar[int]
+    EDIT_FIELD_NUMBER: _ClassVar[int]
     steps: int
     block_length: int
     no_cache: NoCache
     dkv_decode: DkvDecode
     last: Last
+    prefix: Prefix
+    dual: Dual
+    dkv_greedy: DkvGreedy
+    free_cache: FreeCache
+    adaptive: Adaptive
+    block: Block
     low_confidence: LowConfidence
     threshold: Threshold
-    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ...) -> None: ...
+    random: Random
+    factor: Factor
+    confident: Confident
+    entropy_bound: EntropyBound
+    early_commit: EarlyCommit
+    ngram: Ngram
+    edit: Edit
+    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ...) -> None: ...
 
 class NoCache(_message.Message):
     __slots__ = ()
@@ -120,6 +150,40 @@ class DkvDecode(_message.Message):
     REFRESH_FIELD_NUMBER: _ClassVar[int]
     refresh: int
     def __init__(self, refresh: _Optional[int] = ...) -> None: ...
+
+class Prefix(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Dual(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DkvGreedy(_message.Message):
+    __slots__ = ("refresh", "window")
+    REFRESH_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    refresh: int
+    window: int
+    def __init__(self, refresh: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+
+class FreeCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Adaptive(_message.Message):
+    __slots__ = ("prompt_refresh", "response_refresh", "ratio")
+    PROMPT_REFRESH_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_REFRESH_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    prompt_refresh: int
+    response_refresh: int
+    ratio: float
+    def __init__(self, prompt_refresh: _Optional[int] = ..., response_refresh: _Optional[int] = ..., ratio: _Optional[float] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Last(_message.Message):
     __slots__ = ()
@@ -135,13 +199,83 @@ class Threshold(_message.Message):
     confidence: float
     def __init__(self, confidence: _Optional[float] = ...) -> None: ...
 
+class Random(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Factor(_message.Message):
+    __slots__ = ("factor",)
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    def __init__(self, factor: _Optional[float] = ...) -> None: ...
+
+class Confident(_message.Message):
+    __slots__ = ("confidence",)
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    confidence: float
+    def __init__(self, confidence: _Optional[float] = ...) -> None: ...
+
+class EntropyBound(_message.Message):
+    __slots__ = ("bound",)
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    bound: float
+    def __init__(self, bound: _Optional[float] = ...) -> None: ...
+
+class EarlyCommit(_message.Message):
+    __slots__ = ("early", "middle", "late", "answer_start", "answer_length", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound")
+    EARLY_FIELD_NUMBER: _ClassVar[int]
+    MIDDLE_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_START_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOW_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENT_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
+    early: float
+    middle: float
+    late: float
+    answer_start: int
+    answer_length: int
+    low_confidence: LowConfidence
+    threshold: Threshold
+    random: Random
+    factor: Factor
+    confident: Confident
+    entropy_bound: EntropyBound
+    def __init__(self, early: _Optional[float] = ..., middle: _Optional[float] = ..., late: _Optional[float] = ..., answer_start: _Optional[int] = ..., answer_length: _Optional[int] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ...) -> None: ...
+
+class Edit(_message.Message):
+    __slots__ = ("confidence", "edit_confidence", "passes")
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    EDIT_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    confidence: float
+    edit_confidence: float
+    passes: int
+    def __init__(self, confidence: _Optional[float] = ..., edit_confidence: _Optional[float] = ..., passes: _Optional[int] = ...) -> None: ...
+
+class Ngram(_message.Message):
+    __slots__ = ("length", "longest", "shortest")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_FIELD_NUMBER: _ClassVar[int]
+    SHORTEST_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    longest: int
+    shortest: int
+    def __init__(self, length: _Optional[int] = ..., longest: _Optional[int] = ..., shortest: _Optional[int] = ...) -> None: ...
+
 class StreamOptions(_message.Message):
-    __slots__ = ("deltas", "snapshots")
+    __slots__ = ("deltas", "snapshots", "tokens")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     deltas: bool
     snapshots: bool
-    def __init__(self, deltas: bool = ..., snapshots: bool = ...) -> None: ...
+    tokens: bool
+    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("admitted", "snapshot", "delta", "finished")
@@ -164,16 +298,18 @@ class Admitted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., queued_ahead: _Optional[int] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("text", "committed", "total", "forwards")
+    __slots__ = ("text", "committed", "total", "forwards", "edited")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    EDITED_FIELD_NUMBER: _ClassVar[int]
     text: str
     committed: int
     total: int
     forwards: int
-    def __init__(self, text: _Optional[str] = ..., committed: _Optional[int] = ..., total: _Optional[int] = ..., forwards: _Optional[int] = ...) -> None: ...
+    edited: int
+    def __init__(self, text: _Optional[str] = ..., committed: _Optional[int] = ..., total: _Optional[int] = ..., forwards: _Optional[int] = ..., edited: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("text",)
@@ -182,7 +318,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +327,8 @@ class Finished(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EDITS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -199,7 +337,21 @@ class Finished(_message.Message):
     recomputed_tokens: int
     times: StageTimes
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    tokens: _containers.RepeatedCompositeFieldContainer[CommittedToken]
+    edits: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ...) -> None: ...
+
+class CommittedToken(_message.Message):
+    __slots__ = ("id", "text", "log_probability", "step")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: str
+    log_probability: float
+    step: int
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens")

@@ -225,6 +225,22 @@ def test_the_serving_benchmark_reports_every_pair() -> None:
     assert throughput["serial_per_second"] > 0 and throughput["concurrent_per_second"] > 0
 
 
+def test_the_decode_benchmark_sets_a_pair_beside_the_baseline(tmp_path: Path) -> None:
+    given = ("--limit", "2", "--tasks", "what", "--commit", "threshold", "--concurrent", "2")
+    small = ("--set", "engine.torch_threads=1", "--plot", str(tmp_path / "pairs.png"))
+    done = command("bench", "decode", *given, *small, "--json")
+    assert done.returncode == 0, done.stderr
+    report = one_json(done.stdout)
+    assert report["bench"] == "decode" and report["settings"]["items"] == 2
+    baseline, pair = report["rows"]
+    assert (baseline["recompute"], baseline["commit"], baseline["speedup"]) == ("none", "low_confidence", 1.0)
+    assert (pair["recompute"], pair["commit"]) == ("none", "threshold")
+    assert pair["baseline_forwards"] == baseline["forwards"] == 32 and pair["forwards"] <= 32
+    assert pair["baseline_accuracy"] == baseline["accuracy"] and 0 <= pair["accuracy"] <= 1
+    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
+    assert_fails_clearly(command("bench", "decode", "--tasks", "flight"), "flight")
+
+
 @pytest.mark.parametrize("few", [("--limit", "0"), ("--repeats", "0"), ("--limit", "1", "--repeats", "1")])
 def test_a_benchmark_of_too_little_is_refused(capsys: pytest.CaptureFixture[str], few: tuple[str, ...]) -> None:
     assert main(["bench", "serving", *few]) == 1

@@ -141,7 +141,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no block": ({"diffusion": {"block_length": 0}}, ["diffusion.block_length"]),
     "refresh 0": ({"diffusion": {"dkv_decode": {"refresh": 0}}}, ["diffusion.dkv_decode.refresh"]),
     "confidence 0": ({"diffusion": {"threshold": {"confidence": 0.0}}}, ["diffusion.threshold.confidence"]),
-    "confidence 2": ({"diffusion": {"threshold": {"confidence": 2.0}}}, ["diffusion.threshold.confidence"]),
+    "confidence ∞": ({"diffusion": {"threshold": {"confidence": math.inf}}}, ["diffusion.threshold.confidence"]),
     "confidence NaN": ({"diffusion": {"threshold": {"confidence": math.nan}}}, ["diffusion.threshold.confidence"]),
     "no messages": ({"messages": []}, ["messages"]),
     "no parts": ({"messages": [{"role": "ROLE_USER"}]}, ["messages[0].parts"]),

@@ -13,7 +13,7 @@ import torch
 from harness import Bench, Call
 from helpers import ask, dkv, picture, threshold, tokenizer
 from llama_checkpoints import SHAPES, Sighted, greedy, llama, load, save, without_special_tokens
-from transformers import LlamaForCausalLM
+from qwen_checkpoints import KINDS, qwen
 
 from mmserve.core.events import Finished
 from mmserve.core.request import Diffusion, Policy, Request
@@ -98,9 +98,10 @@ def endless(model: LoadedModel) -> LoadedModel:
 # --- against transformers ---
 
 
+@pytest.mark.parametrize("kind", ["llama", *KINDS])
 @pytest.mark.parametrize("heads", SHAPES)
-def test_greedy_tokens_are_those_of_generate(tmp_path: Path, bench: Make, heads: str) -> None:
-    oracle: LlamaForCausalLM = llama(*SHAPES[heads])
+def test_greedy_tokens_are_those_of_generate(tmp_path: Path, bench: Make, heads: str, kind: str) -> None:
+    oracle: Any = llama(*SHAPES[heads]) if kind == "llama" else qwen(kind, *SHAPES[heads])
     b = bench(endless(load(save(oracle, tmp_path))), stages="inline")
     kinds: set[int] = set()
     for text in ("a red circle", "what is left of it? " * 3, "?"):
@@ -269,16 +270,34 @@ def test_the_engine_tells_what_a_causal_model_can_do(bench: Make, causal: Loaded
     assert info.recompute_policies == ("last", "none")
     assert (info.architecture, info.images, info.visual_tokens_per_image) == ("llava_llama", True, 16)
     assert (other.diffusion, other.block_length, other.recompute_policy) == (True, 8, "none")
-    assert other.recompute_policies == ("none", "dkv_decode")
+    cached = ("prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive")
+    assert other.recompute_policies == ("none", *cached)
+    assert info.commit_policies == ("low_confidence", "threshold", "ngram")
+    assert other.commit_policies == (
+        "low_confidence",
+        "random",
+        "threshold",
+        "factor",
+        "early_commit",
+        "confident",
+        "entropy_bound",
+        "edit",
+    )
 
 
 def test_a_policy_for_other_attention_is_unimplemented(bench: Make, causal: LoadedModel, model: LoadedModel) -> None:
     b = bench(causal)
     with pytest.raises(Unimplemented, match="has no recompute policy 'dkv_decode'; it has last, none"):
         b.submit(ask("r", recompute=dkv()))
-    with pytest.raises(Unimplemented, match="model 'tiny' has no recompute policy 'last'; it has none, dkv_decode"):
+    for name in ("prefix", "dual", "dkv_greedy", "free_cache"):
+        with pytest.raises(Unimplemented, match=f"has no recompute policy '{name}'; it has last, none"):
+            b.submit(ask("r", recompute=Policy(name=name)))
+    for name in ("random", "factor", "early_commit", "confident", "entropy_bound"):
+        with pytest.raises(Unimplemented, match=f"has no commit policy '{name}'; it has low_confidence"):
+            b.submit(say("r", commit=Policy(name=name)))
+    with pytest.raises(Unimplemented, match="model 'tiny' has no recompute policy 'last'; it has none, prefix, dual"):
         bench(model).submit(say("r"))
-    with pytest.raises(InvalidArgument, match=r"diffusion\.recompute: there is no policy 'magic'"):
+    with pytest.raises(InvalidArgument, match=r"diffusion.*: there is no policy 'magic'"):
         b.submit(ask("r", recompute=Policy(name="magic")))
 
 

@@ -24,7 +24,7 @@ from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import Admitted, Finished
 from mmserve.core.request import Policy, Request, Stage, TextPart
-from mmserve.decode.commit import COMMIT, Candidates
+from mmserve.decode.commit import COMMIT, DIFFUSION_COMMIT, Candidates
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.recompute import FULL_ATTENTION, RECOMPUTE
@@ -171,6 +171,7 @@ def test_confidences_are_bitwise_the_same_alone_and_in_a_batch(bench: Make, monk
             return super().choose(canvas, candidates)
 
     monkeypatch.setitem(COMMIT, "recording", Recording)
+    monkeypatch.setattr(mmserve.stages, "DIFFUSION_COMMIT", (*DIFFUSION_COMMIT, "recording"))
     requests = [
         ask(f"r{i}", f"shape {i}", max_new_tokens=12, block=12, recompute=dkv(), commit=Policy(name="recording"))
         for i in range(10)
@@ -620,9 +621,14 @@ def test_an_image_placeholder_typed_as_text_is_an_invalid_argument(bench: Make) 
     [
         ({"recompute": Policy(name="magic")}, "diffusion.recompute"),
         ({"commit": Policy(name="magic")}, "diffusion.commit"),
-        ({"recompute": dkv(0)}, "diffusion.recompute.dkv_decode"),
-        ({"commit": threshold(2.0)}, "diffusion.commit.threshold"),
-        ({"recompute": Policy(name="none", options={"refresh": 1})}, "diffusion.recompute.none"),
+        ({"recompute": dkv(0)}, "diffusion.dkv_decode"),
+        ({"commit": threshold(0.0)}, "diffusion.threshold"),
+        ({"commit": threshold(-1.0)}, "diffusion.threshold"),
+        ({"recompute": Policy(name="none", options={"refresh": 1})}, "diffusion.none"),
+        ({"recompute": Policy(name="dkv_greedy", options={"refresh": 0})}, "diffusion.dkv_greedy"),
+        ({"commit": Policy(name="early_commit", options={"late": float("nan")})}, "diffusion.early_commit"),
+        ({"commit": Policy(name="early_commit", base=threshold(0.0))}, "diffusion.early_commit.threshold"),
+        ({"commit": Policy(name="confident", options={"bound": 1.0})}, "diffusion.confident"),
     ],
 )
 def test_an_unknown_policy_or_option_is_refused_at_once(bench: Make, change: dict[str, Any], field: str) -> None:
@@ -739,6 +745,7 @@ def test_a_bug_in_a_commit_policy_fails_its_request_only(
     bench: Make, alone: dict[str, Outcome], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(COMMIT, "broken", BrokenCommit)
+    monkeypatch.setattr(mmserve.stages, "DIFFUSION_COMMIT", (*DIFFUSION_COMMIT, "broken"))
     run_with_victim(bench(), victim(commit=Policy(name="broken")), alone, caplog)
 
 

@@ -10,7 +10,7 @@ from echo_server import threaded
 from helpers import picture
 from llama_checkpoints import Sighted, load
 
-from mmserve.client import Client, Delta, DkvDecode, Finished, Snapshot
+from mmserve.client import Client, Delta, DkvDecode, DkvGreedy, EarlyCommit, Finished, Snapshot
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.engine import Engine
 from mmserve.errors import InvalidArgument, Unimplemented
@@ -51,7 +51,15 @@ def test_its_answer_streams(client: Client) -> None:
 def test_policies_of_the_other_kind_are_unimplemented(client: Client) -> None:
     with pytest.raises(Unimplemented, match="model 'causal' has no recompute policy 'dkv_decode'; it has last, none"):
         client.generate("x", model="causal", recompute=DkvDecode(4))
-    with pytest.raises(Unimplemented, match="model 'tiny' has no recompute policy 'last'; it has none, dkv_decode"):
+    for recompute in ("prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", DkvGreedy(1)):
+        with pytest.raises(Unimplemented, match="model 'causal' has no recompute policy"):
+            client.generate("x", model="causal", recompute=recompute)  # type: ignore[arg-type]
+    for commit in ("random", "factor", "confident", "entropy_bound", "early_commit", EarlyCommit(answer_length=4)):
+        with pytest.raises(Unimplemented, match="model 'causal' has no commit policy"):
+            client.generate("x", model="causal", commit=commit)  # type: ignore[arg-type]
+    with pytest.raises(Unimplemented, match="model 'tiny' has no commit policy 'ngram'"):
+        client.generate("x", model="tiny", commit="ngram")
+    with pytest.raises(Unimplemented, match="model 'tiny' has no recompute policy 'last'; it has none, prefix"):
         client.generate("x", model="tiny", recompute="last")
 
 

@@ -30,9 +30,12 @@ PNG = b"\x89PNG and so on"
 
 
 def test_public_names() -> None:
-    events = ["Admitted", "Delta", "Event", "Finished", "Snapshot", "StageTimes", "Usage"]
-    inputs = ["DkvDecode", "ImagePart", "Message", "Options", "TLS", "TextPart", "Threshold", "VideoPart"]
-    assert sorted(sdk.__all__) == sorted([*events, *inputs, "AsyncClient", "Client", "ModelInfo", "Result"])
+    events = ["Admitted", "CommittedToken", "Delta", "Event", "Finished", "Snapshot", "StageTimes", "Usage"]
+    inputs = ["ImagePart", "Message", "Options", "TLS", "TextPart", "VideoPart"]
+    recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
+    commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Ngram", "Threshold"]
+    others = ["AsyncClient", "Client", "ModelInfo", "Result"]
+    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *others])
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -62,6 +65,9 @@ def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> No
             temperature=0.5,
             top_p=0.25,
             top_k=3,
+            min_p=0.125,
+            repetition_penalty=1.5,
+            tokens=True,
             seed=2**64 - 1,
             stop="end",
             steps=4,
@@ -74,11 +80,13 @@ def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> No
     first, second, third = engine.requests
     s = first.sampling
     assert (s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop) == (5, 0.5, 0.25, 3, 2**64 - 1, ("end",))
+    assert (s.min_p, s.repetition_penalty, first.streaming.tokens) == (0.125, 1.5, True)
+    assert (second.sampling.min_p, second.sampling.repetition_penalty, second.streaming.tokens) == (0.0, 1.0, False)
     assert (first.diffusion.steps, first.diffusion.block_length) == (4, 2)
     assert first.diffusion.recompute == Policy(name="dkv_decode", options={"refresh": 4})
     assert first.diffusion.commit == Policy(name="threshold", options={"confidence": 0.5})
-    assert second.diffusion.recompute == Policy(name="dkv_decode", options={"refresh": 8})
-    assert second.diffusion.commit == Policy(name="threshold", options={"confidence": 0.9})
+    assert second.diffusion.recompute == Policy(name="dkv_decode")
+    assert second.diffusion.commit == Policy(name="threshold")
     assert second.sampling.stop == ("a", "b")
     assert third.diffusion.recompute == Policy(name="none")
     assert third.diffusion.commit == Policy(name="low_confidence")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.config import MediaConfig
-from mmserve.core.events import Admitted, Delta, Failed, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.events import Admitted, CommittedToken, Delta, Failed, Finished, Snapshot, StageTimes, Usage
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import (
     Diffusion,
@@ -23,6 +24,9 @@ from mmserve.core.request import (
     TextPart,
     VideoPart,
 )
+from mmserve.decode.commit import DIFFUSION_COMMIT
+from mmserve.decode.loop import commit_policy, recompute_policy
+from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.encode.store import MediaStore
 from mmserve.errors import Cancelled, Internal, InvalidArgument, NotFound, Unimplemented
 from mmserve.rpc import convert
@@ -60,8 +64,8 @@ def test_defaults_are_the_models() -> None:
     info = model_info(max_new_tokens=7, recompute_policy="dkv_decode", commit_policy="threshold")
     request = build(info)
     assert request.sampling.max_new_tokens == 7
-    assert request.diffusion.recompute == Policy(name="dkv_decode", options={"refresh": 8})
-    assert request.diffusion.commit == Policy(name="threshold", options={"confidence": 0.9})
+    assert request.diffusion.recompute == Policy(name="dkv_decode")  # its numbers have their own defaults
+    assert request.diffusion.commit == Policy(name="threshold")
 
 
 def test_policies_of_next_token_models() -> None:
@@ -119,7 +123,20 @@ def test_everything_set() -> None:
         ("diffusion.steps", [0]),
         ("diffusion.block_length", [0]),
         ("diffusion.dkv_decode.refresh", [0]),
-        ("diffusion.threshold.confidence", [0.0, 1.5, math.nan, -math.inf]),
+        ("diffusion.threshold.confidence", [0.0, -0.5, math.nan, math.inf, -math.inf]),
+        ("diffusion.factor.factor", [0.0, -1.0, math.nan, math.inf, -math.inf]),
+        ("diffusion.confident.confidence", [0.0, -0.5, 1.01, math.nan, math.inf, -math.inf]),
+        ("diffusion.entropy_bound.bound", [-1e-9, -1.0, math.nan, math.inf, -math.inf]),
+        ("diffusion.dkv_greedy.refresh", [0]),
+        ("diffusion.early_commit.early", [math.nan]),
+        ("diffusion.early_commit.middle", [math.nan]),
+        ("diffusion.early_commit.late", [math.nan]),
+        ("diffusion.early_commit.threshold.confidence", [0.0, -0.5, math.nan, math.inf, -math.inf]),
+        ("diffusion.early_commit.factor.factor", [0.0, -1.0, math.nan, math.inf, -math.inf]),
+        ("diffusion.early_commit.confident.confidence", [0.0, -0.5, 1.01, math.nan, math.inf, -math.inf]),
+        ("diffusion.early_commit.entropy_bound.bound", [-1e-9, math.nan, math.inf, -math.inf]),
+        ("sampling.min_p", [-0.01, 1.01, math.nan, math.inf, -math.inf]),
+        ("sampling.repetition_penalty", [0.0, -1.0, math.nan, math.inf, -math.inf]),
         ("sampling.stop", [["x"] * 17]),
     ],
 )
@@ -176,6 +193,110 @@ def test_all_violations_at_once() -> None:
     ]
 
 
+def test_all_violations_of_policies_and_of_the_base_at_once() -> None:
+    assert wrong(
+        sampling={"min_p": 2.0, "repetition_penalty": 0.0},
+        diffusion={
+            "block_length": 0,
+            "dkv_greedy": {"refresh": 0, "window": 0},
+            "early_commit": {"early": math.nan, "late": math.nan, "threshold": {"confidence": 0.0}},
+        },
+    ) == [
+        "sampling.min_p",
+        "sampling.repetition_penalty",
+        "diffusion.block_length",
+        "diffusion.dkv_greedy.refresh",
+        "diffusion.early_commit.early",
+        "diffusion.early_commit.late",
+        "diffusion.early_commit.threshold.confidence",
+    ]
+
+
+EVERYTHING = model_info(recompute_policies=FULL_ATTENTION, commit_policies=DIFFUSION_COMMIT)
+BASES: list[tuple[dict[str, Any], Policy]] = [
+    ({"low_confidence": {}}, Policy(name="low_confidence")),
+    ({"random": {}}, Policy(name="random")),
+    ({"threshold": {}}, Policy(name="threshold")),
+    ({"threshold": {"confidence": 1.5}}, Policy(name="threshold", options={"confidence": 1.5})),
+    ({"factor": {"factor": 0.5}}, Policy(name="factor", options={"factor": 0.5})),
+    ({"confident": {"confidence": 1.0}}, Policy(name="confident", options={"confidence": 1.0})),
+    ({"entropy_bound": {"bound": 0.0}}, Policy(name="entropy_bound", options={"bound": 0.0})),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "policy"),
+    [
+        ({"no_cache": {}}, Policy(name="none")),
+        ({"prefix": {}}, Policy(name="prefix")),
+        ({"dual": {}}, Policy(name="dual")),
+        ({"dkv_decode": {"refresh": 4}}, Policy(name="dkv_decode", options={"refresh": 4})),
+        ({"dkv_greedy": {}}, Policy(name="dkv_greedy")),
+        ({"dkv_greedy": {"window": 0}}, Policy(name="dkv_greedy", options={"window": 0})),
+        (
+            {"dkv_greedy": {"refresh": 2**32 - 1, "window": 9}},
+            Policy(name="dkv_greedy", options={"refresh": 2**32 - 1, "window": 9}),
+        ),
+        ({"free_cache": {}}, Policy(name="free_cache")),
+    ],
+)
+def test_recompute_policies(message: dict[str, Any], policy: Policy) -> None:
+    diffusion = build(EVERYTHING, diffusion=message).diffusion
+    assert diffusion == Diffusion(recompute=policy)
+    recompute_policy(build(EVERYTHING, diffusion=message))
+
+
+@pytest.mark.parametrize(("message", "policy"), BASES)
+def test_commit_policies_alone_and_as_a_base(message: dict[str, Any], policy: Policy) -> None:
+    request = build(EVERYTHING, diffusion=message)
+    assert request.diffusion == Diffusion(commit=policy)
+    commit_policy(request)
+    numbers = {"early": math.inf, "late": -math.inf, "answer_start": 3, "answer_length": 13}
+    request = build(EVERYTHING, diffusion={"early_commit": {**numbers, **message}})
+    assert request.diffusion == Diffusion(commit=Policy(name="early_commit", options=numbers, base=policy))
+    commit_policy(request)
+    assert build(EVERYTHING, diffusion={"early_commit": message}).diffusion.commit == Policy(
+        name="early_commit", base=policy
+    )
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 65), (60, 5), (64, 1), (2**32 - 1, 2**32 - 1)])
+def test_an_answer_that_is_not_on_the_canvas_is_refused(start: int, length: int) -> None:
+    answer = {"answer_start": start, "answer_length": length}
+    with pytest.raises(InvalidArgument) as caught:
+        build(EVERYTHING, sampling={"max_new_tokens": 64}, diffusion={"early_commit": answer})
+    assert [v.field for v in caught.value.violations] == ["diffusion.early_commit.answer_length"]
+
+
+def test_early_commit_without_a_base_has_none() -> None:
+    request = build(EVERYTHING, diffusion={"early_commit": {"middle": 0.0}})
+    assert request.diffusion.commit == Policy(name="early_commit", options={"middle": 0.0})
+    commit_policy(request)
+
+
+def test_policies_that_no_engine_knows() -> None:
+    for diffusion, field in (
+        (Diffusion(recompute=Policy(name="sometimes")), "diffusion.recompute"),
+        (Diffusion(commit=Policy(name="never")), "diffusion.commit"),
+        (Diffusion(commit=Policy(name="early_commit", base=Policy(name="never"))), "diffusion.early_commit.base"),
+        (Diffusion(commit=Policy(name="threshold", options={"bound": 1.0})), "diffusion.threshold"),
+    ):
+        request = dataclasses.replace(build(EVERYTHING), diffusion=diffusion)
+        with pytest.raises(InvalidArgument) as caught:
+            recompute_policy(request)
+            commit_policy(request)
+        assert [v.field for v in caught.value.violations] == [field]
+
+
+def test_the_sampling_fields_and_tokens() -> None:
+    request = build(sampling={"min_p": 0.25, "repetition_penalty": 1.5}, stream={"tokens": True})
+    assert request.sampling == Sampling(min_p=0.25, repetition_penalty=1.5)
+    assert request.streaming == Streaming(tokens=True)
+    for edge in ({"min_p": 0.0}, {"min_p": 1.0}, {"repetition_penalty": 0.01}, {"repetition_penalty": 100.0}):
+        assert build(sampling=edge).sampling == Sampling(**edge)
+    assert not build().streaming.tokens
+
+
 def test_the_models_own_image_limit_counts_too() -> None:
     images = [{"role": "ROLE_USER", "parts": [{"image": {"data": b"1"}}] * 2}]
     assert len(build(messages=images).messages[0].parts) == 2
@@ -220,6 +341,15 @@ EVENTS = [
     Delta("é"),
     Finished("stop", "é", Usage(5, 2, 4), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
+    Finished(
+        "end",
+        "aé",
+        Usage(5, 0, 2),
+        2,
+        9,
+        StageTimes(),
+        tokens=(CommittedToken(7, "a", -0.25, 2), CommittedToken(2**32 - 1, "\N{REPLACEMENT CHARACTER}", -87.5, 1)),
+    ),
 ]
 
 

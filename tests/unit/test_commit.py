@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mmserve.core.canvas import Canvas
-from mmserve.decode.commit import COMMIT, Commit
+from mmserve.decode.commit import CAUSAL_COMMIT, COMMIT, DIFFUSION_COMMIT, Commit
 from mmserve.decode.commit.base import most_confident
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.commit.threshold import Threshold
@@ -111,17 +111,41 @@ def test_a_probability_equal_to_the_threshold_is_taken_in_the_precision_of_the_m
     assert Threshold(confidence=confidence).choose(blank(2, 3, 3), candidates).tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("confidence", [0.0, -0.5, 1.01, float("nan")])
-def test_a_threshold_that_is_no_probability_is_refused(confidence: float) -> None:
+@given(st.integers(1, 30), st.sampled_from([1.01, 2.0, 1e30, float("inf")]), st.data())
+def test_a_threshold_above_one_takes_one_token_a_step(size: int, confidence: float, data: st.DataObject) -> None:
+    candidates = proposal(blank(2, size, size), data.draw(confidences(size)))
+    chosen = Threshold(confidence=confidence).choose(blank(2, size, size), candidates)
+    assert chosen.tolist() == LowConfidence().choose(_after_a_pass(size), candidates).tolist()
+    assert chosen.sum() == 1
+
+
+def test_a_threshold_past_fp32_is_like_any_above_one() -> None:
+    candidates = proposal(blank(2, 3, 3))
+    assert Threshold(confidence=1e300).choose(blank(2, 3, 3), candidates).tolist() == [False, False, True]
+
+
+def _after_a_pass(size: int) -> Canvas:
+    canvas = blank(2, size, size)
+    canvas.count_forward()
+    return canvas
+
+
+@pytest.mark.parametrize("confidence", [0.0, -0.5, float("nan"), float("-inf")])
+def test_a_threshold_that_nothing_is_below_is_refused(confidence: float) -> None:
     with pytest.raises(ValueError, match="confidence"):
         Threshold(confidence=confidence)
 
 
-@pytest.mark.parametrize("name", sorted(COMMIT))
+@pytest.mark.parametrize("name", DIFFUSION_COMMIT)
 @given(length=st.integers(1, 30), block=st.integers(1, 30), seed=st.integers(0, 99))
 def test_every_step_of_every_policy_commits_at_least_one_position(
     name: str, length: int, block: int, seed: int
 ) -> None:
-    per_block = counts(blank(2, length, block), COMMIT[name](), seed)
+    policy = COMMIT[name](**({"base": LowConfidence()} if name == "early_commit" else {}))
+    per_block = counts(blank(2, length, block), policy, seed)
     assert min(min(of_block) for of_block in per_block) >= 1
     assert sum(map(sum, per_block)) == length
+
+
+def test_every_policy_is_for_some_attention() -> None:
+    assert set(COMMIT) == {*DIFFUSION_COMMIT, *CAUSAL_COMMIT}

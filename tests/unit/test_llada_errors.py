@@ -22,11 +22,11 @@ from mmserve.reference.tokenizer import EOS, EOT
     [
         (
             {"model_type": "gpt2"},
-            r"unknown model_type 'gpt2'; known are \['llada', 'llama', 'llava_llada', 'llava_llama'\]",
+            r"unknown model_type 'gpt2'; known are .*'llada', 'llada2_moe', 'llama', 'llava_llada'",
         ),
         ({"model_type": ...}, "no model_type"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it can be 'silu'"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type = 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
         ({"hidden_size": ...}, "has no hidden_size"),
         ({"hidden_size": "32"}, "hidden_size must be a positive number, not '32'"),

@@ -26,7 +26,9 @@ from llada_checkpoints import (
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, write_json
 from mmserve.models.decoder import Decoder, DecoderConfig
-from mmserve.models.layouts import HUGGING_FACE, LLADA, Keys, Layout, config_json, decoder_config, decoder_tensors
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import HUGGING_FACE, LLADA, Layout, config_json, decoder_tensors
 from mmserve.reference.data import pixels_of
 from mmserve.reference.export import export
 from mmserve.reference.model import VISUAL_TOKENS, ReferenceModel

@@ -16,13 +16,13 @@ from mmserve.models.base import Attention
 from mmserve.models.chat import CHAT_TEMPLATE, VICUNA_TEMPLATE, prompt_ids
 from mmserve.models.checkpoint import write_checkpoint, write_json
 from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.keys import Keys
 from mmserve.models.layouts import (
     LLAMA,
     LLAVA_LLAMA,
-    Keys,
     Layout,
     config_json,
-    decoder_config,
     decoder_tensors,
     vision_tensors,
 )
@@ -30,6 +30,13 @@ from mmserve.models.vision import LlavaVision
 from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, IMAGE
 
 OLD_KEYS: dict[str, Any] = {"rope_parameters": ..., "rope_theta": 50_000.0, "rope_scaling": None}
+SCALING: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 80,
+}
 HEADERS = (HEADER, HEADER_END, EOT)
 
 
@@ -72,6 +79,17 @@ def test_switches_of_llama(tmp_path: Path, options: dict[str, Any]) -> None:
     assert difference(save(oracle, tmp_path), oracle) < 1e-4
     decoder = load(tmp_path).decoder
     assert (decoder.head.weight is decoder.embed.weight) == options.get("tie_word_embeddings", False)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["transformers 5", "transformers 4"])
+def test_rotation_scaled_as_in_llama_3(tmp_path: Path, old: bool) -> None:
+    """Base and context are such that among 8 waves some are kept, some slowed, and some between."""
+    base = {"rope_theta": 1_000.0}
+    oracle = llama(4, 2, head_dim=16, rope_parameters={**SCALING, **base}, max_position_embeddings=640)
+    keys = {"rope_parameters": ..., "rope_scaling": SCALING, **base} if old else {}
+    assert difference(save(oracle, tmp_path, **keys), oracle) < 1e-4
+    edit(tmp_path / "config.json", **{"rope_parameters": ..., "rope_scaling": None, **base})
+    assert difference(tmp_path, oracle) > 1e-2, "the scaling does matter"
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["tower in the checkpoint", "tower beside it"])
@@ -252,8 +270,11 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling = .*llama3.* is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type = 'llama3' is not supported; it can be 'default'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_type = 'yarn' is not supported; it can be 'default'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported; it can be 'default'"),
+        ({"rope_scaling": "llama3"}, "rope_scaling must be an object, not 'llama3'"),
+        ({"rope_scaling": {**SCALING, "low_freq_factor": 4.0}}, "low_freq_factor must be below high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
         ({"attention_bias": True}, r"no tensor model\.layers\.0\.self_attn\.q_proj\.bias"),

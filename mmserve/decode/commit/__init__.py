@@ -5,12 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmserve.decode.commit.base import Candidates, Commit
+from mmserve.decode.commit.confident import Confident
+from mmserve.decode.commit.early_commit import EarlyCommit
+from mmserve.decode.commit.edit import Edit
+from mmserve.decode.commit.entropy_bound import EntropyBound
+from mmserve.decode.commit.factor import Factor
 from mmserve.decode.commit.low_confidence import LowConfidence
+from mmserve.decode.commit.ngram import Ngram
+from mmserve.decode.commit.random import Random
 from mmserve.decode.commit.threshold import Threshold
 
 COMMIT: dict[str, Callable[..., Commit]] = {
     "low_confidence": LowConfidence,
+    "random": Random,
     "threshold": Threshold,
+    "factor": Factor,
+    "early_commit": EarlyCommit,
+    "confident": Confident,
+    "entropy_bound": EntropyBound,
+    "edit": Edit,
+    "ngram": Ngram,
 }
+#: Policies that make sense for masked diffusion, and for next-token models; the first is the default.
+DIFFUSION_COMMIT = (
+    "low_confidence",
+    "random",
+    "threshold",
+    "factor",
+    "early_commit",
+    "confident",
+    "entropy_bound",
+    "edit",
+)
+#: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
+CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram")
 
-__all__ = ["COMMIT", "Candidates", "Commit"]
+__all__ = ["CAUSAL_COMMIT", "COMMIT", "DIFFUSION_COMMIT", "Candidates", "Commit"]

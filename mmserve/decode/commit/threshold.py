@@ -7,18 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
-from mmserve.decode.commit.base import Candidates, most_confident
+from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """Every candidate of probability at least ``confidence`` (``>=``, as in Fast-dLLM), and always the best one."""
+class Threshold(BlockWise):
+    """Every candidate of probability at least ``confidence`` (``>=``, as in Fast-dLLM), and always the best one.
+
+    Above 1 only the best one is left: one token a step.
+    """
 
     confidence: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 < self.confidence <= 1:
-            raise ValueError("confidence must be in (0, 1]")
+        if not self.confidence > 0:
+            raise ValueError("confidence must be above 0")
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
-        return (candidates.confidence >= self.confidence) | most_confident(candidates, 1)
+        least = np.float32(min(self.confidence, 2.0))
+        return (candidates.confidence >= least) | most_confident(candidates, 1)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mmserve.decode.recompute.adaptive import Adaptive
 from mmserve.decode.recompute.base import Recompute
+from mmserve.decode.recompute.block import Block
 from mmserve.decode.recompute.dkv_decode import DkvDecode
+from mmserve.decode.recompute.dkv_greedy import DkvGreedy
+from mmserve.decode.recompute.dual import Dual
+from mmserve.decode.recompute.free_cache import FreeCache
 from mmserve.decode.recompute.last import Last
 from mmserve.decode.recompute.none import NoCache
+from mmserve.decode.recompute.prefix import Prefix
 
 RECOMPUTE: dict[str, Callable[..., Recompute]] = {
     "none": NoCache,
+    "prefix": Prefix,
+    "dual": Dual,
     "dkv_decode": DkvDecode,
+    "dkv_greedy": DkvGreedy,
+    "free_cache": FreeCache,
+    "adaptive": Adaptive,
     "last": Last,
+    "block": Block,
 }
-#: Policies that make sense for masked diffusion, and for next-token models; the first is the default.
-FULL_ATTENTION = ("none", "dkv_decode")
+#: Policies that make sense for masked diffusion, block diffusion, and next-token models; the first is the default.
+FULL_ATTENTION = ("none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive")
+BLOCK_CAUSAL_ATTENTION = ("block", "none")
 CAUSAL_ATTENTION = ("last", "none")
 
-__all__ = ["CAUSAL_ATTENTION", "FULL_ATTENTION", "RECOMPUTE", "Recompute"]
+__all__ = ["BLOCK_CAUSAL_ATTENTION", "CAUSAL_ATTENTION", "FULL_ATTENTION", "RECOMPUTE", "Recompute"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,7 +13,24 @@ class Recompute(Protocol):
     """One policy with its numbers; it holds no state of a request."""
 
     def rows(self, canvas: Canvas) -> np.ndarray:
-        """Positions (int64, ascending) to run in the next forward pass; every masked one of the block is among them."""
+        """Positions (int64, ascending) to run in the next forward pass, a masked one of the block at least.
+
+        Only positions that are run can be committed afterwards, so those the schedule is due to commit are among them.
+        """
+        ...
+
+
+@runtime_checkable
+class Watching(Protocol):
+    """A recompute policy that looks at how much positions have changed before it says which to run."""
+
+    def watched(self, canvas: Canvas) -> np.ndarray:
+        """Positions (int64, ascending) whose change it asks for before the next pass; empty if for none."""
+        ...
+
+    def rows(self, canvas: Canvas, changes: np.ndarray | None = None) -> np.ndarray:
+        """As ``Recompute.rows``; ``changes`` (float32) says of each watched position how far its value vector at the
+        second layer would move (1 - cosine) from the one in the store; None where none were asked for."""
         ...
 
 

@@ -1,0 +1,216 @@
+"""What each pair of policies gains, and what it costs in accuracy: ``mmserve bench decode``.
+
+Every pair of recompute and commit policy answers the same fresh items as the baseline (``none`` × ``low_confidence``,
+one token a step; ``last`` for a next-token model), group by group in turn, so that noise falls on all alike. The canvas
+asked for is the true answer's length rounded up to a block: padding earns nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mmserve.assembly import BackgroundServer
+from mmserve.cli.options import read_config
+from mmserve.client import Client, DkvDecode, EarlyCommit, Options, Result
+from mmserve.errors import ConfigError
+from mmserve.reference.evaluate import item
+from mmserve.reference.scenes import TASKS, Question, correct
+
+Pair = tuple[str, str]
+BASELINE: Pair = ("none", "low_confidence")
+#: Of next-token models: the plain loop with its cache, against no cache and against speculation.
+CAUSAL_BASELINE: Pair = ("last", "low_confidence")
+CAUSAL_PAIRS: tuple[Pair, ...] = (("none", "low_confidence"), ("last", "ngram"))
+#: Long answers, where there is something to gain, and short ones.
+DEFAULT_TASKS = ("json", "count", "what")
+#: Each policy beside the baseline's partner, then the combinations; the last are the fastest.
+PAIRS: tuple[Pair, ...] = (
+    ("prefix", "low_confidence"),
+    ("dual", "low_confidence"),
+    ("dkv_decode", "low_confidence"),
+    ("free_cache", "low_confidence"),
+    ("adaptive", "low_confidence"),
+    ("none", "random"),
+    ("dkv_greedy", "random"),
+    ("none", "threshold"),
+    ("none", "factor"),
+    ("none", "confident"),
+    ("none", "entropy_bound"),
+    ("none", "edit"),
+    ("none", "early_commit"),
+    ("dkv_decode", "early_commit"),
+    ("dual", "early_commit"),
+    ("dkv_decode", "threshold"),
+    ("dual", "threshold"),
+    ("dual", "early_commit + threshold"),
+)
+#: Policies of ``PAIRS`` that are more than a name.
+SPECIAL: dict[str, Any] = {
+    "dkv_decode": DkvDecode(refresh=8),
+    "early_commit + threshold": EarlyCommit(base="threshold"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One item: its picture as a file, the question, and the tokens to ask for."""
+
+    picture: bytes
+    question: Question
+    canvas: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Results of one group of items with one pair, and how long all of them took together (seconds)."""
+
+    tasks: list[str]
+    results: list[Result]
+    right: list[bool]
+    seconds: float
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row of figures for each pair; ``speedup`` is the median over groups of the baseline's time over the pair's."""
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
+    unknown = set(tasks) - set(TASKS)
+    if unknown:
+        raise ConfigError(f"no task is called {sorted(unknown)[0]!r}; there are {', '.join(TASKS)}")
+    with BackgroundServer(read_config(arguments)) as server, Client(server.address, timeout=600) as client:
+        client.wait_ready()
+        described = client.describe()
+        baseline, every = (BASELINE, PAIRS) if described.diffusion else (CAUSAL_BASELINE, CAUSAL_PAIRS)
+        pairs = _pairs(arguments.recompute, arguments.commit, baseline, every)
+        tokenizer = server.engines[described.name].stages.model.tokenizer
+        block = described.block_length
+        asked = [_asked(task, i, arguments.seed, tokenizer, block) for i in range(arguments.limit) for task in tasks]
+        groups = _measure(client, asked, (baseline, *pairs), arguments.concurrent, progress)
+    rows = [_row(pair, groups[pair], groups[baseline]) for pair in (baseline, *pairs)]
+    if arguments.plot is not None:
+        _plot(rows, arguments.plot)
+        progress(f"wrote {arguments.plot}")
+    return {
+        "rows": rows,
+        "settings": {
+            "model": described.name,
+            "tasks": tasks,
+            "items": len(asked),
+            "block_length": block,
+            "concurrent": arguments.concurrent,
+            "seed": arguments.seed,
+        },
+    }
+
+
+def _pairs(recompute: str | None, commit: str | None, baseline: Pair, every: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """Every pair, or the one that the arguments name."""
+    if recompute is None and commit is None:
+        return every
+    named = (recompute or baseline[0], commit or baseline[1])
+    return () if named == baseline else (named,)
+
+
+def _asked(task: str, index: int, seed: int, tokenizer: PreTrainedTokenizerBase, block: int) -> Asked:
+    scene, question = item(task, index, seed)
+    length = len(tokenizer.encode(question.answer, add_special_tokens=False)) + 1
+    return Asked(scene.png(), question, -(-length // block) * block)
+
+
+def _measure(
+    client: Client,
+    asked: Sequence[Asked],
+    pairs: Sequence[Pair],
+    concurrent: int,
+    progress: Callable[[str], None],
+) -> dict[Pair, list[Group]]:
+    """Each group of ``concurrent`` items with every pair, one after another."""
+    groups: dict[Pair, list[Group]] = defaultdict(list)
+    with ThreadPoolExecutor(concurrent) as pool:
+
+        def answer(pair: Pair, one: Asked) -> Result:
+            recompute, commit = (SPECIAL.get(name, name) for name in pair)
+            options: Options = {"max_new_tokens": one.canvas, "recompute": recompute, "commit": commit}
+            return client.generate(one.question.text, [one.picture], **options)
+
+        answer(pairs[0], asked[0])  # warm-up
+        for start in range(0, len(asked), concurrent):
+            group = asked[start : start + concurrent]
+            progress(f"{start} of {len(asked)} items")
+            for pair in pairs:
+                begun = time.monotonic()
+                results = list(pool.map(lambda one, pair=pair: answer(pair, one), group))
+                seconds = time.monotonic() - begun
+                right = [correct(one.question, r.text) for one, r in zip(group, results, strict=True)]
+                groups[pair].append(Group([one.question.task for one in group], results, right, seconds))
+    return groups
+
+
+def _row(pair: Pair, groups: list[Group], baseline: list[Group]) -> dict[str, Any]:
+    results, against = ([r for group in of for r in group.results] for of in (groups, baseline))
+    ratios = [b.seconds / g.seconds for g, b in zip(groups, baseline, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    tokens = sum(r.usage.completion_tokens for r in results)
+    return {
+        "recompute": pair[0],
+        "commit": pair[1],
+        "accuracy": _share(groups),
+        "baseline_accuracy": _share(baseline),
+        "accuracy_by_task": _by_task(groups),
+        "same_as_baseline": round(statistics.mean(r.text == b.text for r, b in zip(results, against, strict=True)), 4),
+        "forwards": round(statistics.mean(r.forwards for r in results), 2),
+        "baseline_forwards": round(statistics.mean(r.forwards for r in against), 2),
+        "speedup": round(middle, 2),
+        "speedup_quartiles": [round(low, 2), round(high, 2)],
+        "tokens_per_forward": round(tokens / sum(r.forwards for r in results), 2),
+        "recomputed_tokens": round(statistics.mean(r.recomputed_tokens for r in results), 1),
+        "tokens_per_second": round(tokens / sum(g.seconds for g in groups), 1),
+        "ttft_ms": round(statistics.median(r.times.first_token for r in results), 1),
+    }
+
+
+def _share(groups: list[Group]) -> float:
+    right = [answer for group in groups for answer in group.right]
+    return round(sum(right) / len(right), 4)
+
+
+def _by_task(groups: list[Group]) -> dict[str, float]:
+    right: dict[str, list[bool]] = defaultdict(list)
+    for group in groups:
+        for task, answer in zip(group.tasks, group.right, strict=True):
+            right[task].append(answer)
+    return {task: round(sum(answers) / len(answers), 4) for task, answers in right.items()}
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up with its quartiles, and accuracy beside it, a line a pair, fastest on top, as PNG."""
+    try:
+        import matplotlib.figure  # an extra: only this needs it
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
+    ordered = sorted(rows, key=lambda row: row["speedup"])
+    lines = range(len(ordered))
+    middle = [row["speedup"] for row in ordered]
+    low, high = ([row["speedup_quartiles"][i] for row in ordered] for i in (0, 1))
+    whiskers = [[m - v for m, v in zip(middle, low, strict=True)], [v - m for m, v in zip(middle, high, strict=True)]]
+    figure = matplotlib.figure.Figure(figsize=(9, 1.2 + 0.27 * len(ordered)), layout="constrained", dpi=110)
+    speed, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    speed.errorbar(middle, lines, xerr=whiskers, fmt="o", color="#0072b2", ecolor="#56b4e9", capsize=2)
+    speed.axvline(1, color="#999999", linewidth=1, linestyle=":")
+    speed.set(xscale="log", xlabel="speed, times the baseline (median, quartiles)")
+    speed.set_yticks(lines, [f"{row['recompute']} × {row['commit']}" for row in ordered], fontsize=8)
+    accuracy.plot([row["accuracy"] for row in ordered], lines, "o", color="#d55e00")
+    accuracy.axvline(rows[0]["accuracy"], color="#999999", linewidth=1, linestyle=":")
+    accuracy.set(xlim=(-0.03, 1.03), xlabel="accuracy (dotted: the baseline's)")
+    for axes in (speed, accuracy):
+        axes.grid(alpha=0.25)
+    figure.savefig(path)

@@ -1,0 +1,53 @@
+"""LLaDA2.1's editing (inclusionAI/LLaDA2.1-mini; BlockRefinementScheduler in huggingface/diffusers).
+
+Masked positions are committed by confidence; committed ones of the same block are replaced where the model now prefers
+another token with enough confidence. A full block is run again until nothing is replaced any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import MASKED, Canvas
+from mmserve.decode.commit.base import Candidates, Undrafted
+
+
+@dataclass(frozen=True)
+class Edit(Undrafted):
+    """Commit above ``confidence`` (and always the best one), replace above ``edit_confidence`` (both ``>``).
+
+    ``passes``: most passes over a block after it is full.
+    """
+
+    confidence: float = 0.95
+    edit_confidence: float = 0.9
+    passes: int = 16
+
+    def __post_init__(self) -> None:
+        if not (self.confidence > 0 and self.edit_confidence > 0):
+            raise ValueError("confidence and edit_confidence must be above 0")
+        if self.passes < 0:
+            raise ValueError("passes must be at least 0")
+
+    @property
+    def whole_canvas(self) -> bool:
+        """Never: blocks behind the current one are final."""
+        return False
+
+    @property
+    def revises(self) -> bool:
+        """Always."""
+        return True
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        masked = canvas.committed_at[candidates.positions] == MASKED
+        chosen = masked & (candidates.confidence > self.confidence)
+        if masked.any() and not chosen.any():
+            chosen[np.argmax(np.where(masked, candidates.confidence, -1.0))] = True
+        other = candidates.tokens != canvas.tokens[candidates.positions]
+        return chosen | (~masked & other & (candidates.confidence > self.edit_confidence))
+
+    def settled(self, canvas: Canvas, edited: int) -> bool:
+        return canvas.full_passes >= self.passes or (edited == 0 and canvas.full_passes > 0)

@@ -1,0 +1,29 @@
+"""Entropy-bounded unmasking (arXiv 2505.24857; EntropyBoundScheduler in huggingface/diffusers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit.base import BlockWise, Candidates, first
+
+
+@dataclass(frozen=True)
+class EntropyBound(BlockWise):
+    """The most candidates of lowest entropy whose entropies, but for the largest, sum to at most ``bound`` (nats).
+
+    That sum bounds how much is lost by taking them as independent; the one of lowest entropy is always taken.
+    """
+
+    bound: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.bound >= 0:
+            raise ValueError("bound must be at least 0")
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        ordered = np.sort(candidates.entropy).astype(np.float64)
+        before = np.cumsum(ordered) - ordered
+        return first(candidates.entropy, max(1, int((before <= self.bound).sum())))

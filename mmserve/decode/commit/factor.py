@@ -1,0 +1,30 @@
+"""Fast-dLLM's factor rule (arXiv 2505.22618; NVlabs/Fast-dLLM, llada/generate.py: get_transfer_index_dynamic)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
+
+
+@dataclass(frozen=True)
+class Factor(BlockWise):
+    """The n most confident candidates, n the largest with the n-th confidence at least ``1 - factor / (n + 1)``.
+
+    So the more are committed together, the surer each must be; one at least is.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise ValueError("factor must be above 0")
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        ordered = -np.sort(-candidates.confidence)
+        needed = 1 - self.factor / (np.arange(1, len(ordered) + 1) + 1)
+        enough = np.flatnonzero(ordered >= needed)
+        return most_confident(candidates, int(enough[-1]) + 1 if len(enough) else 1)

@@ -1,0 +1,50 @@
+"""Prompt-lookup speculation for next-token models (apoorvumang/prompt-lookup-decoding; vLLM's ``ngram``).
+
+The last tokens are looked up in what stands before them; what followed there is the draft. One pass runs the whole
+draft, and the tokens that the model itself would have chosen are kept: the answer is the one without a draft, in fewer
+passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit.base import Candidates, Undrafted
+
+
+@dataclass(frozen=True)
+class Ngram(Undrafted):
+    """Look up the last ``longest`` tokens, or as few as ``shortest``, and draft the ``length`` tokens behind them."""
+
+    length: int = 8
+    longest: int = 4
+    shortest: int = 2
+
+    def __post_init__(self) -> None:
+        if not (self.length >= 1 and 1 <= self.shortest <= self.longest):
+            raise ValueError("length must be at least 1, and 1 <= shortest <= longest")
+
+    @property
+    def whole_canvas(self) -> bool:
+        """A draft reaches past the block of one token."""
+        return True
+
+    def draft(self, canvas: Canvas) -> np.ndarray:
+        known = canvas.tokens[: canvas.known()]
+        most = min(self.length, canvas.size - len(known) - 1)  # behind the last drafted token stands one more
+        for size in range(min(self.longest, len(known) - 1), self.shortest - 1, -1):
+            windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)
+            found = np.flatnonzero((windows == known[-size:]).all(1))
+            if len(found):
+                start = int(found[-1]) + size  # the latest place: what is said now is most like what was said last
+                return known[start : start + max(0, most)]
+        return known[:0]
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        drafted = self.draft(canvas)[: len(candidates.positions) - 1]
+        agreed = candidates.tokens[: len(drafted)] == drafted
+        kept = int(np.argmin(agreed)) if not agreed.all() else len(drafted)
+        return np.arange(len(candidates.positions)) <= kept

@@ -1,0 +1,49 @@
+"""dLLM-Cache's partial refresh (arXiv 2506.06295; maomaocun/dLLM-cache, dllm_cache/hooks/cache_hook_LLaDA.py).
+
+The prompt is run every ``prompt_refresh`` steps and the response every ``response_refresh``. Between, only the share of
+the response whose value vectors changed most is run. The reference compares values at every layer, each time with all
+of the response run through the layer before it; here they are compared once, at the second layer (the first whose
+values depend on what surrounds a token), and the positions found there are run through all layers. What must be decided
+on is run too: only positions that are run can be committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import MASKED, Canvas
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Intervals in steps (100 and 7 in the reference's demo for LLaDA) and the share of the response run between."""
+
+    prompt_refresh: int = 100
+    response_refresh: int = 7
+    ratio: float = 0.25
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_refresh, self.response_refresh) < 1:
+            raise ValueError("prompt_refresh and response_refresh must be at least 1")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError("ratio must be in [0, 1]")
+
+    def watched(self, canvas: Canvas) -> np.ndarray:
+        if canvas.step % self.response_refresh == 0:
+            return canvas.tokens[:0]
+        return np.arange(canvas.prompt_length, canvas.size)
+
+    def rows(self, canvas: Canvas, changes: np.ndarray | None = None) -> np.ndarray:
+        chosen = np.zeros(canvas.size, dtype=bool)
+        chosen[: canvas.prompt_length] = canvas.step % self.prompt_refresh == 0
+        response = slice(canvas.prompt_length, canvas.size)
+        if changes is None or canvas.step % self.response_refresh == 0:
+            chosen[response] = True
+            return np.flatnonzero(chosen)
+        count = int(self.ratio * canvas.new_tokens)
+        chosen[canvas.prompt_length + np.argsort(-changes, kind="stable")[:count]] = True
+        chosen[canvas.block_masked()] = True
+        chosen |= (canvas.committed_at == canvas.step) & (canvas.committed_at != MASKED)
+        return np.flatnonzero(chosen)

@@ -1,0 +1,24 @@
+"""Block diffusion (SDAR, arXiv 2510.06303; JetAstra/SDAR, generate.py): the current block, and the last one once more.
+
+Where a position sees to the end of its own block and no further, its key and value depend on that block and those
+before it. They are final once a pass has seen the finished block, and change within a block with each token of it.
+SDAR makes that last pass over a block by itself, to store it; here it is part of the next block's first pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+
+
+class Block:
+    """Run from the first block in which a token became known at the latest step to the end of the current block."""
+
+    def rows(self, canvas: Canvas) -> np.ndarray:
+        changed = np.flatnonzero(canvas.committed_at == canvas.step)
+        if canvas.step == 0:
+            return np.arange(canvas.block_end)
+        first = int(changed[0]) if len(changed) else canvas.block_start
+        start = max(0, canvas.block_of(first))
+        return np.arange(start, canvas.block_end)

@@ -1,0 +1,187 @@
+"""From a checkpoint's ``config.json`` to the dimensions and switches of a ``Decoder``, a reader for each family.
+
+What a configuration asks for and ``Decoder`` does not do is refused by name; nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mmserve.errors import ConfigError
+from mmserve.models.decoder import DecoderConfig
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import LLADA, LLADA2, layout_of
+from mmserve.models.moe import MoEConfig
+from mmserve.models.rotary import Llama3Scaling
+
+#: Switches of LLaDA's own configuration, and the values of them that ``Decoder`` implements.
+_LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "activation_type": ("silu",),
+    "block_type": ("llama",),
+    "block_group_size": (1,),
+    "layer_norm_type": ("rms",),
+    "layer_norm_with_affine": (True,),
+    "alibi": (False, None),
+    "rope": (True,),
+    "include_bias": (False, None),  # would also give the head a bias
+    "bias_for_layer_norm": (False, None),
+    "attention_layer_norm": (False, None),
+    "input_emb_norm": (False, None),
+    "scale_logits": (False, None),
+    "multi_query_attention": (False, None),
+}
+_HF_SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1, None),
+    "sliding_window": (None,),
+}
+#: ``model_type`` whose decoder is Qwen2's (biased queries, keys and values), or Qwen3's (normed queries and keys).
+_QWEN2, _QWEN3 = ("qwen2", "Dream"), ("qwen3", "sdar")
+_QWEN3_HEAD = 128  # where its configuration does not say ``head_dim``
+
+
+_LLADA2_SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "norm_head": (False, None),
+    "norm_topk_prob": (True, None),
+    "score_function": ("sigmoid", None),
+    "moe_router_enable_expert_bias": (True, None),
+    "use_rmsnorm": (True, None),
+    "use_sliding_window": (False, None),
+}
+
+
+def decoder_config(keys: Keys) -> DecoderConfig:
+    """Dimensions from a ``config.json`` of either layout; raises ``ConfigError`` naming the key and its value."""
+    try:
+        return _reader(keys.values)(keys)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{keys.path}: {error}") from error
+
+
+def _reader(config: Mapping[str, Any]) -> Callable[[Keys], DecoderConfig]:
+    if config.get("model_type") in (*_QWEN2, *_QWEN3):
+        return _from_qwen
+    if layout_of(config) is LLADA2:
+        return _from_llada2
+    return _from_llada if layout_of(config) is LLADA else _from_hugging_face
+
+
+def _from_llada(keys: Keys) -> DecoderConfig:
+    keys.check(_LLADA_SWITCHES)
+    width, heads = keys.integer("d_model"), keys.integer("n_heads")
+    _divides(keys, width, heads)
+    return DecoderConfig(
+        vocab_size=keys.integer("embedding_size", "vocab_size"),
+        hidden_size=width,
+        intermediate_size=keys.integer("mlp_hidden_size", default=int(keys.number("mlp_ratio", default=4) * width)),
+        num_layers=keys.integer("n_layers"),
+        num_heads=heads,
+        num_kv_heads=keys.integer("n_kv_heads", default=heads),
+        head_dim=width // heads,
+        rope_theta=keys.number("rope_theta", default=10_000.0),
+        rms_norm_eps=keys.number("rms_norm_eps", default=1e-5),
+        max_positions=keys.integer("max_sequence_length", default=4096),
+        qkv_bias=keys.flag("include_qkv_bias"),
+        tie_embeddings=keys.flag("weight_tying"),
+    )
+
+
+def _from_hugging_face(keys: Keys) -> DecoderConfig:
+    keys.check(_HF_SWITCHES)
+    theta, scaling = _rotary(keys)
+    width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    if keys.values.get("head_dim") is None:
+        _divides(keys, width, heads)
+    bias = keys.flag("attention_bias")
+    return DecoderConfig(
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=width,
+        intermediate_size=keys.integer("intermediate_size"),
+        num_layers=keys.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=keys.integer("num_key_value_heads", default=heads),
+        head_dim=keys.integer("head_dim", default=width // heads),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
+        max_positions=keys.integer("max_position_embeddings", default=2048),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=keys.flag("mlp_bias"),
+        tie_embeddings=keys.flag("tie_word_embeddings"),
+    )
+
+
+def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None]:
+    """Base and scaling: ``rope_parameters`` of transformers 5, ``rope_theta`` and ``rope_scaling`` of those before."""
+    merged: dict[str, Any] = {"rope_type": "default"}
+    for name in ("rope_parameters", "rope_scaling"):
+        values = keys.values.get(name) or {}
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{keys.path}: {name} must be an object, not {values!r}")
+        merged |= {"rope_type": values["type"]} if "type" in values else {}
+        merged |= values
+    rope = Keys(merged, keys.path)
+    rope.check({"rope_type": ("default", "llama3", None), "partial_rotary_factor": (1, None)})
+    theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
+    if rope.values["rope_type"] != "llama3":
+        return theta, None
+    return theta, Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_positions=rope.integer("original_max_position_embeddings"),
+    )
+
+
+def _from_qwen(keys: Keys) -> DecoderConfig:
+    """As transformers' ``modeling_qwen2.py`` and ``modeling_qwen3.py``; ``sliding_window`` alone means nothing."""
+    keys.check({"use_sliding_window": (False, None)})
+    kinds = set(keys.values.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ConfigError(f"{keys.path}: layer_types {sorted(map(str, kinds))} are not supported")
+    values = {name: value for name, value in keys.values.items() if name != "sliding_window"}
+    if keys.values["model_type"] in _QWEN2:
+        config = _from_hugging_face(Keys(values, keys.path))
+        return replace(config, qkv_bias=True, out_bias=False, mlp_bias=False)
+    if values.get("head_dim") is None:
+        values["head_dim"] = _QWEN3_HEAD
+    return replace(_from_hugging_face(Keys(values, keys.path)), mlp_bias=False, qk_norm=True)
+
+
+def _from_llada2(keys: Keys) -> DecoderConfig:
+    """As ``configuration_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini, with its defaults."""
+    keys.check(_LLADA2_SWITCHES)
+    given = keys.values
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 16_384}
+    values = {name: given[name] for name in given if name not in ("sliding_window", "partial_rotary_factor")}
+    config = _from_hugging_face(Keys({**defaults, **values}, keys.path))
+    first = given.get("first_k_dense_replace") or 0
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ConfigError(f"{keys.path}: first_k_dense_replace must be a number of layers, not {first!r}")
+    size = keys.integer("moe_intermediate_size")
+    return replace(
+        config,
+        rotary_width=int(config.head_dim * keys.number("partial_rotary_factor", default=0.5)),
+        qkv_bias=keys.flag("use_qkv_bias"),
+        out_bias=keys.flag("use_bias") or given.get("use_bias") is None,
+        mlp_bias=False,
+        qk_norm=keys.flag("use_qk_norm") or given.get("use_qk_norm") is None,
+        moe=MoEConfig(
+            experts=keys.integer("num_experts"),
+            top_k=keys.integer("num_experts_per_tok", default=2),
+            expert_size=size,
+            shared_size=size * keys.integer("num_shared_experts") if given.get("num_shared_experts") else 0,
+            groups=keys.integer("n_group", default=8),
+            kept_groups=keys.integer("topk_group", default=4),
+            scale=keys.number("routed_scaling_factor", default=2.5),
+            first_layer=first,
+        ),
+    )
+
+
+def _divides(keys: Keys, width: int, heads: int) -> None:
+    if width % heads:
+        raise ConfigError(f"{keys.path}: a width of {width} does not divide into {heads} heads")

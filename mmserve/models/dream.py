@@ -1,0 +1,31 @@
+"""Dream (arXiv 2508.15487; HKUNLP/Dream): masked diffusion with full attention, made from Qwen2.5.
+
+Tensors and configuration are Qwen2's. As in the next-token model that it was trained from, the logits of a row
+predict the position to its right.
+"""
+
+from __future__ import annotations
+
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of
+
+MASK = "<|mask|>"
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load ``Dream-org/Dream-v0-*`` as published; raises ``ConfigError`` naming the key, tensor or file that is wrong.
+
+    Models that go by the same name and decode otherwise, with blocks or M-RoPE, are refused.
+    """
+    tokenizer = load_tokenizer(checkpoint.folder)
+    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
+    return load_family(checkpoint, target, tokenizer, _spec)
+
+
+def _spec(sources: Sources) -> ModelSpec:
+    sources.keys.check({"use_mrope": (False, None), "block_size": (None,)})
+    mask_id = mask_id_of(sources, MASK)
+    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
+    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned, logit_shift=1)

@@ -1,0 +1,61 @@
+"""A ``config.json`` whose values are checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import ConfigError
+
+
+class Keys:
+    """A ``config.json`` whose values are checked as they are read; ``path`` is named in every ``ConfigError``."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self.values, self.path = values, path
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of ``names`` that is set, a positive integer; ``default`` where none is."""
+        return int(self._number(names, (int,), default))
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """The first of ``names`` that is set, a positive number; ``default`` where none is."""
+        return float(self._number(names, (int, float), default))
+
+    def flag(self, name: str) -> bool:
+        """A switch, off where it is not set."""
+        value = self.values.get(name)
+        if value not in (True, False, None):
+            raise ConfigError(f"{self.path}: {name} must be true or false, not {value!r}")
+        return bool(value)
+
+    def choice(self, name: str, accepted: tuple[str, ...], default: str) -> str:
+        """One of the ``accepted`` strings."""
+        value = self.values.get(name, default)
+        if value not in accepted:
+            raise ConfigError(f"{self.path}: {name} = {value!r} is not supported; it can be {_listed(accepted)}")
+        return str(value)
+
+    def check(self, switches: Mapping[str, tuple[object, ...]]) -> None:
+        """Raise ``ConfigError`` for a switch that is set to something else than is implemented."""
+        for name, accepted in switches.items():
+            if name in self.values and self.values[name] not in accepted:
+                raise ConfigError(
+                    f"{self.path}: {name} = {self.values[name]!r} is not supported; it can be {_listed(accepted)}"
+                )
+
+    def _number(self, names: tuple[str, ...], kinds: tuple[type, ...], default: float | None) -> Any:
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
+            if default is None:
+                raise ConfigError(f"{self.path} has no {' or '.join(names)}")
+            return default
+        value: Any = self.values[name]
+        if type(value) not in kinds or value <= 0:
+            raise ConfigError(f"{self.path}: {name} must be a positive number, not {value!r}")
+        return value
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return " or ".join(repr(value) for value in values)

@@ -1,0 +1,54 @@
+"""Rotary position embedding (arXiv 2104.09864) in the half-split convention that LLaMA, Qwen and LLaDA share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Slower rotation for longer contexts, as Llama 3.1 has it (``rope_type`` ``llama3`` of its configuration).
+
+    Waves longer than ``original_positions / low_freq_factor`` turn ``factor`` times slower, those shorter than
+    ``original_positions / high_freq_factor`` as before, and those between by a share of both.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError("low_freq_factor must be below high_freq_factor")
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """The frequencies (radians a position, any shape) after scaling."""
+        waves = self.original_positions * frequencies / (2 * math.pi)  # within the original context
+        share = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = share.clamp(0, 1)
+        return share * frequencies + (1 - share) * frequencies / self.factor
+
+
+def rotary_table(
+    positions: Tensor, width: int, theta: float, scaling: Llama3Scaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``."""
+    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    if scaling is not None:
+        frequencies = scaling.scaled(frequencies)
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x [..., heads, K]``; where the table is narrower than K, what is left over stays."""
+    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    x = x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+    return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x

@@ -1,0 +1,161 @@
+"""The decoding policies as a client names them: by a string, or by a class that has their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from mmserve.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class DkvDecode:
+    """dKV-Cache-Decode (arXiv 2505.15781); ``refresh`` = steps between full refreshes, 1 = never cached."""
+
+    refresh: int = 8
+
+
+@dataclass(frozen=True)
+class DkvGreedy:
+    """dKV-Cache-Greedy (arXiv 2505.15781), for ``commit="random"``; ``window`` = neighbours of each position run."""
+
+    refresh: int = 2
+    window: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """dLLM-Cache (arXiv 2506.06295): prompt and response are run every so many steps; between, the ``ratio`` of the
+    response that changed most."""
+
+    prompt_refresh: int = 100
+    response_refresh: int = 7
+    ratio: float = 0.25
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Every candidate at least this confident becomes final (arXiv 2505.22618); above 1 = one token a step."""
+
+    confidence: float = 0.9
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The n most confident, n the largest with the n-th at least ``1 - factor / (n + 1)`` (arXiv 2505.22618)."""
+
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Confident:
+    """All candidates more confident than this, or else as many as the schedule says (arXiv 2505.16990)."""
+
+    confidence: float = 0.95
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """The most of lowest entropy whose entropies, but for the largest, sum to at most ``bound`` (arXiv 2505.24857)."""
+
+    bound: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """Commit above ``confidence``, and replace committed tokens of the current block by others above
+    ``edit_confidence``, in at most ``passes`` passes after it is full (LLaDA2.1)."""
+
+    confidence: float = 0.95
+    edit_confidence: float = 0.9
+    passes: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ngram:
+    """Prompt-lookup speculation for autoregressive models: drafts of ``length`` tokens that followed the last
+    ``longest`` (or as few as ``shortest``) before. The answer is the same, in fewer passes."""
+
+    length: int = 8
+    longest: int = 4
+    shortest: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyCommit:
+    """What is left is committed at once when the model is sure of the answer (Prophet, arXiv 2508.19982).
+
+    Sure: the two highest logits lie at least ``early`` (later ``middle``, ``late``) apart on average over the answer's
+    positions, ``answer_length`` of them from ``answer_start`` on, or, with a length of 0, over the current block.
+    ``base`` is what is committed until then.
+    """
+
+    early: float = 7.5
+    middle: float = 5.0
+    late: float = 2.5
+    answer_start: int = 0
+    answer_length: int = 0
+    base: BaseCommit | None = None
+
+
+Recompute = (
+    Literal["none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive", "block", "last"]
+    | DkvDecode
+    | DkvGreedy
+    | Adaptive
+)
+BaseCommit = (
+    Literal["low_confidence", "random", "threshold", "factor", "confident", "entropy_bound"]
+    | Threshold
+    | Factor
+    | Confident
+    | EntropyBound
+)
+Commit = BaseCommit | Literal["early_commit", "edit", "ngram"] | EarlyCommit | Edit | Ngram
+#: Policies with numbers, and the names that they go by without.
+_POLICIES: dict[type, str] = {
+    DkvDecode: "dkv_decode",
+    DkvGreedy: "dkv_greedy",
+    Adaptive: "adaptive",
+    Threshold: "threshold",
+    Factor: "factor",
+    Confident: "confident",
+    EntropyBound: "entropy_bound",
+    EarlyCommit: "early_commit",
+    Edit: "edit",
+    Ngram: "ngram",
+}
+#: Policies whose message goes by another name.
+_POLICY_FIELDS = {"none": "no_cache"}
+
+
+def put_policy(message: Any, oneof: str, policy: Any, path: str) -> None:
+    """Choose ``policy`` in the message's ``oneof``: a name, or one of the classes with its numbers."""
+    if policy is None:
+        return
+    name = policy if isinstance(policy, str) else _POLICIES.get(type(policy), "")
+    known = {field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
+    field = _POLICY_FIELDS.get(name, name)
+    if field not in known or name in _POLICY_FIELDS.values():
+        names = sorted(known - set(_POLICY_FIELDS.values()) | {n for n, f in _POLICY_FIELDS.items() if f in known})
+        classes = [kind.__name__ for kind, of in _POLICIES.items() if of in known]
+        wanted = f"{', '.join(map(repr, names))} or one of {', '.join(classes)}"
+        raise InvalidArgument.of(f"{path}{oneof}", f"must be {wanted}, not {policy!r}")
+    chosen = getattr(message, field)
+    chosen.SetInParent()
+    numbers = {} if isinstance(policy, str) else {f.name: getattr(policy, f.name) for f in fields(policy)}
+    base = numbers.pop("base", None)
+    put(chosen, f"{path}{field}.", **numbers)
+    if base is not None:
+        put_policy(chosen, "base", base, f"{path}{field}.")
+
+
+def put(message: Any, path: str, **values: Any) -> None:
+    """Set the fields of ``message`` that have a value; ``InvalidArgument`` names the one that cannot be."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument.of(f"{path}{name}", f"cannot be {value!r}: {error}") from error

@@ -1,0 +1,319 @@
+"""Diffusion decoding written down plainly: one request, dense attention, a loop over steps, no store, no batch.
+
+The oracle of the engine's tests. It knows the decoder's layers and the sampler's noise (drawn tokens depend on it),
+and nothing else of the package: caches are one K and one V array a layer, of which a step overwrites the rows it
+runs; each recompute and each commit policy is written out again from METHODS.md and the references named there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.canvas import MASKED, PROMPT, Canvas
+from mmserve.core.request import Policy, Request
+from mmserve.decode.pace import random_order
+from mmserve.decode.sampler import candidates
+from mmserve.decode.state import Encoded
+from mmserve.models.base import LoadedModel
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: the positions run, and what became final after it."""
+
+    run: tuple[int, ...]
+    committed: dict[int, int]  # position → token
+    log_probabilities: dict[int, float]  # of the same positions
+
+
+@dataclass
+class History:
+    """A canvas from its first step to its last."""
+
+    tokens: np.ndarray  # int64 [N]
+    committed_at: np.ndarray  # int64 [N]: -1 = prompt, MASKED = never
+    prompt_length: int
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def recomputed(self) -> int:
+        return sum(len(step.run) for step in self.steps)
+
+    def log_probability(self, position: int) -> float:
+        return next(s.log_probabilities[position] for s in self.steps if position in s.committed)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The candidates of a step, by position."""
+
+    token: dict[int, int]
+    confidence: dict[int, float]
+    gap: dict[int, float]
+    entropy: dict[int, float]
+    log_probability: dict[int, float]
+
+
+# --- LLaDA's schedule -----------------------------------------------------------------------------------------------
+
+
+def llada_counts(masks: int, steps: int) -> list[int]:
+    """Tokens of each step of a block: masks // steps, and one more in the first masks % steps of them."""
+    return [k for k in (masks // steps + (i < masks % steps) for i in range(steps)) if k]
+
+
+def block_counts(length: int, block_length: int, steps: int) -> list[list[int]]:
+    """Tokens of each step of each block. LLaDA divides equal blocks only; ragged ones share the steps by length.
+
+    After the positions 0 … p - 1 of ``length``, steps * p // length steps are over; a block has one step at least.
+    """
+    steps = steps or length
+    starts = list(range(0, length, block_length))
+    ends = [*starts[1:], length]
+    shares = [steps * end // length - steps * start // length for start, end in zip(starts, ends, strict=True)]
+    return [llada_counts(end - start, max(1, n)) for start, end, n in zip(starts, ends, shares, strict=True)]
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------
+
+
+class PlainDecoder:
+    """Decodes one request; ``decode`` is the loop."""
+
+    def __init__(self, model: LoadedModel, encoded: Encoded, request: Request) -> None:
+        self.model, self.request, self.spec = model, request, model.spec
+        self.prompt = len(encoded.ids)
+        self.new = request.sampling.max_new_tokens
+        self.size = self.prompt + self.new
+        self.block_length = min(self.spec.block_length(request.diffusion.block_length), self.new)
+        self.counts = block_counts(self.new, self.block_length, request.diffusion.steps)
+        self.encoded = encoded
+        self.tokens = np.concatenate([encoded.ids, np.full(self.new, self.spec.mask_id)]).astype(np.int64)
+        self.committed_at = np.array([PROMPT] * self.prompt + [MASKED] * self.new, dtype=np.int64)
+        config = model.decoder.config
+        shape = (config.num_layers, self.size, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        self.forwards = 0
+        self.block = self.block_step = 0
+        self.rng_order: list[int] = []
+
+    # where things are
+
+    @property
+    def start(self) -> int:
+        return self.prompt + self.block * self.block_length
+
+    @property
+    def end(self) -> int:
+        return min(self.start + self.block_length, self.size)
+
+    def masked(self, start: int = 0, end: int | None = None) -> list[int]:
+        return [p for p in range(start, self.size if end is None else end) if self.committed_at[p] == MASKED]
+
+    def canvas(self) -> Canvas:
+        """The package's canvas in this state, for the two functions of the package that draw: order and noise."""
+        return Canvas(
+            self.tokens.copy(),
+            self.committed_at.copy(),
+            self.prompt,
+            self.block_length,
+            self.start,
+            self.forwards,
+            self.block_step,
+            origin=self.prompt,
+        )
+
+    # one step
+
+    @torch.inference_mode()
+    def decode(self) -> History:
+        history = History(self.tokens, self.committed_at, self.prompt)
+        while not self.complete():
+            if self.block_step == 0:
+                self.rng_order = random_order(self.canvas(), self.request.sampling.seed).tolist()
+            run = self.rows(self.request.diffusion.recompute)
+            proposal = self.propose(run, self.run(run))
+            self.forwards += 1
+            self.block_step += 1
+            chosen = self.choose(self.request.diffusion.commit, proposal)
+            assert chosen, "a step must commit something"
+            for p in chosen:
+                assert self.committed_at[p] == MASKED
+                self.tokens[p], self.committed_at[p] = proposal.token[p], self.forwards
+            history.steps.append(
+                Step(
+                    tuple(run),
+                    {p: proposal.token[p] for p in sorted(chosen)},
+                    {p: proposal.log_probability[p] for p in chosen},
+                )
+            )
+            while self.start < self.size and not self.masked(self.start, self.end):
+                self.block, self.block_step = self.block + 1, 0
+        return history
+
+    def complete(self) -> bool:
+        """No mask is left, or none left of the first end token."""
+        for p in range(self.prompt, self.size):
+            if self.committed_at[p] == MASKED:
+                return False
+            if self.tokens[p] in self.spec.end_ids:
+                return True
+        return True
+
+    def run(self, rows: list[int]) -> Tensor:
+        """Logits ``[rows, V]`` (fp64); the rows' keys and values are kept, all others are as they were left."""
+        ids = torch.from_numpy(self.tokens.copy())
+        ids[torch.from_numpy(self.encoded.image_rows)] = self.spec.mask_id
+        embedded = self.model.decoder.embed(ids)
+        if self.encoded.features is not None:
+            embedded[torch.from_numpy(self.encoded.image_rows)] = self.encoded.features
+        at = torch.tensor(rows)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.keys[layer][at], self.values[layer][at] = k, v
+            per_group = q.shape[1] // k.shape[1]
+            keys = self.keys[layer].repeat_interleave(per_group, 1).double()
+            values = self.values[layer].repeat_interleave(per_group, 1).double()
+            weights = (torch.einsum("qhd,khd->hqk", q.double(), keys) / q.shape[-1] ** 0.5).softmax(-1)
+            return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+        hidden = self.model.decoder(embedded[at], at, attend)
+        logits = self.model.decoder.logits(hidden).double()
+        assert not logits.isnan().any(), "a row was read from the cache that nothing had written"
+        return logits
+
+    def propose(self, rows: list[int], logits: Tensor) -> Proposal:
+        """A candidate for each masked position that was run: of the block, or of the canvas for a far answer."""
+        whole = self.looks_past_the_block(self.request.diffusion.commit)
+        wanted = set(self.masked() if whole else self.masked(self.start, self.end))
+        positions = [p for p in rows if p in wanted]
+        logits = logits[[rows.index(p) for p in positions]]
+        sampling = self.request.sampling
+        drawn: list[int] = []
+        if sampling.temperature > 0:
+            at = np.array(positions, dtype=np.int64)
+            drawn = candidates(logits.float(), at, self.canvas(), sampling, self.spec.banned_ids).tokens.tolist()
+        logits[:, list(self.spec.banned_ids)] = -torch.inf
+        known = {int(t) for p, t in enumerate(self.tokens) if self.committed_at[p] != MASKED}
+        for token in known if sampling.repetition_penalty != 1 else ():
+            if token < logits.shape[1]:
+                column = logits[:, token]
+                rescaled = torch.where(
+                    column > 0, column / sampling.repetition_penalty, column * sampling.repetition_penalty
+                )
+                logits[:, token] = rescaled
+        tokens = drawn or logits.argmax(-1).tolist()
+        log_p = logits.log_softmax(-1)
+        p = log_p.exp()
+        entropy = torch.where(p > 0, -p * log_p, 0.0).sum(-1).tolist()
+        top = logits.sort(-1, descending=True).values
+        gap = (top[:, 0] - top[:, 1]).tolist()
+        chosen = [float(log_p[i, token]) for i, token in enumerate(tokens)]
+        confidence = [float(np.float32(np.exp(value))) for value in chosen]
+        return Proposal(*(dict(zip(positions, of, strict=True)) for of in (tokens, confidence, gap, entropy, chosen)))
+
+    # which positions a step runs: METHODS 1, "one view of all caches"
+
+    def rows(self, policy: Policy) -> list[int]:
+        i, start, end = self.block_step, self.start, self.end
+        everything = list(range(self.size))
+        refresh = int(policy.options.get("refresh", {"dkv_decode": 8, "dkv_greedy": 2}.get(policy.name, 1)))
+        if self.forwards == 0 or policy.name == "none":
+            return everything
+        if policy.name == "prefix":
+            return everything if i == 0 else list(range(start, self.size))
+        if policy.name == "dual":
+            return everything if i == 0 else list(range(start, end))
+        if policy.name == "free_cache":
+            return list(range(start, self.size))
+        if policy.name == "dkv_decode":
+            # T_(i-2): known after the step before the last. What was decoded since carries the last step's number.
+            known_earlier = {p for p in everything if self.committed_at[p] < self.forwards}
+            return everything if i < 2 or i % refresh == 0 else [p for p in everything if p not in known_earlier]
+        if policy.name == "dkv_greedy":
+            return everything if i % refresh == 0 else self.greedy_rows(int(policy.options.get("window", 4)))
+        raise KeyError(policy.name)
+
+    def greedy_rows(self, window: int) -> list[int]:
+        """{to decode now} ∪ {decoded last} ∪ {masked neighbours of the former, nearest first, left before right}."""
+        due = [p for p in self.rng_order if self.committed_at[p] == MASKED][: self.scheduled()]
+        rows = {*due, *(p for p in range(self.size) if self.committed_at[p] == self.forwards)}
+        for p in due:
+            beside = [q for distance in range(1, self.size) for q in (p - distance, p + distance)]
+            free = [q for q in beside if 0 <= q < self.size and self.committed_at[q] == MASKED and q not in rows]
+            rows |= set(free[:window])
+        return sorted(rows)
+
+    def scheduled(self, done: int | None = None) -> int:
+        """Tokens that step ``done`` (from 0; default: the next) of the block commits by LLaDA's schedule."""
+        counts = self.counts[self.block]
+        done = self.block_step if done is None else done
+        return counts[done] if done < len(counts) - 1 else self.block_length
+
+    # which candidates become final
+
+    def looks_past_the_block(self, policy: Policy) -> bool:
+        return policy.name == "early_commit" and policy.options.get("answer_length", 0) > 0
+
+    def choose(self, policy: Policy, proposal: Proposal) -> list[int]:
+        if policy.name == "early_commit":
+            if self.sure(policy, proposal):
+                return list(proposal.token)
+            policy = policy.base or Policy(name="low_confidence")
+        inside = [p for p in proposal.token if p < self.end]
+        ranked = sorted(inside, key=lambda p: (-proposal.confidence[p], p))
+        count = self.scheduled(self.block_step - 1)
+        options = policy.options
+        if policy.name == "low_confidence":
+            return ranked[:count]
+        if policy.name == "random":
+            return [p for p in self.rng_order if p in proposal.token and p in inside][:count]
+        if policy.name == "threshold":
+            limit = float(np.float32(options.get("confidence", 0.9)))
+            return [p for p in ranked if proposal.confidence[p] >= limit] or ranked[:1]
+        if policy.name == "factor":
+            factor = options.get("factor", 1.0)
+            sizes = [n for n, p in enumerate(ranked, 1) if proposal.confidence[p] >= 1 - factor / (n + 1)]
+            return ranked[: max(sizes, default=1)]
+        if policy.name == "confident":
+            limit = float(np.float32(options.get("confidence", 0.95)))
+            certain = [p for p in ranked if proposal.confidence[p] > limit]
+            return certain if certain and count < len(ranked) else ranked[:count]  # the last step takes what is left
+        if policy.name == "entropy_bound":
+            calm = sorted(inside, key=lambda p: (proposal.entropy[p], p))
+            bound = options.get("bound", 0.1)
+            sizes = [
+                n
+                for n in range(1, len(calm) + 1)
+                if sum(map(proposal.entropy.__getitem__, calm[:n])) - proposal.entropy[calm[n - 1]] <= bound
+            ]
+            return calm[: max(sizes, default=1)]
+        raise KeyError(policy.name)
+
+    def sure(self, policy: Policy, proposal: Proposal) -> bool:
+        """Prophet: whether the mean gap over the answer's open positions reaches what this far into the steps will do.
+
+        The reference counts the steps from 1 and changes its demand at 0.33 and 0.67 of them. An answer of which a
+        position was not run is in doubt, one that is final is not.
+        """
+        length = int(policy.options.get("answer_length", 0))
+        first = self.prompt + int(policy.options.get("answer_start", 0))
+        answer = range(first, min(first + length, self.size)) if length else range(self.start, self.end)
+        still_open = [p for p in answer if self.committed_at[p] == MASKED]
+        if not still_open:
+            return True
+        if not all(p in proposal.gap for p in still_open):
+            return False
+        progress = self.forwards / (self.request.diffusion.steps or self.new)
+        phase = "early" if progress < 0.33 else "middle" if progress < 0.67 else "late"
+        needed = policy.options.get(phase, {"early": 7.5, "middle": 5.0, "late": 2.5}[phase])
+        return sum(proposal.gap[p] for p in still_open) / len(still_open) >= needed
+
+
+def plain_decoding(model: LoadedModel, encoded: Encoded, request: Request) -> History:
+    """The history of ``request``'s canvas, ``encoded`` its prompt."""
+    return PlainDecoder(model, encoded, request).decode()

@@ -17,13 +17,13 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 LOADERS = {
     "Dream": "mmserve.models.dream",
     "llada": "mmserve.models.llada",
-    "llada2_moe": "mmserve.models.llada2",
+    "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
     "qwen2": "mmserve.models.llama",
     "qwen3": "mmserve.models.llama",
-    "sdar": "mmserve.models.sdar",
+    "sdar": "mmserve.models.block_diffusion",
 }
 HUB = "hub:"
 

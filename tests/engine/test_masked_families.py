@@ -329,7 +329,8 @@ class Judge(torch.nn.Module):
 def test_llada2_gives_the_tokens_of_diffusers_pipeline(
     bench: Make, tmp_path: Path, glm_oracle: Any, sure: float
 ) -> None:
-    diffusers = pytest.importorskip("diffusers")
+    import diffusers  # slow to import: only this test needs it
+
     pipeline = diffusers.LLaDA2Pipeline(Judge(glm_oracle, 8), diffusers.BlockRefinementScheduler(block_length=8))
     pipeline.set_progress_bar_config(disable=True)
     b = bench(endless(load(save_llada2(glm_oracle, tmp_path, block_size=8))), stages="inline")

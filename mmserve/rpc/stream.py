@@ -1,7 +1,8 @@
 """The outbox of one request: events come from the engine's thread, and leave to an asyncio handler.
 
 A slow client never makes the engine wait, and never makes the outbox grow: unsent deltas are joined, and of the
-unsent snapshots only the latest is kept. Joined or not, the deltas a client gets add up to the same text.
+unsent snapshots only the latest is kept. Joined or not, the deltas a client gets add up to the same text, and the
+edits that its snapshots announce to the same number.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from dataclasses import replace
 
 from mmserve.core.events import Delta, Event, Failed, Finished, Snapshot
 
@@ -69,10 +71,12 @@ class Outbox:
 def coalesce(unsent: list[Event], event: Event) -> None:
     """Add ``event`` to ``unsent``, in place; at most two deltas and one snapshot are ever in it."""
     if isinstance(event, Snapshot):
-        older = next((i for i, e in enumerate(unsent) if isinstance(e, Snapshot)), None)
-        if older is not None:
-            del unsent[older]
-            _join_around(unsent, older)
+        for index, dropped in enumerate(unsent):
+            if isinstance(dropped, Snapshot):
+                del unsent[index]
+                event = replace(event, edited=event.edited + dropped.edited)
+                _join_around(unsent, index)
+                break
     unsent.append(event)
     _join_around(unsent, len(unsent) - 1)
 

@@ -15,8 +15,8 @@ from mmserve.rpc.stream import Outbox, coalesce
 END = Finished("end", "done", Usage(1, 0, 1), 1, 1, StageTimes())
 
 
-def shot(n: int) -> Snapshot:
-    return Snapshot("▒", n, 100, n)
+def shot(n: int, edited: int = 0) -> Snapshot:
+    return Snapshot("▒", n, 100, n, edited)
 
 
 def test_unsent_deltas_join_and_the_latest_snapshot_stays() -> None:
@@ -27,7 +27,8 @@ def test_unsent_deltas_join_and_the_latest_snapshot_stays() -> None:
 
 
 letters = st.text(alphabet="abc▒é", max_size=3)
-steps = st.lists(st.one_of(letters.map(Delta), st.integers(0, 99).map(shot), st.none()), max_size=60)
+shots = st.builds(shot, st.integers(0, 99), st.integers(0, 3))
+steps = st.lists(st.one_of(letters.map(Delta), shots, st.none()), max_size=60)
 
 
 @given(steps)
@@ -44,7 +45,9 @@ def test_any_interleaving_gives_the_whole_text_and_the_last_snapshot(script: lis
     sent += unsent
     put = [e for e in script if e is not None]
     assert "".join(e.text for e in sent if isinstance(e, Delta)) == "".join(e.text for e in put if isinstance(e, Delta))
-    assert [e for e in sent if isinstance(e, Snapshot)][-1:] == [e for e in put if isinstance(e, Snapshot)][-1:]
+    sent_shots, put_shots = ([e for e in events if isinstance(e, Snapshot)] for events in (sent, put))
+    assert [e.committed for e in sent_shots][-1:] == [e.committed for e in put_shots][-1:]
+    assert sum(e.edited for e in sent_shots) == sum(e.edited for e in put_shots), "no edit goes unannounced"
 
 
 def test_from_another_thread() -> None:

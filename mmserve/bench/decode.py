@@ -33,7 +33,7 @@ CAUSAL_BASELINE: Pair = ("last", "low_confidence")
 CAUSAL_PAIRS: tuple[Pair, ...] = (("none", "low_confidence"), ("last", "ngram"))
 #: Long answers, where there is something to gain, and short ones.
 DEFAULT_TASKS = ("json", "count", "what")
-#: Each policy beside the baseline's partner, then the combinations; the last are the fastest.
+#: Each policy beside the baseline's partner, then the combinations. A model takes those whose policies it has.
 PAIRS: tuple[Pair, ...] = (
     ("prefix", "low_confidence"),
     ("dual", "low_confidence"),
@@ -53,6 +53,9 @@ PAIRS: tuple[Pair, ...] = (
     ("dkv_decode", "threshold"),
     ("dual", "threshold"),
     ("dual", "early_commit + threshold"),
+    ("block", "low_confidence"),
+    ("block", "threshold"),
+    ("block", "early_commit"),
 )
 #: Policies of ``PAIRS`` that are more than a name.
 SPECIAL: dict[str, Any] = {
@@ -90,6 +93,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         client.wait_ready()
         described = client.describe()
         baseline, every = (BASELINE, PAIRS) if described.diffusion else (CAUSAL_BASELINE, CAUSAL_PAIRS)
+        every = tuple(p for p in every if p[0] in described.recompute_policies)
         pairs = _pairs(arguments.recompute, arguments.commit, baseline, every)
         tokenizer = server.engines[described.name].stages.model.tokenizer
         block = described.block_length

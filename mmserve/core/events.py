@@ -61,7 +61,7 @@ class Usage:
 @dataclass(frozen=True)
 class CommittedToken:
     """One token of the answer: its text alone, its log-probability before temperature and filters, and the number of
-    forward passes made when it became final."""
+    forward passes made when it was committed, or last replaced."""
 
     id: int
     text: str

@@ -102,7 +102,10 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
     hidden = model.decoder(x, positions, store.attend(ragged))
     offset, wanted = 0, []
     for p in batch:
-        wanted.append(offset + np.searchsorted(p.rows, p.wanted))
+        found = np.searchsorted(p.rows, p.wanted)
+        if not np.array_equal(p.rows[np.minimum(found, len(p.rows) - 1)], p.wanted):
+            raise ValueError("logits are wanted of rows that are not run")
+        wanted.append(offset + found)
         offset += len(p.rows)
     chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
     count = len(chosen)

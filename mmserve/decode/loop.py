@@ -17,7 +17,7 @@ from torch import Tensor
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Policy, Request
-from mmserve.decode.commit import COMMIT, Commit
+from mmserve.decode.commit import COMMIT, UNPENALISED, Commit
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
 from mmserve.decode.recompute import RECOMPUTE, Recompute
 from mmserve.decode.recompute.base import Watching, every_position
@@ -47,6 +47,9 @@ def recompute_policy(request: Request) -> Recompute:
 def commit_policy(request: Request) -> Commit:
     """The request's commit policy; ``InvalidArgument`` for an unknown name or option."""
     made: Commit = _policy("diffusion", "commit", COMMIT, request.diffusion.commit, request)
+    if request.diffusion.commit.name in UNPENALISED and request.sampling.repetition_penalty != 1:
+        why = f"must be 1 with the commit policy {request.diffusion.commit.name!r}"
+        raise InvalidArgument.of("sampling.repetition_penalty", why)
     return made
 
 
@@ -125,6 +128,7 @@ class DiffusionDecoder:
             banned = self.model.spec.banned_ids
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = candidates(mine, p.targets, d.canvas, d.request.sampling, banned)
+                d.rows = None
                 d.canvas.count_forward()
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
@@ -190,29 +194,32 @@ class DiffusionDecoder:
         """The pass over what has not been run yet; of a next-token model's prompt, over its next chunk."""
         whole = self._pass(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit)
         rows = whole.rows[p.run :]
-        if self._chunk and self.model.spec.causal and len(rows) > self._chunk:
-            none = rows[:0]
-            return replace(whole, rows=rows[: self._chunk], targets=none, wanted=none, visible=p.run + self._chunk)
+        before = int(whole.wanted[0]) - p.run  # rows left in front of the first whose logits are wanted
+        if self._chunk and self.model.spec.causal and len(rows) > self._chunk and before:
+            chunk, none = rows[: min(self._chunk, before)], rows[:0]
+            return replace(whole, rows=chunk, targets=none, wanted=none, visible=p.run + len(chunk))
         return replace(whole, rows=rows)
 
     def _rows(self, running: list[Decoding]) -> list[np.ndarray]:
-        """Positions to run of each request; for policies that ask how far positions have moved, that is found first."""
-        watches = {
-            i: Watch(d.canvas, d.prefilled.pages, d.prefilled.embeddings, positions)
-            for i, d in enumerate(running)
+        """Positions to run of each request; for policies that ask how far positions have moved, that is found first.
+
+        They are kept until the request has its candidates: a pass that fails may have moved them already.
+        """
+        undecided = [d for d in running if d.rows is None]
+        watching = [
+            (d, Watch(d.canvas, d.prefilled.pages, d.prefilled.embeddings, positions))
+            for d in undecided
             if isinstance(d.recompute, Watching) and len(positions := d.recompute.watched(d.canvas))
-        }
-        changes = {}
-        if watches:
-            changes = dict(
-                zip(watches, value_changes(self.model, self.store, [*watches.values()], self._floor), strict=True)
-            )
-        return [
-            d.recompute.rows(d.canvas, changes[i])
-            if isinstance(d.recompute, Watching) and i in changes
-            else d.recompute.rows(d.canvas)
-            for i, d in enumerate(running)
         ]
+        if watching:
+            changes = value_changes(self.model, self.store, [watch for _d, watch in watching], self._floor)
+            for (d, _watch), moved in zip(watching, changes, strict=True):
+                assert isinstance(d.recompute, Watching)
+                d.rows = d.recompute.rows(d.canvas, moved)
+        for d in undecided:
+            if d.rows is None:
+                d.rows = d.recompute.rows(d.canvas)
+        return [d.rows for d in running if d.rows is not None]
 
     def _next_pass(self, d: Decoding, rows: np.ndarray) -> Pass:
         return self._pass(d.canvas, d.prefilled.pages, d.prefilled.embeddings, rows, d.commit)
@@ -229,6 +236,7 @@ class DiffusionDecoder:
         targets = canvas.all_masked() if commit.whole_canvas else canvas.block_masked()
         if commit.revises:
             targets = canvas.block()
+            rows = np.union1d(rows, targets)  # all of the block is judged, whatever the cache policy
         drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
         if len(drafted):
             places = torch.from_numpy(targets[: len(drafted)]).to(self.model.device)

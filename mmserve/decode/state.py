@@ -56,6 +56,7 @@ class Decoding:
     text: TextStream
     candidates: Candidates | None  # of step 0, until its tokens are chosen
     log_probabilities: np.ndarray  # float32 [N], of the committed tokens of the answer
+    rows: np.ndarray | None = None  # positions of the next pass, from when they are chosen until it is done
     forwards: int = 1
     edits: int = 0  # committed tokens that were replaced
 

@@ -41,6 +41,8 @@ class Layout:
         _layers, number, inner = module.split(".", 2)
         within = ""
         while inner not in self.layer:  # a part of a module that keeps its own name
+            if not inner:
+                raise ConfigError(f"the layout has no place for {parameter}: is model_type the right one?")
             inner, _, part = inner.rpartition(".")
             within = f".{part}{within}"
         return f"{self.layers}.{number}.{self.layer[inner]}{within}.{leaf}"

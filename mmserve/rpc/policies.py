@@ -74,7 +74,7 @@ class Edit:
 @dataclass(frozen=True, kw_only=True)
 class Ngram:
     """Prompt-lookup speculation for autoregressive models: drafts of ``length`` tokens that followed the last
-    ``longest`` (or as few as ``shortest``) before. The answer is the same, in fewer passes."""
+    ``longest`` (or as few as ``shortest``) before. Greedy, the answer is the same, in fewer passes."""
 
     length: int = 8
     longest: int = 4

@@ -11,6 +11,7 @@ from helpers import ask, blank, tiny_model
 from mmserve.core.request import Policy
 from mmserve.decode.forward import Watch, value_changes
 from mmserve.decode.recompute.adaptive import Adaptive
+from mmserve.errors import Internal
 from mmserve.kv.store import KVStore
 from mmserve.models.decoder import dense_attention
 
@@ -60,6 +61,30 @@ def test_an_answer_is_the_same_among_strangers(bench) -> None:
     calls = together.submit(*reversed(requests()))
     found = {c.request.id: (c.finished().recomputed_tokens, together.canvases[c.request.id][0].tolist()) for c in calls}
     assert found == expected
+
+
+def test_a_failure_beside_it_does_not_change_an_answer(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that failed has written keys and values already; the one that repeats it must run the same rows."""
+    from mmserve.decode import loop
+
+    policy, real = partial(100, 20, 0.2), loop.candidates
+    alone: Bench = bench(tiny_model(vision=False), stages="inline")
+    good = ask("good", "what is left of it?", max_new_tokens=24, recompute=policy)
+    expected = (alone.ask(good).recomputed_tokens, alone.canvases["good"][0].tolist())
+    bad_size = len(alone.canvases["good"][0]) + 7
+    b: Bench = bench(tiny_model(vision=False), stages="inline")
+
+    def poisoned(logits, positions, canvas, *rest):
+        if canvas.size == bad_size and canvas.step >= 3:
+            raise RuntimeError("poisoned")
+        return real(logits, positions, canvas, *rest)
+
+    monkeypatch.setattr(loop, "candidates", poisoned)
+    bad = ask("bad", "what is left of it?", max_new_tokens=31, recompute=policy)
+    calls = b.submit(bad, good)
+    assert isinstance(calls[0].error(), Internal)
+    assert (calls[1].finished().recomputed_tokens, b.canvases["good"][0].tolist()) == expected
+    b.await_nothing_left()
 
 
 def test_changes_are_those_of_the_second_layers_values() -> None:

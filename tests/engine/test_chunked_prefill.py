@@ -58,6 +58,17 @@ def test_the_answer_does_not_depend_on_the_chunk(model: LoadedModel, bench, monk
     b.await_nothing_left()
 
 
+@pytest.mark.parametrize("chunk", range(24, 31))
+def test_a_draft_begins_where_the_chunks_end(model: LoadedModel, bench, chunk: int) -> None:
+    b: Bench = bench(model, stages="inline", prefill_tokens=chunk)
+    for i, prompt in enumerate(("a b c d a b c d a b", "red circle, red circle, red")):
+        given = {"max_new_tokens": 20, "recompute": LAST}
+        plain = b.ask(ask(f"p{i}", prompt, **given))
+        drafted = b.ask(ask(f"d{i}", prompt, commit=Policy(name="ngram"), **given))
+        assert b.canvases[f"d{i}"][0].tolist() == b.canvases[f"p{i}"][0].tolist()
+        assert drafted.text == plain.text and drafted.forwards <= plain.forwards
+
+
 def test_running_decodes_wait_for_one_chunk_at_most(model: LoadedModel, bench, monkeypatch) -> None:
     b: Bench = bench(model, stages="inline", prefill_tokens=8)
     ran = turns(b, monkeypatch)

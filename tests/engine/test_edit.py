@@ -96,7 +96,32 @@ def test_the_rule() -> None:
         canvas.edit(np.array([7]), np.array([1]))
 
 
-@pytest.mark.parametrize("numbers", [{"confidence": 0}, {"edit_confidence": -1}, {"passes": -1}])
+@pytest.mark.parametrize("recompute", ["none", "dual", "dkv_decode", "adaptive"])
+def test_a_block_is_final_only_after_all_of_it_was_judged(bench, recompute: str, monkeypatch) -> None:
+    b: Bench = bench(tiny_model(vision=False), watch=False)
+    seen: list[int] = []
+    real = Edit.settled
+
+    def settled(self, canvas, edited):
+        final = real(self, canvas, edited)
+        if final and not len(canvas.block_masked()):
+            seen.append(edited)
+        return final
+
+    judged: list[tuple[int, int]] = []
+    choose = Edit.choose
+
+    def chosen(self, canvas, candidates):
+        judged.append((len(candidates.positions), canvas.block_end - canvas.block_start))
+        return choose(self, canvas, candidates)
+
+    monkeypatch.setattr(Edit, "settled", settled)
+    monkeypatch.setattr(Edit, "choose", chosen)
+    b.ask(ask("e", max_new_tokens=16, block=8, commit=edit(confidence=0.3), recompute=Policy(name=recompute)))
+    assert seen and all(asked == size for asked, size in judged)
+
+
+@pytest.mark.parametrize("numbers", [{"confidence": 0}, {"edit_confidence": -1}, {"passes": -1}, {"passes": 65}])
 def test_numbers_that_make_no_sense_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Edit(**numbers)

@@ -15,7 +15,7 @@ from llama_checkpoints import Sighted, load
 
 from mmserve.core.request import Policy
 from mmserve.decode.commit.ngram import Ngram
-from mmserve.errors import Unimplemented
+from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
 
 LAST, NONE, NGRAM = Policy(name="last"), Policy(name="none"), Policy(name="ngram")
@@ -131,7 +131,16 @@ def test_a_draft_is_what_followed_the_last_tokens_before(
         assert chosen.tolist() == [i <= len(drafted) // 2 for i in range(len(wrong))]
 
 
-@pytest.mark.parametrize("numbers", [{"length": 0}, {"shortest": 0}, {"shortest": 5, "longest": 4}])
+@pytest.mark.parametrize("commit", ["ngram", "edit"])
+def test_a_penalty_on_what_stands_there_is_refused_where_that_is_judged(model: LoadedModel, bench, commit: str) -> None:
+    b: Bench = bench(model)
+    with pytest.raises(InvalidArgument, match=f"must be 1 with the commit policy '{commit}'"):
+        b.submit(ask("x", commit=Policy(name=commit), recompute=LAST, repetition_penalty=1.5))
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"length": 0}, {"length": 65}, {"shortest": 0}, {"shortest": 5, "longest": 4}, {"longest": 17}]
+)
 def test_numbers_that_make_no_sense_are_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="shortest"):
         Ngram(**numbers)

@@ -39,5 +39,8 @@ DIFFUSION_COMMIT = (
 )
 #: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
 CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram")
+#: Policies that judge tokens which stand on the canvas already: a penalty on what stands there would judge them by
+#: their own presence.
+UNPENALISED = frozenset({"edit", "ngram"})
 
-__all__ = ["CAUSAL_COMMIT", "COMMIT", "DIFFUSION_COMMIT", "Candidates", "Commit"]
+__all__ = ["CAUSAL_COMMIT", "COMMIT", "DIFFUSION_COMMIT", "UNPENALISED", "Candidates", "Commit"]

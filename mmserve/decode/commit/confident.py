@@ -16,7 +16,7 @@ class Confident(BlockWise):
     """All candidates more probable than ``confidence``; where there is none, as many as the schedule says.
 
     Judged on untempered probabilities, and for each request by itself (the reference decides for a batch as a whole).
-    The schedule's last step takes what is left, so that there are never more passes than steps.
+    The schedule's last step takes what is left, so that a block never takes more passes than the schedule gives it.
     """
 
     confidence: float = 0.95

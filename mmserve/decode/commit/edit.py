@@ -13,6 +13,9 @@ import numpy as np
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.decode.commit.base import Candidates, Undrafted
 
+#: Editing need not come to rest by itself.
+MOST_PASSES = 64
+
 
 @dataclass(frozen=True)
 class Edit(Undrafted):
@@ -28,8 +31,8 @@ class Edit(Undrafted):
     def __post_init__(self) -> None:
         if not (self.confidence > 0 and self.edit_confidence > 0):
             raise ValueError("confidence and edit_confidence must be above 0")
-        if self.passes < 0:
-            raise ValueError("passes must be at least 0")
+        if not 0 <= self.passes <= MOST_PASSES:
+            raise ValueError(f"passes must be in [0, {MOST_PASSES}]")
 
     @property
     def whole_canvas(self) -> bool:

@@ -1,8 +1,8 @@
 """Prompt-lookup speculation for next-token models (apoorvumang/prompt-lookup-decoding; vLLM's ``ngram``).
 
 The last tokens are looked up in what stands before them; what followed there is the draft. One pass runs the whole
-draft, and the tokens that the model itself would have chosen are kept: the answer is the one without a draft, in fewer
-passes.
+draft, and the tokens that the model itself would have chosen are kept. Greedy, the answer is the one without a draft,
+in fewer passes; drawn, it is another draw from the same distribution.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import numpy as np
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit.base import Candidates, Undrafted
 
+#: Longer drafts are never right to their end, and longer look-ups cost more than they find.
+MOST_DRAFTED, MOST_LOOKED_UP = 64, 16
+
 
 @dataclass(frozen=True)
 class Ngram(Undrafted):
@@ -24,8 +27,8 @@ class Ngram(Undrafted):
     shortest: int = 2
 
     def __post_init__(self) -> None:
-        if not (self.length >= 1 and 1 <= self.shortest <= self.longest):
-            raise ValueError("length must be at least 1, and 1 <= shortest <= longest")
+        if not (1 <= self.length <= MOST_DRAFTED and 1 <= self.shortest <= self.longest <= MOST_LOOKED_UP):
+            raise ValueError(f"length must be in [1, {MOST_DRAFTED}], and 1 <= shortest <= longest <= {MOST_LOOKED_UP}")
 
     @property
     def whole_canvas(self) -> bool:

@@ -1,7 +1,8 @@
 """FreeCache (arXiv 2505.21467): what stands left of the block is never run again.
 
 The very first pass runs everything and keeps the prompt's K/V; each later one runs from the block's start on. A
-finished block keeps the K/V of its last pass.
+finished block keeps the K/V of its last pass, in which the tokens committed after it were masks: with one token a step
+that is one position, with a block filled in one pass all of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Between protobuf and ``mmserve.core``: the only place that knows both.
+"""Between protobuf and ``mmserve.core``: with ``policy_messages``, the only place that knows both.
 
 A request is judged as a whole first, so that a client learns everything that is wrong with it at once; only an
 acceptable one is then built.
@@ -28,6 +28,7 @@ from mmserve.core.request import (
 )
 from mmserve.encode.store import is_media_id
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, Unimplemented
+from mmserve.rpc.policy_messages import chosen_policy, wrong_policy
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import model_pb2
 
@@ -37,33 +38,6 @@ ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "ass
 REASONS = {pb.FINISH_REASON_END: "end", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _ROLE_NUMBERS = {name: number for number, name in ROLES.items()}
 _REASON_NUMBERS = {name: number for number, name in REASONS.items()}
-
-#: Fields of ``DiffusionParams`` whose policy goes by another name.
-_POLICY_NAMES = {"no_cache": "none"}
-#: What numbers of policies must be: the rule in words, and the rule.
-_AT_LEAST_1 = ("must be at least 1", lambda value: value >= 1)
-_ABOVE_0 = ("must be a finite number above 0", lambda value: 0 < value < math.inf)
-_NUMBER = ("must be a number", lambda value: not math.isnan(value))
-_POLICY_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "dkv_decode.refresh": _AT_LEAST_1,
-    "dkv_greedy.refresh": _AT_LEAST_1,
-    "adaptive.prompt_refresh": _AT_LEAST_1,
-    "adaptive.response_refresh": _AT_LEAST_1,
-    "adaptive.ratio": ("must be in [0, 1]", lambda value: 0 <= value <= 1),
-    "threshold.confidence": _ABOVE_0,
-    "factor.factor": _ABOVE_0,
-    "edit.confidence": _ABOVE_0,
-    "edit.edit_confidence": _ABOVE_0,
-    "confident.confidence": ("must be in (0, 1]", lambda value: 0 < value <= 1),
-    "entropy_bound.bound": ("must be a finite number of at least 0", lambda value: 0 <= value < math.inf),
-    "ngram.length": ("must be in [1, 64]", lambda value: 1 <= value <= 64),
-    "ngram.longest": ("must be in [1, 16]", lambda value: 1 <= value <= 16),
-    "ngram.shortest": ("must be in [1, 16]", lambda value: 1 <= value <= 16),
-    "edit.passes": ("must be at most 64", lambda value: value <= 64),
-    "early_commit.early": _NUMBER,
-    "early_commit.middle": _NUMBER,
-    "early_commit.late": _NUMBER,
-}
 
 
 def to_request(
@@ -277,7 +251,7 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
     if diffusion.block_length > 1 and not info.diffusion:
         yield "diffusion.block_length", "must be 1: the model decodes one token after another"
     for kind in ("recompute", "commit"):
-        yield from _wrong_policy(diffusion, kind, "diffusion")
+        yield from wrong_policy(diffusion, kind, "diffusion")
 
 
 def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
@@ -288,20 +262,6 @@ def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
     canvas = message.sampling.max_new_tokens if _set(message.sampling, "max_new_tokens") else info.max_new_tokens
     if early.answer_start + early.answer_length > canvas:
         yield "diffusion.early_commit.answer_length", f"must end within the {canvas} tokens of the canvas"
-
-
-def _wrong_policy(message: ProtoMessage, oneof: str, path: str) -> Wrong:
-    """What is wrong with the numbers of the policy chosen in ``oneof``, and of the one it builds on."""
-    chosen = message.WhichOneof(oneof)
-    if chosen is None:
-        return
-    policy = getattr(message, chosen)
-    for name, value in _numbers(policy).items():
-        rule, holds = _POLICY_RULES.get(f"{chosen}.{name}", ("", lambda _value: True))
-        if not holds(value):
-            yield f"{path}.{chosen}.{name}", f"{rule}, not {value}"
-    if "base" in policy.DESCRIPTOR.oneofs_by_name:
-        yield from _wrong_policy(policy, "base", f"{path}.{chosen}")
 
 
 def _set(message: ProtoMessage, field: str) -> bool:
@@ -342,24 +302,9 @@ def _diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Diffusion:
     return Diffusion(
         steps=diffusion.steps,
         block_length=diffusion.block_length,
-        recompute=_policy(diffusion, "recompute") or Policy(name=info.recompute_policy),
-        commit=_policy(diffusion, "commit") or Policy(name=info.commit_policy),
+        recompute=chosen_policy(diffusion, "recompute") or Policy(name=info.recompute_policy),
+        commit=chosen_policy(diffusion, "commit") or Policy(name=info.commit_policy),
     )
-
-
-def _policy(message: ProtoMessage, oneof: str) -> Policy | None:
-    """The policy chosen in ``oneof`` with the numbers that were set; None where none is chosen."""
-    chosen = message.WhichOneof(oneof)
-    if chosen is None:
-        return None
-    policy = getattr(message, chosen)
-    base = _policy(policy, "base") if "base" in policy.DESCRIPTOR.oneofs_by_name else None
-    return Policy(name=_POLICY_NAMES.get(chosen, chosen), options=_numbers(policy), base=base)
-
-
-def _numbers(policy: ProtoMessage) -> dict[str, float]:
-    """The numbers of a policy's message that were set."""
-    return {field.name: value for field, value in policy.ListFields() if field.message_type is None}
 
 
 def _streaming(stream: pb.StreamOptions) -> Streaming:

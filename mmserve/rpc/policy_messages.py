@@ -1,0 +1,66 @@
+"""Policies as messages name them: what their numbers must be, and the core policy that a message chooses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from google.protobuf.message import Message as ProtoMessage
+
+from mmserve.core.request import Policy
+
+#: Fields of ``DiffusionParams`` whose policy goes by another name.
+_POLICY_NAMES = {"no_cache": "none"}
+#: What numbers of policies must be: the rule in words, and the rule.
+_AT_LEAST_1 = ("must be at least 1", lambda value: value >= 1)
+_ABOVE_0 = ("must be a finite number above 0", lambda value: 0 < value < math.inf)
+_NUMBER = ("must be a number", lambda value: not math.isnan(value))
+_POLICY_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "dkv_decode.refresh": _AT_LEAST_1,
+    "dkv_greedy.refresh": _AT_LEAST_1,
+    "adaptive.prompt_refresh": _AT_LEAST_1,
+    "adaptive.response_refresh": _AT_LEAST_1,
+    "adaptive.ratio": ("must be in [0, 1]", lambda value: 0 <= value <= 1),
+    "threshold.confidence": _ABOVE_0,
+    "factor.factor": _ABOVE_0,
+    "edit.confidence": _ABOVE_0,
+    "edit.edit_confidence": _ABOVE_0,
+    "confident.confidence": ("must be in (0, 1]", lambda value: 0 < value <= 1),
+    "entropy_bound.bound": ("must be a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    "ngram.length": ("must be in [1, 64]", lambda value: 1 <= value <= 64),
+    "ngram.longest": ("must be in [1, 16]", lambda value: 1 <= value <= 16),
+    "ngram.shortest": ("must be in [1, 16]", lambda value: 1 <= value <= 16),
+    "edit.passes": ("must be at most 64", lambda value: value <= 64),
+    "early_commit.early": _NUMBER,
+    "early_commit.middle": _NUMBER,
+    "early_commit.late": _NUMBER,
+}
+
+
+def wrong_policy(message: ProtoMessage, oneof: str, path: str) -> Iterator[tuple[str, str]]:
+    """What is wrong with the numbers of the policy chosen in ``oneof``, and of the one it builds on."""
+    chosen = message.WhichOneof(oneof)
+    if chosen is None:
+        return
+    policy = getattr(message, chosen)
+    for name, value in _numbers(policy).items():
+        rule, holds = _POLICY_RULES.get(f"{chosen}.{name}", ("", lambda _value: True))
+        if not holds(value):
+            yield f"{path}.{chosen}.{name}", f"{rule}, not {value}"
+    if "base" in policy.DESCRIPTOR.oneofs_by_name:
+        yield from wrong_policy(policy, "base", f"{path}.{chosen}")
+
+
+def chosen_policy(message: ProtoMessage, oneof: str) -> Policy | None:
+    """The policy chosen in ``oneof`` with the numbers that were set; None where none is chosen."""
+    chosen = message.WhichOneof(oneof)
+    if chosen is None:
+        return None
+    policy = getattr(message, chosen)
+    base = chosen_policy(policy, "base") if "base" in policy.DESCRIPTOR.oneofs_by_name else None
+    return Policy(name=_POLICY_NAMES.get(chosen, chosen), options=_numbers(policy), base=base)
+
+
+def _numbers(policy: ProtoMessage) -> dict[str, float]:
+    """The numbers of a policy's message that were set."""
+    return {field.name: value for field, value in policy.ListFields() if field.message_type is None}

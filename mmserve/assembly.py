@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from mmserve.config import Config, resolve
+from mmserve.decode.schedulers import load_schedulers
 from mmserve.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.registry import load_model
@@ -23,6 +24,7 @@ logger = logging.getLogger("mmserve")
 def build_engines(config: Config) -> dict[str, Engine]:
     """Load every model and make its engine, not yet started; ``ConfigError`` where a checkpoint is wrong."""
     engine_config = resolve(config.engine)
+    schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(engine_config.torch_threads)
     engines: dict[str, Engine] = {}
     for entry in config.models:
@@ -30,13 +32,14 @@ def build_engines(config: Config) -> dict[str, Engine]:
         if model.spec.name in engines:
             raise ConfigError(f"two models are named {model.spec.name!r}; give one another name under [[models]]")
         logger.info(
-            "loaded %s: %.1f M parameters, %s on %s",
+            "loaded %s%s: %.1f M parameters, %s on %s",
             model.spec.name,
+            f" with the companion {model.companion.spec.name}" if model.companion is not None else "",
             model.parameters / 1e6,
             str(model.dtype).removeprefix("torch."),
             model.device,
         )
-        engines[model.spec.name] = Engine(model, engine_config, config.media)
+        engines[model.spec.name] = Engine(model, engine_config, config.media, schedulers)
     return engines
 
 

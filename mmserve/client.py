@@ -51,11 +51,15 @@ from mmserve.rpc.policies import (
     Confident,
     DkvDecode,
     DkvGreedy,
+    DraftModel,
     EarlyCommit,
     Edit,
     EntropyBound,
     Factor,
+    Guided,
+    Learned,
     Ngram,
+    Scheduler,
     Threshold,
 )
 from mmserve.rpc.status import from_rpc_error
@@ -72,18 +76,22 @@ __all__ = [
     "Delta",
     "DkvDecode",
     "DkvGreedy",
+    "DraftModel",
     "EarlyCommit",
     "Edit",
     "EntropyBound",
     "Event",
     "Factor",
     "Finished",
+    "Guided",
     "ImagePart",
+    "Learned",
     "Message",
     "ModelInfo",
     "Ngram",
     "Options",
     "Result",
+    "Scheduler",
     "Snapshot",
     "StageTimes",
     "TextPart",
@@ -165,14 +173,14 @@ class Client(_Base):
     ) -> Result:
         """The whole answer to a prompt or chat, with ``images`` in front of its last message; see ``Options``.
 
-        ``videos`` (an option) go behind the images.
+        ``videos`` (an option) go behind the images. With ``n`` samples, the first, and all as its ``samples``. With
+        ``schema``, a JSON schema or a pydantic model, the answer is valid JSON under it, and ``parsed`` its value.
         """
         label = request_label(request_id)
         message = build_request(prompt, images, deltas=False, snapshots=False, **options)
-        last = None
-        for event in self._events(message, self._retries(timeout), label):
-            last = event
-        return to_result(last, label)
+        events = self._events(message, self._retries(timeout), label)
+        done = [event for event in events if isinstance(event, Finished)]
+        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
 
     def stream(
         self,
@@ -186,6 +194,7 @@ class Client(_Base):
     ) -> Generator[Event, None, None]:
         """The answer as it comes: ``Admitted``, ``Delta`` (and ``Snapshot``), ``Finished``.
 
+        With ``n`` samples their events come in any order, each with its ``sample``, and each has its ``Finished``.
         Leaving the loop, or closing the generator, cancels the request.
         """
         message = build_request(prompt, images, deltas=True, snapshots=snapshots, **options)
@@ -279,10 +288,9 @@ class AsyncClient(_Base):
         """As ``Client.generate``."""
         label = request_label(request_id)
         message = await asyncio.to_thread(build_request, prompt, images, deltas=False, snapshots=False, **options)
-        last = None
-        async for event in self._events(message, self._retries(timeout), label):
-            last = event
-        return to_result(last, label)
+        events = self._events(message, self._retries(timeout), label)
+        done = [event async for event in events if isinstance(event, Finished)]
+        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
 
     async def stream(
         self,

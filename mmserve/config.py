@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 
 from mmserve.errors import ConfigError
 
-#: The path that names the model shipped with the package.
+#: The path that names the diffusion model shipped with the package.
 BUNDLED = "bundled"
 
 
@@ -48,7 +48,8 @@ class EngineConfig:
 
     stages: str = "threads"  # "threads": one worker thread a stage; "inline": all stages on one thread
     torch_threads: int = 0  # 0 = cores shared out so that busy stages do not fight over them
-    max_queued: int = 256  # requests waiting to start; one more is refused with RESOURCE_EXHAUSTED
+    max_queued: int = 256  # samples waiting to start; one more is refused with RESOURCE_EXHAUSTED
+    max_samples: int = 16  # of one request
     max_running: int = 64  # requests holding pages at once
     handover: int = 8  # requests that may wait between two stages
     page_size: int = 16  # token positions a K/V page
@@ -57,6 +58,7 @@ class EngineConfig:
     encode_batch: int = 8  # images and frames of videos encoded together
     prefill_tokens: int = 2048  # a next-token model's longer prompts are run in chunks of this
     decode_tokens: int = 4096
+    prefix_cache: bool = True  # prompts that begin alike share K/V pages, where attention makes that exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +77,27 @@ class MediaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One model to serve: a checkpoint directory, ``bundled``, or ``hub:owner/name`` (the only way to a network)."""
+    """One model to serve: a checkpoint directory, a model of the package (``bundled``, ``bundled-causal``), or
+    ``hub:owner/name`` (the only way to a network)."""
 
     path: str = BUNDLED
+    companion: str = ""  # path of a causal model with the same tokenizer: for the commit policies that ask for one
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """One entry of ``[schedulers.NAME]``: a discrete scheduler that requests may name as their commit policy.
+
+    ``kind`` (the key ``class``) is a class of diffusers, or another with its module in front; ``numbers`` are the
+    other keys, and go to its constructor.
+    """
+
+    name: str
+    kind: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +108,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    schedulers: tuple[SchedulerConfig, ...] = ()
 
 
 def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
@@ -123,9 +141,9 @@ def load(path: Path) -> Config:
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
     """A ``Config`` from nested mappings, each key checked for name and type."""
     known = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
-    unknown = set(data) - set(known) - {"models"}
-    if unknown:
-        raise ConfigError(f"{source}: unknown table {sorted(unknown)[0]!r}; known are {[*known, 'models']}")
+    tables = [*known, "models", "schedulers"]
+    if unknown := set(data) - set(tables):
+        raise ConfigError(f"{source}: unknown table {sorted(unknown)[0]!r}; known are {tables}")
     parts: dict[str, Any] = {
         name: _section(kind, data[name], f"{source}: [{name}]") for name, kind in known.items() if name in data
     }
@@ -135,9 +153,27 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
         parts["models"] = tuple(
             _section(ModelConfig, entry, f"{source}: [[models]] {index}") for index, entry in enumerate(data["models"])
         )
+    if "schedulers" in data:
+        parts["schedulers"] = _schedulers(data["schedulers"], source)
     config = Config(**parts)
     _check(config, source)
     return config
+
+
+def _schedulers(data: Any, source: str) -> tuple[SchedulerConfig, ...]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source}: schedulers must be tables, each under [schedulers.NAME], not {data!r}")
+    found: list[SchedulerConfig] = []
+    for name, entry in data.items():
+        where = f"{source}: [schedulers.{name}]"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{where} must be a table, not {entry!r}")
+        numbers = dict(entry)
+        kind = numbers.pop("class", None)
+        if not isinstance(kind, str):
+            raise ConfigError(f"{where} class must be the name of a scheduler's class, not {kind!r}")
+        found.append(SchedulerConfig(name=name, kind=kind, numbers=numbers))
+    return tuple(found)
 
 
 def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -164,7 +200,7 @@ def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 def _check(config: Config, source: str) -> None:
     if config.engine.stages not in ("threads", "inline"):
         raise ConfigError(f"{source}: [engine] stages must be 'threads' or 'inline', not {config.engine.stages!r}")
-    positive = ("max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch")
+    positive = ("max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples")
     for key in positive:
         if getattr(config.engine, key) < 1:
             raise ConfigError(f"{source}: [engine] {key} must be at least 1")

@@ -11,98 +11,70 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, StageTimes, Usage
+from mmserve.core.events import Admitted, Delta, Failed, Finished, StageTimes
 from mmserve.core.info import ModelInfo
-from mmserve.core.plan import Budgets, Entry
-from mmserve.core.request import TERMINAL, ImagePart, Request, RequestId, Stage, VideoPart, advance
+from mmserve.core.plan import Budgets
+from mmserve.core.request import TERMINAL, Request, RequestId, Stage, advance
+from mmserve.core.samples import samples
+from mmserve.core.stats import Stats
+from mmserve.decode.schedulers import Discrete
 from mmserve.errors import (
     Cancelled,
     ConfigError,
     DeadlineExceeded,
     Internal,
+    InvalidArgument,
     MMServeError,
     ResourceExhausted,
     Unavailable,
 )
 from mmserve.kv.pool import PagePool, pages_for
-from mmserve.models.base import LoadedModel
+from mmserve.kv.table import PageTable
+from mmserve.models.base import Model
+from mmserve.record import WORKERS, Record, Sink, open_call
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import Stages
 from mmserve.worker import InlineWorker, ThreadWorker, Worker
 
 logger = logging.getLogger("mmserve.engine")
 
-Sink = Callable[[Event], None]
-
 #: Seconds. A client's deadline may be centuries away, and a queue refuses to wait that long.
 _LONGEST_WAIT = 3600.0
 #: Running and following stage of each worker's batch.
 _STAGES = {
+    "constrain": (Stage.CONSTRAINING, Stage.CONSTRAINED),
     "encode": (Stage.ENCODING, Stage.ENCODED),
     "prefill": (Stage.PREFILLING, Stage.PREFILLED),
     "decode": (Stage.STEPPING, Stage.READY),
 }
 
 
-@dataclass
-class _Record:
-    """A live request as the engine keeps it."""
-
-    request: Request
-    sink: Sink
-    arrived: float
-    stage: Stage = Stage.QUEUED
-    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
-    pages: tuple[int, ...] = ()
-    last_step: int = 0
-    prefilled: int = 0  # positions run, while some of the prompt is left
-    doomed: bool = False  # the client has its error; a worker still holds the state
-    run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_STAGES, 0.0))  # seconds in each stage
-    first_token: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Positions of prompt and answer; the prompt's are known once encoded."""
-        return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
-
-    def entry(self, page_size: int, frames_per_video: int) -> Entry:
-        """What the scheduler sees; a video counts as its frames."""
-        parts = [part for message in self.request.messages for part in message.parts]
-        images = sum(isinstance(part, ImagePart) for part in parts)
-        images += frames_per_video * sum(isinstance(part, VideoPart) for part in parts)
-        pages = pages_for(self.tokens, page_size)
-        return Entry(self.request.id, self.stage, images, self.tokens, pages, self.last_step, self.prefilled)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """A look at the engine, for health, metrics and tests."""
-
-    live: int
-    queued: int
-    pages_in_use: int
-    held: int  # requests of which a stage or transport keeps anything
-
-
 class Engine:
     """Serves requests to one model. ``config`` must be resolved (``mmserve.config.resolve``)."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, media: MediaConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        media: MediaConfig,
+        schedulers: Mapping[str, Discrete] = MappingProxyType({}),
+    ) -> None:
         self.config, self.media = config, media
-        self.stages = Stages(model, config, media)
+        self.stages = Stages(model, config, media, schedulers)
         if config.pages * config.page_size < self.stages.max_tokens:
             raise ConfigError(
                 f"[engine] pages × page_size is {config.pages * config.page_size}, less than one request of "
                 f"max_tokens {self.stages.max_tokens} needs"
             )
         self.info: ModelInfo = self.stages.describe()
-        self._pool = PagePool(config.pages)
-        self._records: dict[RequestId, _Record] = {}
+        self._pool = PagePool(config.pages, unit=self.stages.shared_pages)
+        self._records: dict[RequestId, Record] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admission = threading.Lock()
         self._queued = 0
@@ -122,30 +94,37 @@ class Engine:
     def start(self) -> None:
         """Start the engine's thread and its workers."""
         threads = self.config.torch_threads
-        for name in _STAGES:
-            self._workers[name] = InlineWorker() if self.config.stages == "inline" else ThreadWorker(name, threads)
+        for name in WORKERS:
+            inline = self.config.stages == "inline" and name != "constrain"  # that one only waits for another process
+            self._workers[name] = InlineWorker() if inline else ThreadWorker(name, threads)
         self._refusal = ""
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Take a request in, or refuse it at once with a typed error.
 
-        ``sink`` gets ``Admitted`` before this returns, and later, from the engine's thread, exactly one ``Finished``
-        or ``Failed`` as its last event; it must return quickly and never raise.
+        Its samples take a place in the queue each, all of them or none. ``sink`` gets ``Admitted`` before this returns.
+        Later, from the engine's thread, its last event is the ``Finished`` of its last sample, or one ``Failed``. It
+        must return quickly and never raise.
         """
         self.stages.check(request)
+        wanted = request.sampling.n
+        most = min(self.config.max_samples, self.config.max_queued)
+        if not 1 <= wanted <= most:
+            raise InvalidArgument.of("sampling.n", f"must be in [1, {most}], not {wanted}")
         with self._admission:
             if self._refusal:
                 raise Unavailable(self._refusal)
-            if self._queued >= self.config.max_queued:
+            if self._queued + wanted > self.config.max_queued:
                 raise ResourceExhausted(
-                    f"{self._queued} requests wait already, as many as max_queued allows; try again later",
+                    f"{self._queued} requests wait already, and max_queued allows {self.config.max_queued} with the "
+                    f"{wanted} asked for; try again later",
                     retry_after=self._retry_after(),
                 )
-            record = _Record(request, sink, time.monotonic())
+            record = open_call(request, sink, time.monotonic())
             ahead = self._queued
-            self._queued += 1
-            self._admitted += 1
+            self._queued += wanted
+            self._admitted += wanted
             self._idle.clear()
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
             # Before `Admitted`: so must a client that cancels on hearing it. No other event comes before that one,
@@ -154,7 +133,8 @@ class Engine:
             sink(Admitted(ahead))
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
-        """End a request early with ``error`` (``Cancelled`` by default); nothing happens if it ended already."""
+        """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
+        ended already."""
         self._inbox.put(lambda: self._fail(request, error or Cancelled("the request was cancelled")))
 
     def drain(self, timeout: float) -> bool:
@@ -176,12 +156,16 @@ class Engine:
             self.drain(0.0)
             self._inbox.put(lambda: setattr(self, "_stopping", True))
             self._thread.join()
+        self.stages.close()
         for worker in self._workers.values():
             worker.stop()
 
     def stats(self) -> Stats:
         """A snapshot of counters; values may be a moment old."""
-        return Stats(self._admitted, self._queued, self._pool.in_use, self.stages.held)
+        p = self._pool
+        prefix = (p.cached, p.lookups, p.hits)
+        searches = (self.stages.searches, self.stages.fallbacks)
+        return Stats(self._admitted, self._queued, p.in_use, self.stages.held, *prefix, *searches)
 
     # --- the loop: the engine's thread only ---
 
@@ -195,8 +179,10 @@ class Engine:
     def _turn(self) -> None:
         self._absorb()
         self._expire()
-        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in self._records.values()]
+        records = sorted(self._records.values(), key=lambda r: r.call.arrived)
+        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records]
         plan = schedule(entries, self._budgets())
+        self._run("constrain", plan.constrain, self._constrain)
         self._run("encode", plan.encode, self._encode)
         self._run("prefill", plan.prefill, self._prefill)
         self._run("decode", plan.decode, self._decode)
@@ -205,13 +191,13 @@ class Engine:
         """After a bug in the engine itself nothing is known of anybody's state: every live request ends."""
         failed = Failed(_internal(error, "the engine's loop failed"))
         for record in list(self._records.values()):
-            told, record.doomed = record.doomed, True
+            told, record.call.failed = record.doomed, True
             if not self._held(record):  # else its worker's report ends it
                 if record.stage not in TERMINAL:
                     self._advance(record, Stage.FAILED)
                 self._release(record)
             if not told:
-                record.sink(failed)
+                record.call.sink(failed)
 
     def _absorb(self) -> None:
         """Wait for something to happen, or for the next deadline; then take in all that has happened."""
@@ -226,14 +212,15 @@ class Engine:
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for request, record in list(self._records.items()):
+        for record in list(self._records.values()):
             if record.request.deadline is not None and record.request.deadline <= now:
-                self._fail(request, DeadlineExceeded(f"the deadline passed while the request was {record.stage.name}"))
+                late = DeadlineExceeded(f"the deadline passed while the request was {record.stage.name}")
+                self._fail_record(record, late)
 
     def _budgets(self) -> Budgets:
         c = self.config
         return Budgets(
-            idle=frozenset(set(_STAGES) - self._busy),
+            idle=frozenset(set(WORKERS) - self._busy),
             free_pages=self._pool.free,
             handover=c.handover,
             max_running=c.max_running,
@@ -243,7 +230,7 @@ class Engine:
         )
 
     def _run(
-        self, name: str, ids: Sequence[RequestId], stage: Callable[[list[_Record]], Callable[[], list[Any]]]
+        self, name: str, ids: Sequence[RequestId], stage: Callable[[list[Record]], Callable[[], list[Any]]]
     ) -> None:
         """Give a stage's worker its next batch; the report comes back through the inbox."""
         if not ids:
@@ -265,29 +252,37 @@ class Engine:
 
         self._workers[name].start(job)
 
-    def _encode(self, records: list[_Record]) -> Callable[[], list[Any]]:
+    def _constrain(self, records: list[Record]) -> Callable[[], list[Any]]:
+        requests = [r.request for r in records]
+        return lambda: self.stages.constrain(requests)
+
+    def _encode(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
         return lambda: self.stages.encode(requests)
 
-    def _prefill(self, records: list[_Record]) -> Callable[[], list[Any]]:
+    def _prefill(self, records: list[Record]) -> Callable[[], list[Any]]:
         for record in records:
-            if not record.pages:
-                record.pages = self._pool.allocate(pages_for(record.tokens, self.config.page_size))
+            if not record.pages.ids:
+                count = pages_for(record.tokens, self.config.page_size)
+                record.pages = PageTable.take(self._pool, count, record.keys)
+                record.usage = replace(record.usage, cached_tokens=record.pages.shared * self.config.page_size)
         batch = [(r.request, r.pages) for r in records]
         return lambda: self.stages.prefill(batch)
 
-    def _decode(self, records: list[_Record]) -> Callable[[], list[Any]]:
+    def _decode(self, records: list[Record]) -> Callable[[], list[Any]]:
         self._steps += 1
         for record in records:
             record.last_step = self._steps
         requests = [r.request for r in records]
         return lambda: self.stages.decode(requests)
 
-    def _report(self, name: str, records: list[_Record], outcomes: list[Any], seconds: float) -> None:
+    def _report(self, name: str, records: list[Record], outcomes: list[Any], seconds: float) -> None:
         """A stage's batch is done: advance each of its requests, or end it."""
         self._busy.discard(name)
         for record, outcome in zip(records, outcomes, strict=True):
             record.run[name] += seconds
+            if record.stage in TERMINAL:
+                continue  # another sample of the same batch failed, and with it this one
             if record.doomed:
                 self._advance(record, Stage.FAILED)
                 self._release(record)
@@ -298,23 +293,31 @@ class Engine:
                     self._stepped(record, outcome)
                 except Exception as error:  # noqa: BLE001 - a bug with one request's result ends that request only
                     self._fail_record(record, _typed(error, record))
-            elif name == "prefill" and outcome is not None:
-                record.prefilled = outcome
+            elif name == "constrain":
+                self._advance(record, Stage.CONSTRAINED)
+            elif name == "encode":
+                record.usage, record.keys = outcome.usage, outcome.keys
                 self._advance(record, Stage.ENCODED)
+                del self._records[record.request.id]
+                self._records.update((each.request.id, each) for each in record.split())
             else:
-                self._advance(record, _STAGES[name][1])
-                record.usage = outcome or record.usage
-                record.prefilled = 0
-                record.last_step = self._steps  # it waits for decode from now on, behind whoever waits already
+                self._prefilled(record, outcome)
 
-    def _stepped(self, record: _Record, outcome: Any) -> None:
+    def _prefilled(self, record: Record, run: int | None) -> None:
+        """So many positions have been run, or all: the pages they fill are there for others, too."""
+        record.pages.publish(self._pool, None if run is None else run // self.config.page_size)
+        record.prefilled = run or 0
+        record.last_step = self._steps  # if it waits for decode from now on, then behind whoever waits already
+        self._advance(record, Stage.PREFILLED if run is None else Stage.ENCODED)
+
+    def _stepped(self, record: Record, outcome: Any) -> None:
         wanted = record.request.streaming
         if outcome.delta and not record.first_token:
             record.first_token = time.monotonic()
         if outcome.snapshot is not None:
-            record.sink(outcome.snapshot)
+            record.call.sink(replace(outcome.snapshot, sample=record.sample))
         if outcome.delta and wanted.deltas:
-            record.sink(Delta(outcome.delta))
+            record.call.sink(Delta(outcome.delta, record.sample))
         if outcome.reason is None:
             self._advance(record, Stage.READY)
             return
@@ -324,7 +327,7 @@ class Engine:
         times = self._times(record)
         self._seconds += 0.1 * (times.total / 1000 - self._seconds)
         self._release(record)
-        record.sink(
+        record.call.sink(
             Finished(
                 outcome.reason,
                 answer.text,
@@ -332,54 +335,63 @@ class Engine:
                 answer.forwards,
                 answer.recomputed_tokens,
                 times,
+                warnings=answer.warnings,
                 edits=answer.edits,
                 tokens=answer.tokens,
+                sample=record.sample,
+                closed_by_budget=answer.closed_by_budget,
             )
         )
 
-    def _times(self, record: _Record) -> StageTimes:
+    def _times(self, record: Record) -> StageTimes:
         now = time.monotonic()
-        total = now - record.arrived
-        first = (record.first_token or now) - record.arrived
-        seconds = (total - sum(record.run.values()), *record.run.values(), total, first)
+        total = now - record.call.arrived
+        first = (record.first_token or now) - record.call.arrived
+        run = [record.run[name] for name in ("encode", "prefill", "decode")]  # waiting for a grammar is waiting
+        seconds = (total - sum(run), *run, total, first)
         return StageTimes(*(round(1000 * s, 3) for s in seconds))
 
     def _fail(self, request: RequestId, error: MMServeError) -> None:
-        record = self._records.get(request)
-        if record is not None and not record.doomed:
+        record = next((r for r in self._records.values() if r.call.id == request), None)
+        if record is not None:
             self._fail_record(record, error)
 
     def _fail_all(self, error: MMServeError) -> None:
-        for request in list(self._records):
-            self._fail(request, error)
+        for record in list(self._records.values()):
+            self._fail_record(record, error)
 
-    def _fail_record(self, record: _Record, error: MMServeError) -> None:
-        """Tell the client now; free the request now, or when the worker that holds it reports."""
-        record.doomed = self._held(record)
-        if not record.doomed:
-            self._advance(record, Stage.FAILED)
-            self._release(record)
-        record.sink(Failed(error))
+    def _fail_record(self, record: Record, error: MMServeError) -> None:
+        """Tell the client now, once; free its samples now, or when the workers that hold them report."""
+        if record.call.failed:
+            return
+        record.call.failed = True
+        for each in list(record.call.records):
+            if not self._held(each):
+                self._advance(each, Stage.FAILED)
+                self._release(each)
+        record.call.sink(Failed(error))
 
-    def _held(self, record: _Record) -> bool:
+    def _held(self, record: Record) -> bool:
         """Whether a worker holds the request: its stage's batch has not reported yet."""
         return any(record.stage is running and name in self._busy for name, (running, _next) in _STAGES.items())
 
-    def _advance(self, record: _Record, stage: Stage) -> None:
+    def _advance(self, record: Record, stage: Stage) -> None:
         if record.stage is Stage.QUEUED:
             with self._admission:
-                self._queued -= 1
+                self._queued -= record.samples
         record.stage = advance(record.stage, stage)
 
-    def _release(self, record: _Record) -> None:
-        """A request has ended: nothing of it stays."""
+    def _release(self, record: Record) -> None:
+        """A record has ended: nothing of it stays."""
         if record.stage not in TERMINAL:
             raise ValueError(f"released while {record.stage.name}")
-        self.stages.release(record.request.id)
-        self._pool.release(record.pages)
+        for sample in samples(record.request):  # encoded, but not yet split, it has left something for each
+            self.stages.release(sample.id)
+        self._pool.release(record.pages.ids)
         del self._records[record.request.id]
+        record.call.records.remove(record)
         with self._admission:
-            self._admitted -= 1
+            self._admitted -= record.samples
             if not self._admitted:
                 self._idle.set()
 
@@ -388,7 +400,7 @@ class Engine:
         return min(30.0, max(0.1, self._seconds * self._queued / self.config.max_running))
 
 
-def _typed(error: BaseException, record: _Record) -> MMServeError:
+def _typed(error: BaseException, record: Record) -> MMServeError:
     """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
     if isinstance(error, MMServeError):
         return error

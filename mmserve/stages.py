@@ -6,25 +6,53 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-import numpy as np
+import torch
 
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.events import CommittedToken, Usage
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
-from mmserve.decode.commit import CAUSAL_COMMIT, DIFFUSION_COMMIT
-from mmserve.decode.loop import DiffusionDecoder, Stepped, commit_policy, recompute_policy
-from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION
-from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling
+from mmserve.core.samples import samples
+from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, FILTERED, RENOISING_COMMIT
+from mmserve.decode.companion import Companion
+from mmserve.decode.constrained.admission import Admission, Admitted
+from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
+from mmserve.decode.recompute import (
+    BLOCK_CAUSAL_ATTENTION,
+    CAUSAL_ATTENTION,
+    FULL_ATTENTION,
+    KEEPS_PROMPT,
+    RENOISING,
+)
+from mmserve.decode.renoise import CanvasDecoder, check_renoising
+from mmserve.decode.schedulers import Discrete
+from mmserve.decode.state import Encoded, Stepped
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.store import KVStore
-from mmserve.models.base import Attention, LoadedModel
+from mmserve.kv.table import PageTable
+from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 from mmserve.worker import run_isolated
+
+#: Tokens of an answer where a request does not say how many.
+DEFAULT_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """What the engine learns of a prompt in encode: its token counts, and the keys of its pages that may be shared."""
+
+    usage: Usage
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -37,23 +65,40 @@ class Answer:
     recomputed_tokens: int
     edits: int
     tokens: tuple[CommittedToken, ...]
+    warnings: tuple[str, ...] = ()
+    closed_by_budget: bool = False
 
 
 class Stages:
     """Encode, prefill and decode of one model. Each method belongs to one worker; all may run at the same time."""
 
-    def __init__(self, model: LoadedModel, engine: EngineConfig, media: MediaConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        engine: EngineConfig,
+        media: MediaConfig,
+        schedulers: Mapping[str, Discrete] = MappingProxyType({}),
+    ) -> None:
         self.model, self._media = model, media
-        self.max_tokens = min(engine.max_tokens, model.spec.max_tokens)
-        self.store = KVStore(
-            model.decoder.config, pages=engine.pages, page_size=engine.page_size, dtype=model.dtype, device=model.device
-        )
+        models = [model, *([model.companion] if model.companion is not None else [])]
+        self.max_tokens = min([engine.max_tokens, *(m.spec.max_tokens for m in models)])
+        self._offered = Offered.by(model, schedulers)
         self.encoder = Encoder(model, media, max_tokens=self.max_tokens)
-        self.decoder = DiffusionDecoder(model, self.store, chunk=engine.prefill_tokens)
+        # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
+        self.decoder: Any = _decoder(model, engine, self._offered)
+        # Chunks that begin within a page would make its last bits depend on where a request began to run.
+        whole_pages = not model.spec.causal or not 0 < engine.prefill_tokens < engine.page_size
+        # A renoising model's network keeps its K/V to itself: nothing is ever written to the pages of its requests.
+        paged = model.spec.renoising is None and model.spec.attention_block is not None
+        self._shares = engine.prefix_cache and paged and whole_pages
+        self.shared_pages = pages_a_unit(engine.page_size, model.spec.attention_block or 1)  # at once
         self.to_prefill: Transport = LocalTransport()
         self.to_decode: Transport = LocalTransport()
-        self._prefilling: dict[RequestId, Prefilling] = {}
-        self._decoding: dict[RequestId, Decoding] = {}
+        self._admission = Admission(model)
+        self._admitted: dict[RequestId, Admitted] = {}
+        self.searches = self.fallbacks = 0  # of constrained requests that ended
+        self._prefilling: dict[RequestId, Any] = {}
+        self._decoding: dict[RequestId, Any] = {}
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
 
     def describe(self) -> ModelInfo:
@@ -61,6 +106,8 @@ class Stages:
         sees = self.model.vision is not None
         frames = self.model.vision.frames_per_video if self.model.vision is not None else 0
         policies = self._recompute_policies
+        an_image = self.model.vision.tokens_per_image if self.model.vision is not None else 0
+        fitting = (self.max_tokens - DEFAULT_NEW_TOKENS) // an_image if an_image else self._media.max_images
         return ModelInfo(
             name=self.model.spec.name,
             architecture=self.model.spec.architecture,
@@ -70,17 +117,17 @@ class Stages:
             recompute_policies=policies,
             commit_policies=self._commit_policies,
             max_tokens=self.max_tokens,
-            max_images=self._media.max_images if sees else 0,
-            visual_tokens_per_image=self.model.vision.tokens_per_image if self.model.vision is not None else 0,
+            max_images=min(self._media.max_images, fitting) if sees else 0,
+            visual_tokens_per_image=an_image,
             max_image_bytes=self._media.max_item_bytes,
             max_videos=self._media.max_videos if frames else 0,
             frames_per_video=frames,
             max_video_seconds=self._media.max_video_seconds if frames else 0.0,
             max_video_bytes=self._media.max_item_bytes if frames else 0,
-            max_new_tokens=64,
+            max_new_tokens=self.model.spec.block_length() if self.model.spec.renoising else DEFAULT_NEW_TOKENS,
             block_length=self.model.spec.block_length(),
             recompute_policy=policies[0],
-            commit_policy="low_confidence",
+            commit_policy=self._commit_policies[0],
             parameters=self.model.parameters,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),
@@ -93,16 +140,16 @@ class Stages:
         text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
         ``Unimplemented`` for a policy that the model's kind of attention makes wrong.
         """
+        self._require("commit", request.diffusion.commit.name, self._commit_policies)
+        commit_policy(request, self._offered)
+        self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
-        commit_policy(request)
-        for kind, asked, allowed in (
-            ("recompute", request.diffusion.recompute.name, self._recompute_policies),
-            ("commit", request.diffusion.commit.name, self._commit_policies),
-        ):
-            if asked not in allowed:
-                raise Unimplemented(
-                    f"model {self.model.spec.name!r} has no {kind} policy {asked!r}; it has {', '.join(allowed)}"
-                )
+        if request.constraint is not None and request.diffusion.commit.name == "scheduler":
+            raise Unimplemented("the commit policy 'scheduler' takes no constraint: choose another, or none")
+        if request.constraint is not None and self.model.spec.renoising is not None:
+            raise Unimplemented(f"model {self.model.spec.name!r} decodes without constraints")
+        if self.model.spec.renoising is not None:
+            check_renoising(request, self.model.spec.block_length())
         block = self.model.spec.attention_block
         if block and request.diffusion.block_length not in (0, block):
             why = "one token after another" if block == 1 else f"blocks of {block}"
@@ -111,12 +158,22 @@ class Stages:
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
 
-    def encode(self, batch: list[Request]) -> list[Usage | BaseException]:
-        """Encode each request; its token counts (no completion yet)."""
+    def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
+        """``Unimplemented`` for a policy that there is, but not for this model."""
+        if exists(asked) and asked not in allowed:
+            spec = self.model.spec
+            raise Unimplemented(lacking(spec.name, kind, asked, allowed, diffusion=not spec.causal))
+
+    def constrain(self, batch: list[Request]) -> list[BaseException | None]:
+        """Make each request's constraint ready, or say why it cannot be kept."""
+        return run_isolated(self._admit, batch)
+
+    def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
+        """Encode each request, once for all of its samples; what the engine must know of its prompt."""
         outcomes = run_isolated(self.encoder.encode, batch)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
 
-    def prefill(self, batch: list[tuple[Request, tuple[int, ...]]]) -> list[int | BaseException | None]:
+    def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[int | BaseException | None]:
         """Prefill each request into its pages, a long prompt by a chunk.
 
         None = done; a number = so many positions have been run, and some of the prompt is left.
@@ -126,18 +183,20 @@ class Stages:
         outcomes: list[int | BaseException | None] = []
         for (request, _pages), state in zip(batch, opened, strict=True):
             outcome = state if isinstance(state, BaseException) else next(ran)
-            if isinstance(outcome, Prefilled):
+            if isinstance(outcome, BaseException):
+                outcomes.append(outcome)
+            elif outcome is None:
+                outcomes.append(self._prefilling[request.id].run)
+            else:
                 del self._prefilling[request.id]
                 self.to_decode.send(request.id, outcome)
                 outcomes.append(None)
-            else:
-                outcomes.append(self._prefilling[request.id].run if outcome is None else outcome)
         return outcomes
 
     def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
         """One step of each request."""
         opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
-        proposed = iter(run_isolated(self.decoder.propose, [s for s in opened if isinstance(s, Decoding)]))
+        proposed = iter(run_isolated(self.decoder.propose, [s for s in opened if not isinstance(s, BaseException)]))
         outcomes: list[Stepped | BaseException] = []
         for state in opened:
             if isinstance(state, BaseException):
@@ -152,23 +211,43 @@ class Stages:
         """What came of a request that ended in decode."""
         state = self._decoding[request]
         tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
-        counts = (state.text.tokens, state.forwards, state.prefilled.recomputed, state.edits)
-        return Answer(state.text.text, *counts, tokens)
+        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits)
+        constrained = state.constrained
+        if constrained is None:
+            return Answer(state.text.text, *counts, tokens)
+        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
+        self._admitted.pop(request, None)
         self.to_prefill.drop(request)
         self.to_decode.drop(request)
         self._prefilling.pop(request, None)
-        self._decoding.pop(request, None)
+        ended = self._decoding.pop(request, None)
+        if ended is not None and ended.constrained is not None:
+            self.searches += ended.constrained.searches
+            self.fallbacks += ended.constrained.fallbacks
+
+    def close(self) -> None:
+        """End what runs beside the stages."""
+        self._admission.close()
 
     @property
     def held(self) -> int:
         """Requests of which anything is kept."""
-        return self.to_prefill.waiting + len(self._prefilling) + self.to_decode.waiting + len(self._decoding)
+        waiting = len(self._admitted) + self.to_prefill.waiting + self.to_decode.waiting
+        return waiting + len(self._prefilling) + len(self._decoding)
+
+    @property
+    def store(self) -> KVStore:
+        """Where the decoder keeps K/V; a renoising model's network keeps its own, and has none."""
+        store: KVStore = self.decoder.store
+        return store
 
     @property
     def _recompute_policies(self) -> tuple[str, ...]:
+        if self.model.spec.renoising:
+            return RENOISING
         return {
             Attention.FULL: FULL_ATTENTION,
             Attention.BLOCK_CAUSAL: BLOCK_CAUSAL_ATTENTION,
@@ -177,24 +256,76 @@ class Stages:
 
     @property
     def _commit_policies(self) -> tuple[str, ...]:
-        return CAUSAL_COMMIT if self.model.spec.causal else DIFFUSION_COMMIT
+        model = self.model
+        if model.spec.renoising is not None:
+            return RENOISING_COMMIT
+        known = CAUSAL_COMMIT if model.spec.causal else DIFFUSION_COMMIT
+        absent = ACCOMPANIED if model.companion is None else frozenset()
+        absent |= FILTERED if model.commit_filter is None else frozenset()
+        added = ("scheduler",) if self._offered.schedulers else ()
+        return (*(name for name in known if name not in absent), *added)
 
-    def _send_encoded(self, request: Request, encoded: Encoded) -> Usage:
-        self.to_prefill.send(request.id, encoded)
-        return Usage(len(encoded.ids), len(encoded.image_rows), 0)
+    def _admit(self, batch: list[Request]) -> list[None]:
+        for request in batch:
+            assert request.constraint is not None
+            self._admitted[request.id] = self._admission.admit(request.constraint, request.sampling.max_new_tokens)
+        return [None] * len(batch)
 
-    def _begin(self, batch: list[tuple[Request, tuple[int, ...]]]) -> list[tuple[Request, Prefilling]]:
+    def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
+        keys = self._keys(encoded) if self._shares and request.diffusion.recompute.name in KEEPS_PROMPT else ()
+        admitted = self._admitted.pop(request.id, None)
+        for sample in samples(request):  # they share it: whatever stands in it is read, never changed
+            self.to_prefill.send(sample.id, encoded)
+            if admitted is not None:
+                self._admitted[sample.id] = admitted
+        return EncodedPrompt(Usage(len(encoded.ids), len(encoded.image_rows), 0), keys)
+
+    def _keys(self, encoded: Encoded) -> tuple[bytes, ...]:
+        """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""
+        spec = self.model.spec
+        features = encoded.features
+        return page_keys(
+            encoded.ids,
+            encoded.image_rows,
+            None if features is None else features.contiguous().view(torch.uint8).cpu().numpy(),
+            page_size=self.store.page_size,
+            block=spec.attention_block or 1,
+            logit_shift=spec.logit_shift,
+        )
+
+    def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any]]:
         for request, pages in batch:
             if request.id not in self._prefilling:
                 encoded = self.to_prefill.receive(request.id)
-                self._prefilling[request.id] = self.decoder.begin(request, encoded, np.asarray(pages, dtype=np.int64))
+                admitted = self._admitted.pop(request.id, None)
+                self._prefilling[request.id] = self.decoder.begin(request, encoded, pages, admitted)
         return [(request, self._prefilling[request.id]) for request, _pages in batch]
 
-    def _states(self, requests: list[Request]) -> list[Decoding]:
+    def _states(self, requests: list[Request]) -> list[Any]:
         for request in requests:
             if request.id not in self._decoding:
                 self._decoding[request.id] = self.decoder.open(request, self.to_decode.receive(request.id))
         return [self._decoding[request.id] for request in requests]
 
-    def _commit(self, states: list[Decoding]) -> list[Stepped]:
-        return [self.decoder.commit(state) for state in states]
+    def _commit(self, states: list[Any]) -> list[Stepped]:
+        outcomes = [self.decoder.commit(state) for state in states]
+        for state, outcome in zip(states, outcomes, strict=True):
+            if outcome.reason == "end" and state.constrained is not None and state.constrained.judge is not None:
+                state.constrained.judge.check(state.text.text)
+        return outcomes
+
+
+def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionDecoder | CanvasDecoder:
+    if isinstance(model, CanvasModel):
+        return CanvasDecoder(model)
+    beside = model.companion
+    companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
+    store = _store(model, engine)
+    return DiffusionDecoder(model, store, chunk=engine.prefill_tokens, companion=companion, offered=offered)
+
+
+def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:
+    """Room for the engine's pages: a request's page ids are good in the store of each model that it runs through."""
+    return KVStore(
+        model.decoder.config, pages=engine.pages, page_size=engine.page_size, dtype=model.dtype, device=model.device
+    )

@@ -7,7 +7,8 @@ import random
 import sys
 
 from mmserve.client import Client, Threshold
-from mmserve.reference.scenes import draw_scene, scene_json
+from mmserve.reference.images import FIELDS, scene_json
+from mmserve.reference.scenes import draw_scene
 
 QUESTIONS = ("How many shapes are there, and where?", "Is there a red shape?", "Describe the scene as JSON.")
 
@@ -20,7 +21,7 @@ def main(target: str) -> None:
         for question in QUESTIONS:
             result = client.generate(question, images=[picture], commit=Threshold(0.9))
             print(f"{question}\n  {result.text}   ({result.forwards} forward passes, {result.times.total:.0f} ms)")
-    print(f"truth:\n  {scene_json(scene)}")
+    print(f"truth:\n  {scene_json(scene, fields=FIELDS)}")
 
 
 if __name__ == "__main__":

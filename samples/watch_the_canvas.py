@@ -40,7 +40,7 @@ def main(out: str, target: str) -> None:
     frames: list[Image.Image] = []
     with Client(target) as client:
         events = client.stream(
-            "Describe the scene as JSON.", [scene.png()], snapshots=True, max_new_tokens=64, commit=Threshold(0.9999)
+            "Describe the scene as JSON.", [scene.png()], snapshots=True, max_new_tokens=128, commit=Threshold(0.9999)
         )
         for event in events:
             if isinstance(event, Snapshot):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Request, Stage
+from mmserve.decode.schedulers import Discrete
 from mmserve.engine import Engine, Stats
 from mmserve.errors import MMServeError
 from mmserve.models.base import LoadedModel
@@ -106,9 +108,17 @@ class Bench:
     After each step it checks that no committed token has changed; not so without ``watch``, for policies that edit.
     """
 
-    def __init__(self, model: LoadedModel, *, started: bool = True, watch: bool = True, **config: Any) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        started: bool = True,
+        watch: bool = True,
+        schedulers: Mapping[str, Discrete] = MappingProxyType({}),
+        **config: Any,
+    ) -> None:
         settings = {"max_tokens": MAX_TOKENS, "torch_threads": 1, "page_size": 8, "handover": 32, **config}
-        self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig())
+        self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig(), schedulers)
         self.gates: list[Gate] = []
         self.batches: list[list[str]] = []  # request ids of each decode batch
         self.canvases: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # tokens and committed_at after the latest step

@@ -14,6 +14,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.decode.commit import Candidates
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.vision import LlavaVision, mlp_projector
 from mmserve.reference.tokenizer import EOS, EOT, IMAGE, MASK, train_tokenizer
@@ -163,4 +164,14 @@ def proposal(
         np.linspace(0.1, 0.9, count, dtype=np.float32) if confidence is None else confidence.astype(np.float32),
         np.ones(count, np.float32) if gap is None else gap.astype(np.float32),
         np.ones(count, np.float32) if entropy is None else entropy.astype(np.float32),
+    )
+
+
+def sure_above(confidence: float) -> CommitFilter:
+    """A filter made by hand: it trusts what is more confident than that (or a hair more), and sees no neighbour."""
+    weight = np.zeros((1, 4), np.float32)
+    weight[0, 0] = 1
+    odds = np.log(confidence / (1 - confidence)) / 8
+    return CommitFilter(
+        weight, np.array([-odds], np.float32), np.array([1e4], np.float32), np.array(-5, dtype=np.float32)
     )

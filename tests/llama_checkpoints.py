@@ -20,7 +20,7 @@ from mmserve.reference.tokenizer import BOS, EOS, IMAGE
 
 HIDDEN, SIDE, PATCH = 32, 24, 6
 #: Vocabulary rows: more than the tokenizer has tokens, as in most checkpoints.
-ROWS = 576
+ROWS = 640
 SHAPES = {"mha": (4, 4), "gqa": (4, 2)}
 
 

@@ -303,6 +303,11 @@ class PlainDecoder:
         length = int(policy.options.get("answer_length", 0))
         first = self.prompt + int(policy.options.get("answer_start", 0))
         answer = range(first, min(first + length, self.size)) if length else range(self.start, self.end)
+        if policy.options.get("answer_after"):
+            first = self.behind(str(policy.options["answer_after"]))
+            answer = range(first, min(first + length, self.size)) if length else range(max(first, self.start), self.end)
+            if not answer:
+                return False
         still_open = [p for p in answer if self.committed_at[p] == MASKED]
         if not still_open:
             return True
@@ -312,6 +317,16 @@ class PlainDecoder:
         phase = "early" if progress < 0.33 else "middle" if progress < 0.67 else "late"
         needed = policy.options.get(phase, {"early": 7.5, "middle": 5.0, "late": 2.5}[phase])
         return sum(proposal.gap[p] for p in still_open) / len(still_open) >= needed
+
+    def behind(self, text: str) -> int:
+        """The first position left of which committed tokens, next to one another, read ``text``; the end for none."""
+        for end in range(self.prompt + 1, self.size + 1):
+            for start in range(end - 1, self.prompt - 1, -1):
+                if self.committed_at[start] == MASKED:
+                    break
+                if text in self.model.tokenizer.decode(self.tokens[start:end].tolist()):
+                    return end
+        return self.size
 
 
 def plain_decoding(model: LoadedModel, encoded: Encoded, request: Request) -> History:

@@ -199,5 +199,5 @@ def store_logits(model: LoadedModel, rows: torch.Tensor, cuts: tuple[int, ...]) 
             for r in range(count)
         ]
         for logits, pieces in zip(forward(model, store, batch, 8), out, strict=True):
-            pieces.append(logits)
+            pieces += logits.slices()
     return torch.stack([torch.cat(pieces) for pieces in out])

@@ -8,6 +8,7 @@ asked for is the true answer's length rounded up to a block: padding earns nothi
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -20,19 +21,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.assembly import BackgroundServer
-from mmserve.cli.options import read_config
-from mmserve.client import Client, DkvDecode, EarlyCommit, Options, Result
+from mmserve.bench.settings import measured_config
+from mmserve.client import Client, DkvDecode, EarlyCommit, Guided, Options, Result
 from mmserve.errors import ConfigError
-from mmserve.reference.evaluate import item
-from mmserve.reference.scenes import TASKS, Question, correct
+from mmserve.reference.evaluate import Shown, item, shown
+from mmserve.reference.items import Question
+from mmserve.reference.tasks import TASKS, correct
 
 Pair = tuple[str, str]
 BASELINE: Pair = ("none", "low_confidence")
 #: Of next-token models: the plain loop with its cache, against no cache and against speculation.
 CAUSAL_BASELINE: Pair = ("last", "low_confidence")
-CAUSAL_PAIRS: tuple[Pair, ...] = (("none", "low_confidence"), ("last", "ngram"))
-#: Long answers, where there is something to gain, and short ones.
-DEFAULT_TASKS = ("json", "count", "what")
+CAUSAL_PAIRS: tuple[Pair, ...] = (("none", "low_confidence"), ("last", "ngram"), ("last", "draft_model"))
+#: Long answers, where there is something to gain, and short ones about each kind of media.
+DEFAULT_TASKS = ("json", "caption", "arithmetic", "differs", "count", "when")
 #: Each policy beside the baseline's partner, then the combinations. A model takes those whose policies it has.
 PAIRS: tuple[Pair, ...] = (
     ("prefix", "low_confidence"),
@@ -47,28 +49,36 @@ PAIRS: tuple[Pair, ...] = (
     ("none", "confident"),
     ("none", "entropy_bound"),
     ("none", "edit"),
+    ("none", "learned"),
     ("none", "early_commit"),
+    ("none", "guided"),
+    ("none", "guided, top 8"),
+    ("free_cache", "guided"),
     ("dkv_decode", "early_commit"),
     ("dual", "early_commit"),
     ("dkv_decode", "threshold"),
     ("dual", "threshold"),
+    ("dkv_decode", "learned"),
+    ("dual", "learned"),
     ("dual", "early_commit + threshold"),
     ("block", "low_confidence"),
     ("block", "threshold"),
+    ("block", "learned"),
     ("block", "early_commit"),
 )
 #: Policies of ``PAIRS`` that are more than a name.
 SPECIAL: dict[str, Any] = {
     "dkv_decode": DkvDecode(refresh=8),
     "early_commit + threshold": EarlyCommit(base="threshold"),
+    "guided, top 8": Guided(top_k=8),
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One item: its picture as a file, the question, and the tokens to ask for."""
+    """One item: its media as files, the question, and the tokens to ask for."""
 
-    picture: bytes
+    media: Shown
     question: Question
     canvas: int
 
@@ -89,11 +99,12 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     unknown = set(tasks) - set(TASKS)
     if unknown:
         raise ConfigError(f"no task is called {sorted(unknown)[0]!r}; there are {', '.join(TASKS)}")
-    with BackgroundServer(read_config(arguments)) as server, Client(server.address, timeout=600) as client:
+    with BackgroundServer(measured_config(arguments)) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
         described = client.describe()
         baseline, every = (BASELINE, PAIRS) if described.diffusion else (CAUSAL_BASELINE, CAUSAL_PAIRS)
-        every = tuple(p for p in every if p[0] in described.recompute_policies)
+        known = {*described.recompute_policies, *described.commit_policies}
+        every = tuple(p for p in every if all(re.split(r"\W", name)[0] in known for name in p))
         pairs = _pairs(arguments.recompute, arguments.commit, baseline, every)
         tokenizer = server.engines[described.name].stages.model.tokenizer
         block = described.block_length
@@ -111,6 +122,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "items": len(asked),
             "block_length": block,
             "concurrent": arguments.concurrent,
+            "prefix_cache": False,
             "seed": arguments.seed,
         },
     }
@@ -125,9 +137,9 @@ def _pairs(recompute: str | None, commit: str | None, baseline: Pair, every: tup
 
 
 def _asked(task: str, index: int, seed: int, tokenizer: PreTrainedTokenizerBase, block: int) -> Asked:
-    scene, question = item(task, index, seed)
+    thing, question = item(task, index, seed)
     length = len(tokenizer.encode(question.answer, add_special_tokens=False)) + 1
-    return Asked(scene.png(), question, -(-length // block) * block)
+    return Asked(shown(task, thing), question, -(-length // block) * block)
 
 
 def _measure(
@@ -143,8 +155,13 @@ def _measure(
 
         def answer(pair: Pair, one: Asked) -> Result:
             recompute, commit = (SPECIAL.get(name, name) for name in pair)
-            options: Options = {"max_new_tokens": one.canvas, "recompute": recompute, "commit": commit}
-            return client.generate(one.question.text, [one.picture], **options)
+            options: Options = {
+                "max_new_tokens": one.canvas,
+                "recompute": recompute,
+                "commit": commit,
+                "videos": one.media["videos"],
+            }
+            return client.generate(one.question.text, one.media["images"], **options)
 
         answer(pairs[0], asked[0])  # warm-up
         for start in range(0, len(asked), concurrent):

@@ -8,17 +8,32 @@ from dataclasses import asdict
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.cli.options import read_config
-from mmserve.client import Options
+from mmserve.bench.settings import measured_config
+from mmserve.client import Client, Options
+from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import evaluate
+from mmserve.reference.tasks import TASKS
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of ``task, n, accuracy, low, high`` for the policies that the arguments name."""
-    options: Options = {
-        "recompute": arguments.recompute or "none",
-        "commit": arguments.commit or "low_confidence",
+    """Rows of ``task, n, accuracy, low, high`` for the tasks and policies that the arguments name."""
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(TASKS)
+    unknown = set(tasks) - set(TASKS)
+    if unknown:
+        raise ConfigError(f"no task is called {sorted(unknown)[0]!r}; there are {', '.join(TASKS)}")
+    with BackgroundServer(measured_config(arguments)) as server:
+        with Client(server.address) as client:
+            model = client.describe()
+        options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+        rows = evaluate(
+            server.address, tasks=tasks, limit=arguments.limit, seed=arguments.seed, options=options, progress=progress
+        )
+    return {
+        "rows": [asdict(row) for row in rows],
+        "settings": {
+            "model": model.name,
+            "recompute": arguments.recompute or model.recompute_policy,
+            "commit": arguments.commit or model.commit_policy,
+            "seed": arguments.seed,
+        },
     }
-    with BackgroundServer(read_config(arguments)) as server:
-        rows = evaluate(server.address, limit=arguments.limit, seed=arguments.seed, options=options, progress=progress)
-    return {"rows": [asdict(row) for row in rows], "settings": {**options, "seed": arguments.seed}}

@@ -15,18 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.cli.options import read_config
+from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Result
 from mmserve.config import Config
-from mmserve.reference.evaluate import CANVAS, item
-from mmserve.reference.scenes import Question, Scene, correct
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.items import Question
+from mmserve.reference.tasks import correct
 
 CONCURRENT = 8
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
     """Rows of figures; times are medians (milliseconds) with their quartiles."""
-    settings: Config = read_config(arguments)
+    settings: Config = measured_config(arguments)
     scenes = [item("json", index, arguments.seed) for index in range(arguments.limit)]
     with BackgroundServer(settings) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
@@ -35,16 +36,23 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         rows += _throughput(client, scenes, arguments.repeats, progress)
     return {
         "rows": rows,
-        "settings": {"canvas": CANVAS["json"], "scenes": arguments.limit, "repeats": arguments.repeats},
+        "settings": {
+            "canvas": canvas("json"),
+            "scenes": arguments.limit,
+            "repeats": arguments.repeats,
+            "prefix_cache": False,
+        },
     }
 
 
-def _ask(client: Client, scene: Scene, question: Question, **options: Any) -> Result:
-    return client.generate(question.text, images=[scene.png()], max_new_tokens=CANVAS[question.task], **options)
+def _ask(client: Client, scene: Any, question: Question, **options: Any) -> Result:
+    return client.generate(
+        question.text, **shown(question.task, scene), max_new_tokens=canvas(question.task), **options
+    )
 
 
 def _policies(
-    client: Client, scenes: list[tuple[Scene, Question]], repeats: int, progress: Callable[[str], None]
+    client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Each policy on each scene in turn, so that noise falls on all alike."""
     policies: dict[str, dict[str, Any]] = {
@@ -85,7 +93,7 @@ def _policy_row(name: str, measured: list[tuple[Result, float, bool]], baseline:
 
 
 def _throughput(
-    client: Client, scenes: list[tuple[Scene, Question]], repeats: int, progress: Callable[[str], None]
+    client: Client, scenes: list[tuple[Any, Question]], repeats: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """The same requests one after another and ``CONCURRENT`` at once, alternating."""
     serial: list[float] = []

@@ -21,9 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes, a task each (default 16)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
-    parser.add_argument("--tasks", default="", metavar="A,B,…", help="tasks of `decode`")
-    parser.add_argument("--recompute", help="cache policy of `quality` (default none) and `decode` (default all)")
-    parser.add_argument("--commit", help="commit policy of `quality` and `decode`, as above")
+    parser.add_argument("--tasks", default="", metavar="A,B,…", help="tasks of `quality` (default all) and `decode`")
+    parser.add_argument(
+        "--recompute", help="cache policy of `quality` (default the model's) and `decode` (default all)"
+    )
+    parser.add_argument("--commit", help="commit policy of `quality` (default the model's) and `decode` (default all)")
     parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`")
     add_config(parser)

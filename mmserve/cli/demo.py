@@ -1,4 +1,4 @@
-"""Start a server with the bundled model, show it freshly drawn scenes over gRPC and check its answers."""
+"""Start a server with the bundled model, show it freshly drawn pictures and clips over gRPC and check its answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from mmserve.cli.options import add_config, add_json, add_server, connected, pri
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import Client, Finished, Snapshot
 from mmserve.errors import MMServeError
-from mmserve.reference.evaluate import CANVAS, item
-from mmserve.reference.scenes import SHORT_TASKS, Question, Scene, correct
+from mmserve.reference.evaluate import Shown, canvas, item, shown
+from mmserve.reference.images import SHORT_TASKS
+from mmserve.reference.items import Question
+from mmserve.reference.tasks import correct
 
-#: One item in so many is a scene as JSON.
-JSON_EVERY = 5
+#: What is asked, in turn.
+ROUND = ("count", "color", "position", "what", "json", "comparison", "yes_no", "direction", "arithmetic", "which")
 #: Snapshots of a canvas printed for one answer where there is no terminal to rewrite.
 PRINTED_SNAPSHOTS = 4
 
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve demo``."""
     parser.add_argument("--items", type=int, default=10, help="questions to ask (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the scenes there as PNG files")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write pictures and clips there")
     add_server(parser)
     add_config(parser)
     add_json(parser)
@@ -56,13 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     items: list[Item] = []
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
-        say.line(f"Serving on {client.target}. {arguments.items} questions about freshly drawn scenes:")
-        for number, (scene, question) in enumerate(_questions(arguments.items, arguments.seed), start=1):
+        say.line(f"Serving on {client.target}. {arguments.items} questions about what was drawn just now:")
+        for number, (media, question) in enumerate(_questions(arguments.items, arguments.seed), start=1):
             if arguments.save is not None:
-                arguments.save.mkdir(parents=True, exist_ok=True)
-                scene.picture.save(arguments.save / f"{number:03}-{question.task}.png")
+                _save(arguments.save, f"{number:03}-{question.task}", media)
             say.question(number, question)
-            items.append(_ask(client, scene, question, say))
+            items.append(_ask(client, media, question, say))
             say.answer(items[-1])
     right = sum(asked.correct for asked in items)
     answered = not any(asked.error for asked in items)
@@ -83,23 +84,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if answered else 1
 
 
-def _questions(count: int, seed: int) -> Iterator[tuple[Scene, Question]]:
-    """Short questions of every task in turn, and a scene as JSON at every ``JSON_EVERY``-th place."""
+def _questions(count: int, seed: int) -> Iterator[tuple[Shown, Question]]:
+    """Questions of every task of ``ROUND`` in turn, each about something freshly drawn."""
     for index in range(count):
-        is_json = index % JSON_EVERY == JSON_EVERY - 1
-        short = index - index // JSON_EVERY
-        yield item("json" if is_json else SHORT_TASKS[short % len(SHORT_TASKS)], index, seed)
+        task = ROUND[index % len(ROUND)]
+        thing, question = item(task, index, seed)
+        yield shown(task, thing), question
 
 
-def _ask(client: Client, scene: Scene, question: Question, say: _Teller) -> Item:
+def _ask(client: Client, media: Shown, question: Question, say: _Teller) -> Item:
     started = time.monotonic()
     finished: Finished | None = None
     error = ""
     try:
         for event in client.stream(
             question.text,
-            images=[scene.png()],
-            max_new_tokens=CANVAS[question.task],
+            **media,
+            max_new_tokens=canvas(question.task),
             snapshots=not say.quiet,
         ):
             if isinstance(event, Snapshot):
@@ -124,12 +125,20 @@ def _ask(client: Client, scene: Scene, question: Question, say: _Teller) -> Item
     )
 
 
+def _save(folder: Path, name: str, media: Shown) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, data in enumerate(media["images"], start=1):
+        (folder / f"{name}-{index}.png").write_bytes(data)
+    for index, data in enumerate(media["videos"], start=1):
+        (folder / f"{name}-{index}.mp4").write_bytes(data)
+
+
 def _by_task(items: list[Item]) -> dict[str, float]:
-    """Accuracy of each task, of all short ones together, and of JSON."""
+    """Accuracy of each task, and of all short questions about one image together."""
     groups: dict[str, list[bool]] = defaultdict(list)
     for asked in items:
         groups[asked.task].append(asked.correct)
-        if asked.task != "json":
+        if asked.task in SHORT_TASKS:
             groups["short"].append(asked.correct)
     return {name: round(sum(group) / len(group), 4) for name, group in sorted(groups.items())}
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import Finished, Options, Snapshot
+from mmserve.errors import InvalidArgument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer (default 1)")
     parser.add_argument("--recompute", help="cache policy; `mmserve models` lists them (default the model's)")
     parser.add_argument("--commit", default="low_confidence", help="commit policy; `mmserve models` lists them")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
+    kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
+    kinds.add_argument("--choice", action="append", metavar="TEXT", help="an answer to choose from; give several")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     add_server(parser)
     add_config(parser)
@@ -35,22 +43,48 @@ def run(arguments: argparse.Namespace) -> int:
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "seed": arguments.seed,
+        "n": arguments.n,
         "recompute": arguments.recompute,
         "commit": arguments.commit,
         "videos": arguments.video,
+        "schema": _schema(arguments.schema),
+        "regex": arguments.regex,
+        "choices": arguments.choice,
     }
     screen = CanvasLine()
+    done: list[Finished] = []
     with connected(arguments) as client:
         events = client.stream(
             prompt, images=arguments.image, snapshots=screen.live, timeout=arguments.timeout, **options
         )
         for event in events:
-            if isinstance(event, Snapshot):
+            if isinstance(event, Snapshot) and event.sample == 0:
                 screen.show(event.text)
             elif isinstance(event, Finished):
-                screen.clear()
-                if arguments.json:
-                    print_json({**asdict(event), "tokens_per_forward": event.tokens_per_forward})
-                else:
-                    print(event.text)
+                done.append(event)
+    screen.clear()
+    _tell(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
     return 0
+
+
+def _schema(path: Path | None) -> dict[str, Any] | None:
+    """The JSON schema in the file at ``path``."""
+    if path is None:
+        return None
+    try:
+        schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidArgument.of("schema", f"{path} is no JSON: {error}") from error
+    return schema
+
+
+def _tell(done: list[Finished], *, as_json: bool) -> None:
+    """One answer as it is; several with their numbers."""
+    if as_json:
+        rows = [{**asdict(event), "tokens_per_forward": event.tokens_per_forward} for event in done]
+        print_json(rows[0] if len(rows) == 1 else {"samples": rows})
+    elif len(done) == 1:
+        print(done[0].text)
+    else:
+        for event in done:
+            print(f"[{event.sample}] {event.text}")

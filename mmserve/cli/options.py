@@ -18,13 +18,18 @@ from mmserve.errors import ConfigError
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """``--config``, ``--model`` and ``--set``: what to serve and how."""
+    """``--config``, ``--model``, ``--companion`` and ``--set``: what to serve and how."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")
     parser.add_argument(
         "--model",
         action="append",
         metavar="PATH",
-        help="checkpoint directory, 'bundled' (the default) or 'hub:owner/name'; may be given several times",
+        help="checkpoint directory, 'bundled' (the default), 'bundled-causal' or 'hub:owner/name'; may be repeated",
+    )
+    parser.add_argument(
+        "--companion",
+        metavar="PATH",
+        help="autoregressive model beside each model, for the commit policies 'guided' and 'draft_model'",
     )
     parser.add_argument(
         "--set",
@@ -36,7 +41,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> Config:
-    """The configuration that ``--config``, ``--model`` and ``--set`` name together."""
+    """The configuration that ``--config``, ``--model``, ``--companion`` and ``--set`` name together."""
     data: dict[str, Any] = {}
     source = "command line"
     if arguments.config is not None:
@@ -44,6 +49,8 @@ def read_config(arguments: argparse.Namespace) -> Config:
         data, source = tomllib.loads(arguments.config.read_text()), str(arguments.config)
     if arguments.model:
         data["models"] = [{"path": path} for path in arguments.model]
+    if arguments.companion:
+        data["models"] = [{**model, "companion": arguments.companion} for model in data.get("models", [{}])]
     for override in arguments.set:
         name, equals, value = override.partition("=")
         table, dot, key = name.partition(".")
@@ -91,10 +98,11 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         return
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server
 
-    with BackgroundServer(_any_port(read_config(arguments))) as server, Client(server.address) as client:
+    with BackgroundServer(any_port(read_config(arguments))) as server, Client(server.address) as client:
         yield client
 
 
-def _any_port(settings: Config) -> Config:
+def any_port(settings: Config) -> Config:
+    """The settings of a server that only its own process talks to: a free port, and nobody is asked who they are."""
     server = replace(settings.server, port=0, tls_certificate="", tls_key="", tls_client_ca="", auth_tokens=())
     return replace(settings, server=server)

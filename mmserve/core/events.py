@@ -1,5 +1,6 @@
 """What the engine tells about a request while it runs: plain data, in this order:
-one ``Admitted``, any number of ``Snapshot`` and ``Delta``, then exactly one ``Finished`` or ``Failed``.
+one ``Admitted``, then for each sample any number of ``Snapshot`` and ``Delta`` and one ``Finished``, the samples in any
+order; or, at any time after ``Admitted``, one ``Failed`` and nothing more. ``sample`` counts from 0.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ class Snapshot:
     total: int
     forwards: int
     edited: int = 0
+    sample: int = 0
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that is final and follows all text sent before; never taken back."""
+    """Text that is final and follows all text of its sample sent before; never taken back."""
 
     text: str
+    sample: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,16 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts: the prompt with its visual tokens, the visual ones alone, and the answer up to its end."""
+    """Token counts: the prompt with its visual tokens, the visual ones alone, and the answer up to its end.
+
+    Of one sample: the prompt, the same for all samples of a request, is counted in each.
+    ``cached_tokens`` of the prompt's were not run: an earlier request with the same beginning had left their K/V.
+    """
 
     prompt_tokens: int
     visual_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class CommittedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """The whole answer. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``.
+    """The whole answer, or a sample of it. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``.
 
     ``tokens`` is empty unless the request asked for them.
     """
@@ -85,6 +93,8 @@ class Finished:
     warnings: tuple[str, ...] = field(default=())
     edits: int = 0  # committed tokens that were replaced on the way
     tokens: tuple[CommittedToken, ...] = field(default=())
+    sample: int = 0
+    closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
 
     @property
     def tokens_per_forward(self) -> float:
@@ -94,7 +104,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request ended without an answer."""
+    """The request ended without an answer, or without all of its samples."""
 
     error: MMServeError
 

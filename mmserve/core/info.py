@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -36,3 +37,24 @@ class ModelInfo:
     parameters: int
     dtype: str
     device: str
+
+
+#: What a policy needs of a model besides the kind of its attention: whether it is for diffusion models, and the rest.
+_COMPANION = "it needs a companion: name one in the model's entry under [[models]] of the server"
+NEEDS = {
+    "learned": (True, "it needs a filter, which `python -m mmserve.train_filter --model PATH` trains"),
+    "guided": (True, _COMPANION),
+    "draft_model": (False, _COMPANION),
+    "scheduler": (True, "it needs a scheduler: name one under [schedulers.NAME] of the server"),
+}
+
+
+def lacking(model: str, kind: str, policy: str, known: Sequence[str] = (), *, diffusion: bool = True) -> str:
+    """Why ``model`` cannot decode by a ``policy`` of this ``kind``, for its error; ``known``: the policies it has."""
+    reasons = [f"model {model!r} has no {kind} policy {policy!r}"]
+    suited, need = NEEDS.get(policy, (None, ""))
+    # Where open positions hold random tokens, nothing would help: of all models, those alone have no low_confidence.
+    helps = not known or "low_confidence" in known
+    reasons += [need] if helps and suited is diffusion else []
+    reasons += [f"it has {', '.join(known)}"] if known else []
+    return "; ".join(reasons)

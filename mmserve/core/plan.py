@@ -18,15 +18,16 @@ class Entry:
     pages: int = 0  # K/V pages they need
     last_step: int = 0  # number of the decode batch it was last in
     prefilled: int = 0  # positions run by prefill so far: it holds its pages and waits for its next chunk
+    constrained: bool = False  # it needs a grammar before anything else
 
 
 @dataclass(frozen=True)
 class Budgets:
     """What may be used now."""
 
-    idle: frozenset[str]  # stages whose worker is free: "encode", "prefill", "decode"
+    idle: frozenset[str]  # stages whose worker is free: "constrain", "encode", "prefill", "decode"
     free_pages: int
-    handover: int  # requests that may wait for prefill, and for decode
+    handover: int  # requests that may wait behind constrain, for prefill, and for decode
     max_running: int  # requests that may hold pages
     encode_batch: int  # images and frames
     prefill_tokens: int
@@ -37,6 +38,7 @@ class Budgets:
 class Plan:
     """Which requests each idle stage takes next, in order; empty = nothing to do."""
 
+    constrain: tuple[RequestId, ...] = ()
     encode: tuple[RequestId, ...] = ()
     prefill: tuple[RequestId, ...] = ()
     decode: tuple[RequestId, ...] = ()

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from mmserve.core.constraint import ConstraintSpec
+
 RequestId = str
 
 
@@ -57,14 +59,18 @@ class Sampling:
     seed: int = 0
     max_new_tokens: int = 64
     stop: tuple[str, ...] = ()
+    n: int = 1  # samples of the answer, each with a seed of its own (``core/samples.py``)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A policy by its registered name, with its own numbers, and the policy it builds on where it does."""
+    """A policy by its registered name, with its own numbers and texts, and the policy it builds on where it does.
+
+    A switch is a number too: 0 or 1.
+    """
 
     name: str
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float | str] = field(default_factory=dict)
     base: Policy | None = None
 
 
@@ -97,6 +103,7 @@ class Request:
     sampling: Sampling = Sampling()
     diffusion: Diffusion = Diffusion()
     streaming: Streaming = Streaming()
+    constraint: ConstraintSpec | None = None
     deadline: float | None = None
 
 
@@ -104,6 +111,8 @@ class Stage(Enum):
     """Where a request is. A waiting state follows each running one, so that queues are visible and bounded."""
 
     QUEUED = auto()
+    CONSTRAINING = auto()
+    CONSTRAINED = auto()  # its constraint can be kept; waits for encode
     ENCODING = auto()
     ENCODED = auto()  # waits for prefill
     PREFILLING = auto()
@@ -115,12 +124,14 @@ class Stage(Enum):
 
 
 #: Stages in which a worker holds the request's state: nobody else may touch it until the worker returns.
-RUNNING = frozenset({Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
+RUNNING = frozenset({Stage.CONSTRAINING, Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
 TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED})
 
 #: The life of a request. A running stage ends in the next waiting one, or in failure; prefill may take several turns.
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
-    Stage.QUEUED: frozenset({Stage.ENCODING, Stage.FAILED}),
+    Stage.QUEUED: frozenset({Stage.CONSTRAINING, Stage.ENCODING, Stage.FAILED}),
+    Stage.CONSTRAINING: frozenset({Stage.CONSTRAINED, Stage.FAILED}),
+    Stage.CONSTRAINED: frozenset({Stage.ENCODING, Stage.FAILED}),
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
     Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.FAILED}),
     Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmserve.core.canvas import Canvas
+from mmserve.decode.logits import Logits, by_slices
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 
@@ -67,7 +68,7 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
     positions = torch.from_numpy(np.concatenate([w.positions for w in batch])).to(model.device)
     x = torch.cat([w.embeddings[torch.from_numpy(w.positions).to(model.device)] for w in batch])
     count = len(x)
-    short = max(0, floor - count)
+    short = -count % floor
     x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
     fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged))[:count]
     changes = 1 - F.cosine_similarity(fresh.flatten(1).float(), store.values_at(1, ragged).flatten(1).float(), dim=-1)
@@ -87,17 +88,18 @@ class Pass:
     visible: int  # positions, from the left, that have K/V once this pass has run
 
 
-def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Tensor]:
-    """Logits ``[len(wanted), V]`` of each request; K/V of all rows run is written to the store.
+def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Logits]:
+    """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
 
-    Batches of fewer than ``floor`` rows (see ``row_floor``) are padded to that many.
+    Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): what is left over when a tensor's elements
+    are taken some at a time, such as in SiLU, is computed by other code, with other last bits.
     """
     ragged = store.ragged(
         [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], block=model.spec.attention_block
     )
     positions = torch.from_numpy(np.concatenate([p.rows for p in batch])).to(model.device)
     x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
-    short = max(0, floor - len(x))
+    short = -len(x) % floor
     x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
     hidden = model.decoder(x, positions, store.attend(ragged))
     offset, wanted = 0, []
@@ -108,6 +110,4 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
         wanted.append(offset + found)
         offset += len(p.rows)
     chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
-    count = len(chosen)
-    logits = model.decoder.logits(F.pad(chosen, (0, 0, 0, max(0, floor - count))))[:count]
-    return list(logits.split([len(w) for w in wanted]))
+    return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor)

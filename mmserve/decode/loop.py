@@ -5,10 +5,7 @@ Prefill is its step 0: prompt and masked canvas run together, and the candidates
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,66 +13,45 @@ from torch import Tensor
 
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
-from mmserve.core.request import Policy, Request
-from mmserve.decode.commit import COMMIT, UNPENALISED, Commit
+from mmserve.core.request import Request
+from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
+from mmserve.decode.commit.base import Proposing
+from mmserve.decode.companion import Companion
+from mmserve.decode.constrained.admission import Admitted
+from mmserve.decode.constrained.state import Constrained
+from mmserve.decode.constrained.step import led, settle
+from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
-from mmserve.decode.recompute import RECOMPUTE, Recompute
+from mmserve.decode.logits import Logits
+from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
 from mmserve.decode.sampler import candidates
-from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling
-from mmserve.decode.text import TextStream, canvas_text
-from mmserve.errors import FieldViolation, InvalidArgument
+from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
+from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.kv.store import KVStore
+from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, LoadedModel
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """What one step gave for one request: new final text, the canvas if asked for, and why it ended, if it did."""
-
-    delta: str
-    snapshot: Snapshot | None
-    reason: str | None  # None = goes on; "end", "stop" or "length"
-
-
-def recompute_policy(request: Request) -> Recompute:
-    """The request's recompute policy; ``InvalidArgument`` for an unknown name or option."""
-    made: Recompute = _policy("diffusion", "recompute", RECOMPUTE, request.diffusion.recompute, request)
-    return made
-
-
-def commit_policy(request: Request) -> Commit:
-    """The request's commit policy; ``InvalidArgument`` for an unknown name or option."""
-    made: Commit = _policy("diffusion", "commit", COMMIT, request.diffusion.commit, request)
-    if request.diffusion.commit.name in UNPENALISED and request.sampling.repetition_penalty != 1:
-        why = f"must be 1 with the commit policy {request.diffusion.commit.name!r}"
-        raise InvalidArgument.of("sampling.repetition_penalty", why)
-    return made
-
-
-def _policy(path: str, kind: str, known: dict[str, Callable[..., Any]], policy: Policy, request: Request) -> Any:
-    """The policy with its own numbers, those of the request that it asks for, and the policy it builds on."""
-    if policy.name not in known:
-        raise InvalidArgument.of(f"{path}.{kind}", f"there is no policy {policy.name!r}; known are {sorted(known)}")
-    path = f"{path}.{policy.name}"
-    taken = set(inspect.signature(known[policy.name]).parameters)
-    shared: dict[str, Any] = {"steps": request.diffusion.steps, "seed": request.sampling.seed}
-    if "base" in taken:
-        shared["base"] = _policy(path, "base", known, policy.base or Policy(name="low_confidence"), request)
-    try:
-        return known[policy.name](**{name: value for name, value in shared.items() if name in taken}, **policy.options)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(FieldViolation(path, str(error))) from error
 
 
 class DiffusionDecoder:
     """Prefill and decode of one model over one K/V store; holds no state of any request.
 
-    ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all.
+    ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``companion``
+    drafts or judges for the requests whose commit policy asks for it. ``offered``: what their policies may ask for;
+    None = what the model offers by itself.
     """
 
-    def __init__(self, model: LoadedModel, store: KVStore, *, chunk: int = 0) -> None:
-        self.model, self.store, self._chunk = model, store, chunk
+    def __init__(
+        self,
+        model: LoadedModel,
+        store: KVStore,
+        *,
+        chunk: int = 0,
+        companion: Companion | None = None,
+        offered: Offered | None = None,
+    ) -> None:
+        self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
+        self._offered = offered or Offered.by(model)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
 
@@ -87,11 +63,12 @@ class DiffusionDecoder:
         """
         passes = [self._first_pass(p) for _request, p in batch]
         logits = forward(self.model, self.store, passes, self._floor)
-        banned = self.model.spec.banned_ids
         proposed = [
-            candidates(rows, p.targets, p.canvas, request.sampling, banned) if len(p.targets) else None
-            for (request, _begun), p, rows in zip(batch, passes, logits, strict=True)
+            self._candidates(request, begun.commit, p, rows, begun.constrained) if len(p.targets) else None
+            for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
         ]
+        if self._companion is not None:
+            self._companion.read([(begun, p.rows) for (_request, begun), p in zip(batch, passes, strict=True)])
         results: list[Prefilled | None] = []
         for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
             begun.run += len(p.rows)
@@ -99,7 +76,8 @@ class DiffusionDecoder:
                 results.append(None)
                 continue
             p.canvas.count_forward()
-            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, begun.run))
+            run = begun.run - begun.reused
+            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, begun.companion, begun.constrained))
         return results
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
@@ -109,7 +87,7 @@ class DiffusionDecoder:
             request,
             prefilled,
             recompute_policy(request),
-            commit_policy(request),
+            commit_policy(request, self._offered),
             text,
             prefilled.candidates,
             np.zeros(prefilled.canvas.size, np.float32),
@@ -119,19 +97,24 @@ class DiffusionDecoder:
     def propose(self, batch: list[Decoding]) -> list[None]:
         """Candidates for each request that has none yet, from one forward pass of the ragged batch.
 
+        A companion drafts before it what is to be run, or judges behind it what came of it.
+
         A request is changed only once its own candidates are there: after a failure the call can be repeated.
         """
         running = [d for d in batch if d.candidates is None]
+        if self._companion is not None:
+            self._companion.draft(running)
         if running:
             passes = [self._next_pass(d, rows) for d, rows in zip(running, self._rows(running), strict=True)]
             logits = forward(self.model, self.store, passes, self._floor)
-            banned = self.model.spec.banned_ids
             for d, p, mine in zip(running, passes, logits, strict=True):
-                d.candidates = candidates(mine, p.targets, d.canvas, d.request.sampling, banned)
+                d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
                 d.canvas.count_forward()
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
+        if self._companion is not None:
+            self._companion.judge(batch)
         return [None] * len(batch)
 
     @torch.inference_mode()
@@ -140,23 +123,34 @@ class DiffusionDecoder:
         proposed, d.candidates = d.candidates, None
         if proposed is None:
             raise ValueError("commit before propose")
-        chosen = d.commit.choose(d.canvas, proposed)
-        positions, tokens = proposed.positions[chosen], proposed.tokens[chosen]
+        final = final_tokens(d, proposed, self.model.spec)
+        positions, tokens = final.positions, final.tokens
+        d.log_probabilities[positions] = final.log_probabilities
         edited = self._commit(d, positions, tokens)
-        d.log_probabilities[positions] = np.log(np.maximum(proposed.confidence[chosen], np.finfo(np.float32).tiny))
+        if d.constrained is not None:
+            settle(d.constrained, d.canvas, d.commit)
         device = self.model.device
         fresh = self.model.decoder.embed(torch.from_numpy(tokens).to(device))
         d.prefilled.embeddings[torch.from_numpy(positions).to(device)] = fresh
         answer, complete = d.canvas.answer(self.model.spec.end_ids, revised=d.commit.revises)
-        delta = d.text.push(answer)
-        reason = None
-        if d.text.stopped:
-            reason = "stop"
-        elif complete:
-            delta += d.text.finish()
-            full = len(answer) == d.canvas.new_tokens
-            reason = "stop" if d.text.stopped else "length" if full else "end"
+        delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
+        if reason == "length" and d.constrained is not None:
+            reason = "end"  # a constrained answer is whole
         return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason)
+
+    def _candidates(
+        self, request: Request, commit: Commit, p: Pass, logits: Logits, constrained: Constrained | None
+    ) -> Candidates:
+        """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
+        spec = self.model.spec
+        if isinstance(commit, Proposing):
+            return commit.propose(logits.whole(), p.canvas, request.sampling, spec.mask_id, spec.banned_ids)
+        if constrained is None:
+            return candidates(logits, p.targets, p.canvas, request.sampling, spec.banned_ids)
+        best = constrained.asks(p.canvas, p.targets, causal=spec.causal)
+        found = candidates(logits, p.targets, p.canvas, request.sampling, spec.banned_ids, best)
+        constrained.ranked = best.ranked()
+        return found
 
     def _commit(self, d: Decoding, positions: np.ndarray, tokens: np.ndarray) -> int:
         """Fill masked positions, replace committed ones, and go on to the next block if this one is final.
@@ -173,8 +167,11 @@ class DiffusionDecoder:
         return edited
 
     @torch.inference_mode()
-    def begin(self, request: Request, encoded: Encoded, pages: np.ndarray) -> Prefilling:
-        """The prefill state of a request: ``encoded`` its prompt, ``pages`` (int64) its page ids."""
+    def begin(
+        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+    ) -> Prefilling:
+        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, of which the first may be
+        filled already: it begins behind those. ``admitted``: its constraint, if it has one."""
         spec = self.model.spec
         canvas = Canvas.create(
             encoded.ids,
@@ -188,17 +185,35 @@ class DiffusionDecoder:
         embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
         if encoded.features is not None:
             embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.features
-        return Prefilling(canvas, pages, embeddings, commit_policy(request))
+        reused = pages.shared * self.store.page_size
+        ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
+        commit = commit_policy(request, self._offered)
+        begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused)
+        if admitted is not None:
+            begun.constrained = Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge)
+        if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
+            begun.companion = self._companion.begin(canvas, encoded)
+        return begun
 
     def _first_pass(self, p: Prefilling) -> Pass:
-        """The pass over what has not been run yet; of a next-token model's prompt, over its next chunk."""
-        whole = self._pass(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit)
+        """The pass over what has not been run yet; of a next-token model's prompt, over its next chunk.
+
+        Chunks end with a page: which rows of a page are run together must not depend on where the first one began.
+        """
+        drafted = p.canvas.tokens[:0] if p.constrained is not None else None
+        whole = self._pass(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
         rows = whole.rows[p.run :]
         before = int(whole.wanted[0]) - p.run  # rows left in front of the first whose logits are wanted
-        if self._chunk and self.model.spec.causal and len(rows) > self._chunk and before:
-            chunk, none = rows[: min(self._chunk, before)], rows[:0]
+        size = self._whole_pages(p.run, min(self._chunk, before))
+        if self._chunk and self.model.spec.causal and len(rows) > self._chunk and size:
+            chunk, none = rows[:size], rows[:0]
             return replace(whole, rows=chunk, targets=none, wanted=none, visible=p.run + len(chunk))
         return replace(whole, rows=rows)
+
+    def _whole_pages(self, start: int, size: int) -> int:
+        """``size`` positions from ``start``, cut at the last page end among them; all where chunks are shorter."""
+        page = self.store.page_size
+        return size if self._chunk < page else max(0, (start + size) // page * page - start)
 
     def _rows(self, running: list[Decoding]) -> list[np.ndarray]:
         """Positions to run of each request; for policies that ask how far positions have moved, that is found first.
@@ -222,22 +237,34 @@ class DiffusionDecoder:
         return [d.rows for d in running if d.rows is not None]
 
     def _next_pass(self, d: Decoding, rows: np.ndarray) -> Pass:
-        return self._pass(d.canvas, d.prefilled.pages, d.prefilled.embeddings, rows, d.commit)
+        drafted = d.companion.drafted if d.companion is not None else None
+        if d.constrained is not None and self.model.spec.causal:
+            drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
+        return self._pass(d.canvas, d.prefilled.pages, d.prefilled.embeddings, rows, d.commit, drafted)
 
-    def _pass(self, canvas: Canvas, pages: np.ndarray, embeddings: Tensor, rows: np.ndarray, commit: Commit) -> Pass:
+    def _pass(
+        self,
+        canvas: Canvas,
+        pages: np.ndarray,
+        embeddings: Tensor,
+        rows: np.ndarray,
+        commit: Commit,
+        drafted: np.ndarray | None = None,
+    ) -> Pass:
         """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
 
         The rows that tell of them are run too. Where attention ends at a row, or at its block, what stands right of
-        that is of no use yet.
+        that is of no use yet. ``drafted``: what a companion drafted for this pass; None = that is the policy's to do.
         """
         spec = self.model.spec
         if spec.attention is Attention.BLOCK_CAUSAL:
             rows = rows[rows < canvas.block_end]
-        targets = canvas.all_masked() if commit.whole_canvas else canvas.block_masked()
-        if commit.revises:
+        if drafted is None:
+            drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
+        targets = canvas.all_masked() if commit.whole_canvas or len(drafted) else canvas.block_masked()
+        if commit.whole_block:
             targets = canvas.block()
             rows = np.union1d(rows, targets)  # all of the block is judged, whatever the cache policy
-        drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
         if len(drafted):
             places = torch.from_numpy(targets[: len(drafted)]).to(self.model.device)
             embeddings[places] = self.model.decoder.embed(torch.from_numpy(drafted).to(self.model.device))
@@ -259,17 +286,7 @@ class DiffusionDecoder:
 
     def tokens(self, d: Decoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they were committed, as far as its text goes."""
-        at = range(d.canvas.prompt_length, d.canvas.prompt_length + d.text.tokens)
-        ids = d.canvas.tokens[at.start : at.stop].tolist()
-        return tuple(
-            CommittedToken(
-                token,
-                self.model.tokenizer.decode([token]),
-                float(d.log_probabilities[i]),
-                int(d.canvas.committed_at[i]),
-            )
-            for i, token in zip(at, ids, strict=True)
-        )
+        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
 
     def _snapshot(self, d: Decoding, edited: int) -> Snapshot:
         text = canvas_text(d.canvas, self.model.tokenizer, self.model.spec.end_ids)

@@ -22,12 +22,17 @@ def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
     """
     length = canvas.block_end - canvas.block_start
     total = steps or canvas.new_tokens
-    left, right = (p - canvas.prompt_length for p in (canvas.block_start, canvas.block_end))
-    share = total * right // canvas.new_tokens - total * left // canvas.new_tokens
-    own = min(max(1, share), length)
+    own = steps_of_block(canvas, total)
     if done >= own - 1:
         return length
     return length // own + (done < length % own)
+
+
+def steps_of_block(canvas: Canvas, total: int) -> int:
+    """The current block's share of ``total`` steps for the whole canvas: one at least, one a position at most."""
+    left, right = (p - canvas.prompt_length for p in (canvas.block_start, canvas.block_end))
+    share = total * right // canvas.new_tokens - total * left // canvas.new_tokens
+    return min(max(1, share), right - left)
 
 
 def random_order(canvas: Canvas, seed: int) -> np.ndarray:

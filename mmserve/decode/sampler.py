@@ -11,6 +11,8 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
+from mmserve.decode.constrained.best import Best
+from mmserve.decode.logits import Logits, slices
 
 #: Temperatures below this are greedy: dividing by them would leave the range of fp32.
 GREEDY_BELOW = 1e-4
@@ -21,55 +23,99 @@ _SEED_MIX, _STEP_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def candidates(
-    logits_nV: Tensor, positions: np.ndarray, canvas: Canvas, sampling: Sampling, banned: tuple[int, ...]
+    logits_nV: Tensor | Logits,
+    positions: np.ndarray,
+    canvas: Canvas,
+    sampling: Sampling,
+    banned: tuple[int, ...],
+    best: Best | None = None,
 ) -> Candidates:
-    """One token for each of ``positions``, from the logits of those positions.
+    """One token for each of ``positions`` (ascending), from the logits of those positions.
 
     The confidence is the chosen token's probability before temperature and filters, as in LLaDA; gap and entropy are
     of the same distribution. A drawn token depends on logits, seed, step and position only: not on the batch, nor on
-    which positions were recomputed or asked for.
+    which positions were recomputed or asked for. The rows are judged slice by slice (``decode/logits.py``): no
+    temporary is larger than one. ``best`` notes more of each row than its candidate, and may rule tokens out.
     """
-    logits = logits_nV.float()
-    if sampling.repetition_penalty != 1:
-        logits = _penalise(logits, canvas, sampling.repetition_penalty)
-    logits[:, list(banned)] = -torch.inf
-    if sampling.temperature < GREEDY_BELOW:
-        tokens = logits.argmax(-1)
-    else:
-        offsets = torch.from_numpy(positions - canvas.block_start).to(logits.device)
-        tokens = _draw(logits, offsets, canvas, sampling)
+    held = _held(canvas) if sampling.repetition_penalty != 1 else None
+    noise = _Noise(canvas, sampling.seed) if sampling.temperature >= GREEDY_BELOW else None
+    judged: list[tuple[Tensor, ...]] = []
+    done = 0
+    for part in slices(logits_nV):
+        logits = part.float()
+        if held is not None:
+            _penalise(logits, held, sampling.repetition_penalty)
+        logits[:, list(banned)] = -torch.inf
+        offsets = positions[done : done + len(logits)] - canvas.block_start
+        done += len(logits)
+        if best is not None:
+            best.restrict(logits)
+        if noise is None:
+            tokens = logits.argmax(-1)
+        else:
+            tempered = _filter(logits / sampling.temperature, sampling)
+            mass = torch.logsumexp(tempered, -1, keepdim=True) if best is not None else None
+            drawn = tempered.add_(noise.rows(offsets, logits.shape[-1]).to(logits.device))  # Gumbel-max
+            tokens = drawn.argmax(-1)
+        if best is not None:
+            best.take(logits, None if noise is None or mass is None else drawn - mass)
+        judged.append((tokens, *_figures(logits, tokens)))
+    return Candidates(positions, *(torch.cat(parts).cpu().numpy() for parts in zip(*judged, strict=True)))
+
+
+def described(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
+    """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, and what ``logits`` (fp32 ``[n, V]``) say of them."""
+    return Candidates(positions, *(x.cpu().numpy() for x in (tokens, *_figures(logits, tokens))))
+
+
+def step_generator(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """The random numbers of one step (counted from 1) of one request, whatever else is served."""
+    return torch.Generator(device).manual_seed((seed * _SEED_MIX + step * _STEP_MIX) % (1 << 63))
+
+
+def _figures(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence, gap and entropy ``[n]`` of ``tokens [n]`` under ``logits [n, V]``."""
     log_z = torch.logsumexp(logits, -1)
     confidence = (logits.gather(-1, tokens[:, None])[:, 0] - log_z).exp()
     top = logits.topk(2, -1).values
     entropy = torch.special.entr((logits - log_z[:, None]).exp()).sum(-1)
-    figures = (x.cpu().numpy() for x in (tokens, confidence, top[:, 0] - top[:, 1], entropy))
-    return Candidates(positions, *figures)
+    return confidence, top[:, 0] - top[:, 1], entropy
 
 
-def _penalise(logits: Tensor, canvas: Canvas, penalty: float) -> Tensor:
-    """Logits of tokens that the prompt or the answer holds, divided by ``penalty`` where positive, else multiplied
+def _held(canvas: Canvas) -> np.ndarray:
+    """Tokens that the prompt or the answer holds."""
+    return np.unique(canvas.tokens[~canvas.masked])
+
+
+def _penalise(logits: Tensor, held: np.ndarray, penalty: float) -> None:
+    """Divide the logits of the tokens ``held`` by ``penalty`` where positive, else multiply them, in place
     (CTRL, arXiv 1909.05858)."""
-    held = np.unique(canvas.tokens[~canvas.masked])
     tokens = torch.from_numpy(held[held < logits.shape[-1]]).to(logits.device)
     scores = logits[:, tokens]
     penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
     logits[:, tokens] = penalised.clamp(-_LARGEST, _LARGEST)
-    return logits
 
 
-def _draw(logits: Tensor, offsets: Tensor, canvas: Canvas, sampling: Sampling) -> Tensor:
-    """Gumbel-max over the filtered, tempered logits.
+class _Noise:
+    """The Gumbel noise of one step, a row for each position from the block's first on.
 
-    The noise covers the block, whatever of it is still masked, and then, if asked for, what stands right of the block.
+    Rows that nobody asks for are drawn all the same, so that a position's noise does not depend on them; they are drawn
+    one after another, so that none of it depends on how many are wanted at once.
     """
-    seed = (sampling.seed * _SEED_MIX + (canvas.step + 1) * _STEP_MIX) % (1 << 63)
-    generator = torch.Generator().manual_seed(seed)
-    block, farther = canvas.block_end - canvas.block_start, canvas.size - canvas.block_end
-    lengths = [block, farther] if bool((offsets >= block).any()) else [block]
-    drawn = [torch.empty(length, logits.shape[-1]).exponential_(generator=generator) for length in lengths]
-    noise = torch.cat(drawn).clamp_min_(1e-30)
-    scaled = _filter(logits / sampling.temperature, sampling)
-    return (scaled - noise.log().to(logits.device)[offsets]).argmax(-1)
+
+    def __init__(self, canvas: Canvas, seed: int) -> None:
+        self._generator = step_generator(seed, canvas.step + 1, torch.device("cpu"))
+        self._drawn = 0
+
+    def rows(self, offsets: np.ndarray, vocabulary: int) -> Tensor:
+        """Noise ``[n, vocabulary]``, on the CPU, of positions so far right of the block's first; larger than any asked
+        for before."""
+        exponential = torch.empty(len(offsets), vocabulary)
+        for row, offset in zip(exponential, offsets.tolist(), strict=True):
+            while self._drawn <= offset:
+                row.exponential_(generator=self._generator)
+                self._drawn += 1
+        return exponential.clamp_min_(1e-30).log_().neg_()
 
 
 def _filter(logits: Tensor, sampling: Sampling) -> Tensor:

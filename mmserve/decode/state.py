@@ -8,10 +8,22 @@ import numpy as np
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.events import Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.commit.base import Verdict
+from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one step gave for one request: new final text, the canvas if asked for, and why it ended, if it did."""
+
+    delta: str
+    snapshot: Snapshot | None
+    reason: str | None  # None = goes on; "end", "stop" or "length"
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,17 @@ class Encoded:
     ids: np.ndarray  # int64 [prompt]
     image_rows: np.ndarray  # int64 [visual tokens], ascending
     features: Tensor | None  # [visual tokens, D]; None without images
+    companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
+
+
+@dataclass
+class CompanionState:
+    """What a companion has of one request, and what it says to the pass that is under way."""
+
+    embeddings: Tensor  # [N, D] of the companion, current at the prompt's positions and at those it has run
+    seen: np.ndarray  # int64 [N], the token behind the K/V of each position; -1 = none, or of another prefix
+    drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are judged by it
+    verdict: Verdict | None = None  # on the candidates, until they are chosen from
 
 
 @dataclass
@@ -32,6 +55,9 @@ class Prefilling:
     embeddings: Tensor  # [N, D]
     commit: Commit
     run: int = 0
+    reused: int = 0  # positions, counted from the left, that earlier requests ran
+    companion: CompanionState | None = None  # for policies that ask for it
+    constrained: Constrained | None = None
 
 
 @dataclass
@@ -43,6 +69,8 @@ class Prefilled:
     embeddings: Tensor  # [N, D], current at every position
     candidates: Candidates
     recomputed: int  # token positions run through the model so far
+    companion: CompanionState | None = None
+    constrained: Constrained | None = None
 
 
 @dataclass
@@ -63,3 +91,16 @@ class Decoding:
     @property
     def canvas(self) -> Canvas:
         return self.prefilled.canvas
+
+    @property
+    def companion(self) -> CompanionState | None:
+        return self.prefilled.companion
+
+    @property
+    def recomputed(self) -> int:
+        """Token positions run through the model so far."""
+        return self.prefilled.recomputed
+
+    @property
+    def constrained(self) -> Constrained | None:
+        return self.prefilled.constrained

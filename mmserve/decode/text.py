@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.events import CommittedToken
 
 #: Shown in a snapshot where a position is still masked.
 MASK_GLYPH = "▒"
@@ -43,6 +46,17 @@ class TextStream:
             self._cut()
         return self._take(len(self._decoded) - self._held())
 
+    def advance(self, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
+        """New final text of ``answer``, its final tokens so far, and why it ended, if it did.
+
+        ``complete``: no token follows; it then ended by an end token where it has fewer than ``budget``.
+        """
+        delta = self.push(answer)
+        if not complete or self.stopped:
+            return delta, "stop" if self.stopped else None
+        delta += self.finish()
+        return delta, "stop" if self.stopped else "length" if len(answer) == budget else "end"
+
     def finish(self) -> str:
         """The rest of the text: what was held back, and what of a broken character can be shown."""
         if not self.stopped:
@@ -77,6 +91,23 @@ class TextStream:
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def speller(tokenizer: PreTrainedTokenizerBase) -> Callable[[np.ndarray], str]:
+    """What tokens (int64 ``[n]``) spell, special ones and every space included."""
+    return lambda tokens: str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
+
+
+def committed_tokens(
+    canvas: Canvas, count: int, log_probabilities: np.ndarray, tokenizer: PreTrainedTokenizerBase
+) -> tuple[CommittedToken, ...]:
+    """The answer's first ``count`` tokens as they were committed; ``log_probabilities`` is fp32 ``[N]``."""
+    at = range(canvas.prompt_length, canvas.prompt_length + count)
+    ids = canvas.tokens[at.start : at.stop].tolist()
+    return tuple(
+        CommittedToken(token, tokenizer.decode([token]), float(log_probabilities[i]), int(canvas.committed_at[i]))
+        for i, token in zip(at, ids, strict=True)
+    )
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:

@@ -1,37 +1,95 @@
-"""Bookkeeping of K/V pages: which are free. Pure; the tensors are in ``store``."""
+"""Bookkeeping of K/V pages: whose they are, and which hold a known prefix. Pure; the tensors are in ``store``."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
 
 class PagePool:
-    """A fixed number of pages, handed out and taken back whole."""
+    """A fixed number of pages with reference counts, and a cache of those that hold a known prefix.
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self._free = list(range(total - 1, -1, -1))
+    A page is handed out blank by ``allocate``, and may then be published under a key that says all its K/V depends on
+    (``kv.prefix``). ``share`` hands it to others as well. A published page that nobody references is kept, and is
+    blank again when room is needed: least recently used first, and of one request's pages the last first, for without
+    the pages before it a page is of no use. Pages are shared in whole units of ``unit`` pages.
+    """
+
+    def __init__(self, total: int, *, unit: int = 1) -> None:
+        self.total, self.unit = total, unit
+        self.lookups = 0  # pages asked for with ``share``, and
+        self.hits = 0  # those of them that it found
+        self._blank = list(range(total - 1, -1, -1))
+        self._references: dict[int, int] = {}  # of the pages that are handed out
+        self._key_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, referenced by nobody; least recently used first
 
     @property
     def free(self) -> int:
         """Pages that can be handed out now."""
-        return len(self._free)
+        return len(self._blank) + len(self._idle)
 
     @property
     def in_use(self) -> int:
-        """Pages that are handed out."""
-        return self.total - len(self._free)
+        """Pages that are handed out; one that is shared counts once."""
+        return len(self._references)
+
+    @property
+    def cached(self) -> int:
+        """Pages that are published, handed out or not."""
+        return len(self._page_of)
+
+    def share(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """The published pages of the longest beginning of ``keys``, with one more reference each."""
+        found = 0
+        while found < len(keys) and keys[found] in self._page_of:
+            found += 1
+        pages = tuple(self._page_of[key] for key in keys[: found - found % self.unit])
+        self.lookups += len(keys)
+        self.hits += len(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+            self._references[page] = self._references.get(page, 0) + 1
+        return pages
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """``count`` pages of nobody else's; ``ValueError`` where there are too few (the scheduler asks first)."""
-        if count > len(self._free):
-            raise ValueError(f"{count} pages wanted, {len(self._free)} free")
-        return tuple(self._free.pop() for _ in range(count))
+        if count > self.free:
+            raise ValueError(f"{count} pages wanted, {self.free} free")
+        pages = tuple(self._blank.pop() if self._blank else self._evict() for _ in range(count))
+        self._references.update(dict.fromkeys(pages, 1))
+        return pages
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Let others share a page, whose K/V is final; nothing changes where another page has that key already.
+
+        ``ValueError`` for a page that is not handed out, or has another key.
+        """
+        if page not in self._references or self._key_of.get(page, key) != key:
+            raise ValueError(f"page {page} cannot be published: it is not handed out, or has another key")
+        if key not in self._page_of:
+            self._page_of[key], self._key_of[page] = page, key
 
     def release(self, pages: tuple[int, ...]) -> None:
-        """Take pages back; a page that is free already is a bug and raises ``ValueError``."""
-        again = set(pages) & set(self._free)
+        """Take one reference to each page back; a page that is free already is a bug and raises ``ValueError``."""
+        again = [page for page in pages if page not in self._references]
         if again or len(set(pages)) != len(pages):
-            raise ValueError(f"pages released twice: {sorted(again) or pages}")
-        self._free.extend(reversed(pages))
+            raise ValueError(f"pages released twice: {again or pages}")
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            del self._references[page]
+            if page in self._key_of:
+                self._idle[page] = None
+            else:
+                self._blank.append(page)
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        return page
 
 
 def pages_for(positions: int, page_size: int) -> int:

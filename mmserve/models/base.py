@@ -5,14 +5,17 @@ Policies and stages ask the spec, never the model's name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
 
 
@@ -29,6 +32,18 @@ class Attention(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Renoising:
+    """How a model denoises a canvas of random tokens: the numbers of its ``generation_config.json``."""
+
+    steps: int  # most denoising steps a canvas
+    bound: float  # nats; see the commit policy ``entropy_bound``
+    t_max: float  # temperature of the first step; it falls evenly
+    t_min: float  # what it falls towards
+    stable: int  # a canvas is final once as many steps in a row predict the same as the one before …
+    confident: float  # … and the mean entropy of a position (nats) is below this
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """What a model is. Token ids come from its checkpoint."""
 
@@ -37,11 +52,13 @@ class ModelSpec:
     attention: Attention
     mask_id: int  # stands at open positions; where attention is causal, no pass ever sees it
     end_ids: frozenset[int]  # any of them ends the answer
+    padding_id: int | None = None  # one of them that fills the canvas behind an answer's end; None = whatever ended it
     banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
+    renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
     logit_shift: int = 0  # how far left of a position its row of logits stands: 1 for next-token models and Dream
 
     def __post_init__(self) -> None:
@@ -55,6 +72,8 @@ class ModelSpec:
 
     def block_length(self, asked: int = 0) -> int:
         """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
+        if self.renoising is not None:
+            return self.default_block_length
         if self.attention is Attention.FULL:
             return asked or self.default_block_length
         return self.attention_block or 1
@@ -92,9 +111,59 @@ class VisionEncoder(nn.Module):
         return ""
 
 
+class CanvasNetwork(Protocol):
+    """The network of a model that denoises canvases of random tokens; it keeps its own K/V, one cache a request."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a position; noise is drawn from as many tokens."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its weights."""
+        ...
+
+    def read(self, ids_n: Tensor, past: Any | None) -> Any:
+        """``past`` (None = nothing yet) with final tokens (int64) added behind it."""
+        ...
+
+    def predict(self, canvas_L: Tensor, past: Any, before_LV: Tensor | None) -> Tensor:
+        """Logits (fp32 ``[L, V]``) of a canvas behind ``past``; ``before_LV``: what the step before predicted."""
+        ...
+
+
+@dataclass(frozen=True)
+class CanvasModel:
+    """A checkpoint in memory whose ``spec`` is renoising."""
+
+    spec: ModelSpec
+    network: CanvasNetwork
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    device: torch.device
+    vision: VisionEncoder | None = None
+
+    @property
+    def companion(self) -> None:
+        """None: a companion says what stands at an open position, and here no position is open until all are final."""
+
+    @property
+    def commit_filter(self) -> None:
+        """None: the model says itself when a canvas is final."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the network."""
+        return sum(p.numel() for p in self.network.parameters())
+
+
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint in memory. ``tokenizer`` has a chat template; ``vision`` is None for text-only models."""
+    """A checkpoint in memory. ``tokenizer`` has a chat template; ``vision`` is None for text-only models.
+
+    ``companion``: a causal model with the same tokens, that drafts or judges for this one.
+    ``commit_filter``: what the commit policy ``learned`` asks, None where none was trained.
+    """
 
     spec: ModelSpec
     decoder: Decoder
@@ -102,9 +171,15 @@ class LoadedModel:
     vision: VisionEncoder | None
     dtype: torch.dtype
     device: torch.device
+    companion: LoadedModel | None = None
+    commit_filter: CommitFilter | None = None
 
     @property
     def parameters(self) -> int:
         """Parameters of decoder, tower and projector."""
         modules = [self.decoder, *([self.vision] if self.vision is not None else [])]
         return sum(p.numel() for m in modules for p in m.parameters())
+
+
+#: What a registry loads and an engine serves.
+Model = LoadedModel | CanvasModel

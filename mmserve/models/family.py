@@ -108,6 +108,7 @@ def make_spec(
         attention=attention,
         mask_id=mask_id,
         end_ids=frozenset(ends),
+        padding_id=next((i for i in _padding_ids(sources) if i in ends), None),
         banned_ids=tuple(sorted(banned | placeholders)),
         image_id=sources.image_id,
         video_id=sources.video_id,
@@ -165,6 +166,13 @@ def _end_ids(sources: Sources) -> set[Any]:
     if not ends:
         raise ConfigError(f"{sources.keys.path} has no eos_token_id and the tokenizer no {END_OF_TURN}")
     return ends
+
+
+def _padding_ids(sources: Sources) -> list[Any]:
+    """What may fill a canvas behind an answer's end, the first that ends an answer."""
+    checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
+    named = [*listed_ids(checkpoint.config.get("pad_token_id")), *listed_ids(checkpoint.generation.get("pad_token_id"))]
+    return [*named, tokenizer.pad_token_id, tokenizer.eos_token_id]
 
 
 def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target) -> Decoder:

@@ -82,7 +82,7 @@ class Expert(nn.Module):
 class MoE(nn.Module):
     """The experts of one layer, one after another.
 
-    An expert runs at least ``row_floor`` rows, zeros if need be, so that a token's result need not depend on how
+    An expert runs a multiple of ``row_floor`` rows, zeros if need be, so that a token's result need not depend on how
     many others come to the same expert.
     """
 
@@ -101,7 +101,7 @@ class MoE(nn.Module):
         parts = torch.empty(*chosen.shape, x.shape[-1], device=x.device)
         for index in chosen.unique().tolist():
             token, choice = (chosen == index).nonzero(as_tuple=True)
-            rows = F.pad(x_ND[token], (0, 0, 0, max(0, self.row_floor - len(token))))
+            rows = F.pad(x_ND[token], (0, 0, 0, -len(token) % self.row_floor))
             parts[token, choice] = self.experts[index](rows)[: len(token)].float()
         out = (parts * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
         return out if self.shared is None else out + self.shared(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import torch
 
 from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import ConfigError
-from mmserve.models.base import LoadedModel
+from mmserve.models.base import LoadedModel, Model
 from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
+from mmserve.models.commit_filter import load_filter
+from mmserve.models.companion import accompany
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
     "Dream": "mmserve.models.dream",
+    "diffusion_gemma": "mmserve.models.diffusion_gemma",
     "llada": "mmserve.models.llada",
     "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",
@@ -26,10 +30,12 @@ LOADERS = {
     "sdar": "mmserve.models.block_diffusion",
 }
 HUB = "hub:"
+#: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.
+SHIPPED = {BUNDLED: "reference", f"{BUNDLED}-causal": "reference-causal"}
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Load the model that ``config`` names, in eval mode with frozen weights.
+def load_model(config: ModelConfig) -> Model:
+    """Load the model that ``config`` names, and its companion, in eval mode with frozen weights.
 
     Only ``hub:owner/name`` may use the network. Raises ``ConfigError`` saying what is wrong and what is accepted.
     """
@@ -43,25 +49,35 @@ def load_model(config: ModelConfig) -> LoadedModel:
         device=device,
         hub=config.path.startswith(HUB),
     )
-    return load(checkpoint, target)
+    model = load(checkpoint, target)
+    if isinstance(model, LoadedModel):
+        model = replace(model, commit_filter=load_filter(folder))
+    if not config.companion:
+        return model
+    return accompany(model, load_model(ModelConfig(path=config.companion, dtype=config.dtype, device=config.device)))
 
 
-def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], LoadedModel]:
+def model_folder(path: str) -> Path:
+    """The directory of the checkpoint that a configuration's ``path`` names; raises ``ConfigError``."""
+    return _locate(path)[0]
+
+
+def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
     """The function that loads ``checkpoint``; raises ``ConfigError`` naming the known architectures."""
     architecture = checkpoint.architecture
     if architecture not in LOADERS:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: unknown model_type {architecture!r}; known are {sorted(LOADERS)}"
         )
-    function: Callable[[Checkpoint, Target], LoadedModel] = import_module(LOADERS[architecture]).load
+    function: Callable[[Checkpoint, Target], Model] = import_module(LOADERS[architecture]).load
     return function
 
 
-def bundled_folder() -> Path:
-    """The directory of the model shipped with the package; raises ``ConfigError`` where this copy has none."""
-    folder = Path(__file__).parent.parent / "assets" / "reference"
+def shipped_folder(path: str) -> Path:
+    """The directory of a model of ``SHIPPED``; raises ``ConfigError`` where this copy of the package has none."""
+    folder = Path(__file__).parent.parent / "assets" / SHIPPED[path]
     if not (folder / "config.json").is_file():
-        raise ConfigError("this copy of mmserve has no bundled model; name a checkpoint directory or hub:owner/name")
+        raise ConfigError(f"this copy of mmserve has no model {path!r}; name a checkpoint directory or hub:owner/name")
     return folder
 
 
@@ -90,8 +106,8 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> 
 
 
 def _locate(path: str) -> tuple[Path, str]:
-    if path == BUNDLED:
-        return bundled_folder(), "reference"
+    if path in SHIPPED:
+        return shipped_folder(path), SHIPPED[path]
     if path.startswith(HUB):
         # Imported here: nothing else in loading may reach the network.
         from mmserve.models.towers import download

@@ -1,56 +1,126 @@
-"""Training batches: scenes and questions drawn from a seed, as tensors."""
+"""Training batches: things to ask about and chats about them, drawn from a seed, as tensors."""
 
 from __future__ import annotations
 
+import io
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import av
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmserve.models.chat import IMAGE, prompt_ids
-from mmserve.reference.model import PIXELS, VISUAL_TOKENS, SceneLabels
-from mmserve.reference.scenes import SHORT_TASKS, TRAIN_SEEDS, Question, Scene, caption, draw_scene, sample
+from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
+from mmserve.reference.clips import NARRATION, Clip, h264
+from mmserve.reference.images import LISTING, SHORT_TASKS
+from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
+from mmserve.reference.model import FRAME_TIME, FRAME_TOKENS, FRAMES, PIXELS, VISUAL_TOKENS
+from mmserve.reference.pairs import CELLS, Pair
+from mmserve.reference.recipe import MIXES
+from mmserve.reference.scenes import Scene, Shape
+from mmserve.reference.tasks import SUBJECTS
+from mmserve.reference.teaching import SceneLabels, change_labels
 from mmserve.reference.tokenizer import EOT, token_id
 
 #: Mean and deviation of the processor, per channel: pixels come out in [-1, 1].
 PIXEL_MEAN = PIXEL_STD = 0.5
 #: Tokens of a block, as block-wise decoding will fill the canvas.
 BLOCK = 32
-#: Canvas lengths (tokens) and how often each is drawn, for short answers and for JSON.
-CANVAS = {
-    "short": ((12, 16, 32), (0.7, 0.2, 0.1)),
-    "caption": ((32,), (1.0,)),
-    "json": ((64, 96), (0.85, 0.15)),
-}
-#: Rows of a batch of each kind. One question a row: chats of five turns seemed to teach more slowly, the answers
-#: being easily bound to each other's questions.
-ROWS = {"short": 64, "caption": 48, "json": 32}
 #: Padding behind an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.
 PADDING_WEIGHT = 0.1
+#: One clip in so many is written as H.264 and read again, so that the model knows what compression does.
+COMPRESSED = 8
 
-Sample = tuple[Scene, list[Question]]
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How batches of one kind of subject are made: their rows, and canvas lengths with their shares.
+
+    Packed batches have half the rows, and ``packed`` questions about what each row shows.
+    """
+
+    rows: int
+    packed: int = 1
+    canvas: tuple[tuple[int, ...], tuple[float, ...]] = ((16, 32), (0.8, 0.2))
+
+
+#: One question a row: chats of several turns were learned from more slowly, the answers being easily bound to each
+#: other's questions.
+ROWS = {
+    "image": Rows(rows=48, packed=4),
+    "listing": Rows(rows=32, canvas=((48,), (1.0,))),
+    "json": Rows(rows=24, canvas=((64, 96, 128), (0.15, 0.15, 0.7))),
+    "video": Rows(rows=32, packed=4),
+    "narration": Rows(rows=16, canvas=((48,), (1.0,))),
+    "text": Rows(rows=48, canvas=((48, 64), (0.3, 0.7))),
+    "pair": Rows(rows=24, packed=4),
+    "cells": Rows(rows=16, canvas=((64,), (1.0,))),
+}
+#: Told in random order, so that what is left of a masked answer must tell what it speaks of.
+UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
+#: Everything that batches are drawn from.
+TAUGHT = {**SUBJECTS, **UNORDERED}
+#: Captions are long: they have batches of their own, this share of the image ones, and this canvas (tokens).
+CAPTIONS, CAPTION_CANVAS = 0.12, 48
+
+Sample = tuple[Any, list[Question]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows ``[B, T]`` of chats about a scene each, padded on the right, and what the loss takes of each position.
+    """Rows ``[B, T]`` of chats, padded on the right, and what the loss takes of each position.
 
-    ``kind`` is that of its questions. ``share`` sums to 1 over a row's answer tokens and is 0 elsewhere; ``block`` is
-    the answer block a position lies in (0 outside); ``seen`` is False at padding.
+    ``pixels [M, 3, PIXELS, PIXELS]`` are all pictures of all rows in order (None for text), whose tokens stand where
+    ``visual_at`` is True; ``pooled`` says that they are frames of videos. A ``packed`` row asks several questions of
+    the same media, each as if alone: ``question`` numbers them from 1 (0 = the media before them), and ``positions``
+    count on from the media in each. ``share`` sums to 1 over the answer tokens of a question and is 0 elsewhere;
+    ``block`` is the answer block a position lies in (0 outside); ``seen`` is False at padding. ``labels`` teach the
+    tower; None where the pictures are frames. ``changes [visual tokens, 4]`` teach the decoder (``change_labels``).
+    ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.
     """
 
     kind: str
-    pixels: Tensor
+    pixels: Tensor | None
+    pooled: bool
     ids: Tensor
+    visual_at: Tensor
     seen: Tensor
+    packed: bool
+    question: Tensor
+    positions: Tensor
     share: Tensor
     block: Tensor
-    image_at: int
-    labels: SceneLabels
+    labels: SceneLabels | None
+    changes: Tensor | None
+    left: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on ``device``."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {n: v.to(device) for n, v in values.items() if isinstance(v, Tensor | SceneLabels)}
+        return replace(self, **moved)
+
+    def sees(self, *, causal: bool) -> Tensor:
+        """Attention mask, bool ``[B, 1, T or 1, T]``: True where a position sees another.
+
+        In packed rows a question sees the media and itself. For a causal model that is just what it would see alone;
+        a bidirectional one differs in that its media do not see the question, so its training ends with single ones.
+        """
+        mask = self.seen[:, None, None, :]
+        if self.packed:
+            to, by = self.question[:, None, None, :], self.question[:, None, :, None]
+            shared = to == 0
+            if self.left is not None:
+                shared = shared & (self.positions[:, None, None, :] < self.left[:, None, :, None])
+            mask = mask & (shared | ((to == by) & (to > 0)))
+        if causal:
+            length = self.ids.shape[1]
+            mask = mask & torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
+        return mask
 
 
 def pixels_of(picture: Image.Image) -> Tensor:
@@ -59,70 +129,161 @@ def pixels_of(picture: Image.Image) -> Tensor:
     return torch.from_numpy((array - PIXEL_MEAN) / PIXEL_STD).permute(2, 0, 1)
 
 
-def draw(step: int, seed: int, shares: dict[str, float]) -> tuple[str, list[Sample], int]:
-    """Kind, samples and last canvas of training step ``step``: the same for the same arguments.
+def frame_times(seconds: float) -> list[float]:
+    """When the ``FRAMES`` frames of a clip are taken: the middle of as many equal spans."""
+    return [(i + 0.5) * seconds / FRAMES for i in range(FRAMES)]
 
-    ``shares`` says how often each kind of batch is drawn.
+
+def draw(
+    step: int, seed: int, *, looking: bool, packed: bool = False, scale: float = 1.0, mix: str = "broad"
+) -> tuple[str, list[Sample], int]:
+    """Kind, samples and canvas of training step ``step``: the same for the same arguments.
+
+    ``scale`` multiplies the rows, for machines that take larger batches; ``mix`` is a key of ``MIXES``.
     """
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
+    shares = MIXES["looking" if looking else mix]
     kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
-    samples = [_sample(kind, rng) for _ in range(ROWS[kind])]
-    return kind, samples, rng.choices(*CANVAS[kind])[0]
+    form, subject = ROWS[kind], TAUGHT[kind]
+    canvas = rng.choices(*form.canvas)[0]
+    tasks = list(SHORT_TASKS if kind == "image" else subject.tasks)
+    rows, questions = (form.rows / 2, form.packed) if packed and form.packed > 1 else (form.rows, 1)
+    if kind == "image" and rng.random() < CAPTIONS:
+        tasks, canvas, rows, questions = ["caption"], CAPTION_CANVAS, form.rows, 1
+    return kind, [_several(subject, tasks, questions, rng) for _ in range(max(1, round(rows * scale)))], canvas
 
 
-def _sample(kind: str, rng: random.Random) -> Sample:
-    if kind == "caption":
-        scene = draw_scene(rng)
-        return scene, [caption(scene, rng)]
-    scene, question = sample(rng, "json" if kind == "json" else rng.choice(SHORT_TASKS))
-    return scene, [question]
+def _several(subject: Subject, tasks: list[str], count: int, rng: random.Random) -> Sample:
+    """Something to ask about and up to ``count`` different questions about it."""
+    thing, first = subject.sample(rng.choice(tasks), rng)
+    asked = {first.text: first}
+    for _ in range(2 * (count - 1)):
+        another = subject.ask(thing, rng.choice(tasks), rng)
+        if another is not None and len(asked) < count:
+            asked.setdefault(another.text, another)
+    return thing, list(asked.values())
 
 
 def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:
-    """Tensors of one batch; the last answer of each row is padded with end-of-text to ``canvas`` tokens."""
-    rows = [_row(questions, canvas, tokenizer) for _scene, questions in samples]
-    longest = max(len(ids) for ids, _share, _block in rows)
-    ids = torch.full((len(rows), longest), tokenizer.eos_token_id)
-    share, block = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest, dtype=torch.long)
-    seen = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for b, (row, row_share, row_block) in enumerate(rows):
-        ids[b, : len(row)] = torch.tensor(row)
-        share[b, : len(row)] = torch.tensor(row_share)
-        block[b, : len(row)] = torch.tensor(row_block)
-        seen[b, : len(row)] = True
+    """Tensors of one batch; every answer is padded with end-of-text to ``canvas`` tokens at least."""
+    rows = [_row(_media_ids(kind, thing, tokenizer), questions, canvas, tokenizer) for thing, questions in samples]
+    longest = max(len(row.ids) for row in rows)
+
+    def padded(values: list[list[Any]], fill: Any) -> Tensor:
+        return torch.tensor([v + [fill] * (longest - len(v)) for v in values])
+
+    ids = padded([row.ids for row in rows], tokenizer.eos_token_id)
+    visual = torch.tensor([token_id(tokenizer, IMAGE), token_id(tokenizer, VIDEO)])
+    seen = padded([[True] * len(row.ids) for row in rows], False)
+    pictures = [picture for index, (thing, _questions) in enumerate(samples) for picture in _pictures(thing, index)]
+    scenes = [shapes for thing, _questions in samples for shapes in _shapes(thing)]
+    changes = [_changes(thing) for thing, _questions in samples if kind != "text"]
     return Batch(
         kind,
-        torch.stack([pixels_of(scene.picture) for scene, _questions in samples]),
+        torch.stack([pixels_of(p) for p in pictures]) if pictures else None,
+        kind in ("video", "narration"),
         ids,
+        torch.isin(ids, visual) & seen,
         seen,
-        share / share.sum(1, keepdim=True),
-        block,
-        rows[0][0].index(token_id(tokenizer, IMAGE)),
-        SceneLabels.of([scene for scene, _questions in samples]),
+        any(len(questions) > 1 for _thing, questions in samples),
+        padded([row.question for row in rows], 0),
+        padded([row.positions for row in rows], 0),
+        padded([row.share for row in rows], 0.0),
+        padded([row.block for row in rows], 0),
+        SceneLabels.of(scenes) if scenes else None,
+        torch.cat(changes) if changes else None,
     )
 
 
-def _row(
-    questions: list[Question], canvas: int, tokenizer: PreTrainedTokenizerFast
-) -> tuple[list[int], list[float], list[int]]:
-    """Ids, loss shares and blocks of one chat; each answer ends in end-of-turn, as the chat template ends it."""
-    image_id, eot_id = token_id(tokenizer, IMAGE), token_id(tokenizer, EOT)
+@dataclass
+class _Row:
+    ids: list[int]
+    question: list[int]
+    positions: list[int]
+    share: list[float]
+    block: list[int]
+
+
+def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """What each media placeholder of the prompt becomes: visual positions, a video's with a time before each frame."""
+    if kind == "text":
+        return []
+    if not isinstance(thing, Clip):
+        return [[token_id(tokenizer, IMAGE)] * VISUAL_TOKENS for _ in _shapes(thing)]
     ids: list[int] = []
-    share: list[float] = []
-    block: list[int] = []
-    for turn, question in enumerate(questions):
-        content = [*([{"type": "image"}] if turn == 0 else []), {"type": "text", "text": question.text}]
-        prompt = prompt_ids(tokenizer, [{"role": "user", "content": content}])
-        if turn:
-            prompt = prompt[1:]  # start-of-text stands once
+    for time in frame_times(thing.seconds):
+        ids += tokenizer.encode(FRAME_TIME.format(seconds=int(time)), add_special_tokens=False)
+        ids += [token_id(tokenizer, VIDEO)] * FRAME_TOKENS
+    return [ids]
+
+
+def _row(media: list[list[int]], questions: list[Question], canvas: int, tokenizer: PreTrainedTokenizerFast) -> _Row:
+    """One row: the media once, then each question with its answer, as the chat template writes them."""
+    row = _Row([], [], [], [], [])
+    for number, question in enumerate(questions, start=1):
+        prompt, shared = _prompt(media, question, tokenizer)
+        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), token_id(tokenizer, EOT)]
+        padding = max(0, canvas - len(answer))
+        new = range(len(prompt), len(prompt) + len(answer) + padding)
+        row.ids += prompt[shared if number > 1 else 0 :] + answer + [tokenizer.eos_token_id] * padding
+        row.positions += [*range(shared if number > 1 else 0, new.stop)]
+        row.question += [0] * (shared if number == 1 else 0) + [number] * (new.stop - shared)
+        total = len(answer) + PADDING_WEIGHT * padding
+        share = [1 / total] * len(answer) + [PADDING_WEIGHT / total] * padding
+        row.share += [0.0] * (len(row.ids) - len(row.share) - len(new)) + share
+        row.block += [0] * (len(row.ids) - len(row.block) - len(new)) + [i // BLOCK for i in range(len(new))]
+    return row
+
+
+def _prompt(media: list[list[int]], question: Question, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], int]:
+    """The prompt's ids with its media in place, and how many of them stand before the question's own."""
+    image, video = token_id(tokenizer, IMAGE), token_id(tokenizer, VIDEO)
+    shown = [{"type": "video" if video in ids else "image"} for ids in media]
+    turn = {"role": "user", "content": [*shown, {"type": "text", "text": question.text}]}
+    prompt: list[int] = []
+    waiting, shared = iter(media), 0
+    for token in prompt_ids(tokenizer, [turn]):
+        if token in (image, video):
+            prompt += next(waiting)
+            shared = len(prompt)
         else:
-            at = prompt.index(image_id)
-            prompt = prompt[:at] + [image_id] * VISUAL_TOKENS + prompt[at + 1 :]
-        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), eot_id]
-        padding = canvas - len(answer) if turn == len(questions) - 1 else 0
-        if padding < 0:
-            raise ValueError(f"an answer of {len(answer)} tokens does not fit a canvas of {canvas}: {question.answer}")
-        ids += prompt + answer + [tokenizer.eos_token_id] * padding
-        share += [0.0] * len(prompt) + [1.0] * len(answer) + [PADDING_WEIGHT] * padding
-        block += [0] * len(prompt) + [i // BLOCK for i in range(len(answer) + padding)]
-    return ids, share, block
+            prompt.append(token)
+    return prompt, shared
+
+
+def _pictures(thing: Any, index: int) -> tuple[Image.Image, ...]:
+    if isinstance(thing, Scene):
+        return (thing.picture,)
+    if isinstance(thing, Pair):
+        return thing.first.picture, thing.second.picture
+    if not isinstance(thing, Clip):
+        return ()
+    times = frame_times(thing.seconds)
+    return _through_h264(thing, times) if index % COMPRESSED == 0 else thing.frames(times).pictures
+
+
+def _through_h264(clip: Clip, times: list[float]) -> tuple[Image.Image, ...]:
+    """The frames nearest below ``times`` of the clip written as a file and read again."""
+    frames = clip.frames()
+    with av.open(io.BytesIO(h264(frames)), "r") as container:
+        container.streams.video[0].thread_count = 1
+        decoded = [frame.to_image() for frame in container.decode(video=0)]
+    return tuple(decoded[min(len(decoded) - 1, int(t * frames.per_second))] for t in times)
+
+
+def _shapes(thing: Any) -> list[tuple[Shape, ...]]:
+    """The shapes of each picture that the tower is taught; none of clips and text."""
+    if isinstance(thing, Scene):
+        return [thing.shapes]
+    if isinstance(thing, Pair):
+        return [thing.first.shapes, thing.second.shapes]
+    return []
+
+
+def _changes(thing: Any) -> Tensor:
+    """What the decoder is taught of the visual tokens of one prompt."""
+    if isinstance(thing, Clip):
+        times = frame_times(thing.seconds)
+        return change_labels([thing.held(t) for t in times], [int(t) for t in times], pooled=True)
+    held = [{(s.row, s.column): (s.kind, s.color) for s in shapes} for shapes in _shapes(thing)]
+    return change_labels(held, None, pooled=False)

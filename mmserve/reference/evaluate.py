@@ -1,22 +1,34 @@
-"""How often the answers are right: fresh scenes of every task, asked over gRPC, with 95% intervals."""
+"""How often the answers are right: fresh items of every task, asked over gRPC, with 95% intervals."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from mmserve.client import Client, Options
-from mmserve.reference.scenes import TASKS, TEST_SEEDS, Question, Scene, correct, sample
+from mmserve.reference.clips import h264
+from mmserve.reference.items import TEST_SEEDS, Frames, Question
+from mmserve.reference.scenes import png
+from mmserve.reference.tasks import SUBJECTS, TASKS, correct, sample
 
-#: Canvas (tokens) asked for, by task.
-CANVAS = {"count": 16, "color": 16, "position": 16, "what": 16, "yes_no": 16, "json": 64}
+#: Canvas (tokens) asked for, by task; 16 for the others.
+CANVAS = {"caption": 48, "json": 128, "differs": 32, "arithmetic": 64}
+SHORT_CANVAS = 16
 #: Questions in flight at once: the answers do not depend on it.
 CONCURRENT = 8
 #: How far the test seeds of one task's, and of one evaluation seed's, items lie from the next one's.
-TASK_STRIDE, SEED_STRIDE = 150_001, 10_007
+TASK_STRIDE, SEED_STRIDE = 50_021, 10_007
+
+
+class Shown(TypedDict):
+    """The media of a question, as the client takes them."""
+
+    images: list[bytes]
+    videos: Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -30,26 +42,47 @@ class Row:
     high: float
 
 
-def item(task: str, index: int, seed: int) -> tuple[Scene, Question]:
-    """The ``index``-th test scene of ``seed`` with a question of ``task``; never seen in training."""
-    position = TASKS.index(task) * TASK_STRIDE + seed * SEED_STRIDE + index
-    return sample(random.Random(TEST_SEEDS[position % len(TEST_SEEDS)]), task)
+def item(task: str, index: int, seed: int) -> tuple[Any, Question]:
+    """The ``index``-th test item of ``seed`` for ``task``: what is asked about, and the question; never trained on."""
+    position = list(TASKS).index(task) * TASK_STRIDE + seed * SEED_STRIDE + index
+    return sample(task, random.Random(TEST_SEEDS[position % len(TEST_SEEDS)]))
+
+
+def shown(task: str, thing: Any) -> Shown:
+    """The media of an item as files: PNG pictures and H.264 clips."""
+    media = SUBJECTS[TASKS[task]].media(thing)
+    return Shown(
+        images=[png(m) for m in media if not isinstance(m, Frames)],
+        videos=[h264(m) for m in media if isinstance(m, Frames)],
+    )
+
+
+def canvas(task: str) -> int:
+    """Tokens to ask for."""
+    return CANVAS.get(task, SHORT_CANVAS)
 
 
 def evaluate(
-    target: str, *, limit: int, seed: int, options: Options, progress: Callable[[str], None], token: str | None = None
+    target: str,
+    *,
+    tasks: Sequence[str],
+    limit: int,
+    seed: int,
+    options: Options,
+    progress: Callable[[str], None],
 ) -> list[Row]:
     """Ask ``limit`` questions of each task of the server at ``target``, decoded as ``options`` say."""
     rows = []
-    with Client(target, timeout=600, token=token) as client, ThreadPoolExecutor(CONCURRENT) as pool:
+    with Client(target, timeout=600) as client, ThreadPoolExecutor(CONCURRENT) as pool:
         client.wait_ready()
 
-        def right(asked: tuple[Scene, Question]) -> bool:
-            scene, question = asked
-            wanted: Options = {"max_new_tokens": CANVAS[question.task], **options}
-            return correct(question, client.generate(question.text, [scene.png()], **wanted).text)
+        def right(asked: tuple[Any, Question]) -> bool:
+            thing, question = asked
+            media = shown(question.task, thing)
+            wanted: Options = {"max_new_tokens": canvas(question.task), **options, "videos": media["videos"]}
+            return correct(question, client.generate(question.text, media["images"], **wanted).text)
 
-        for task in TASKS:
+        for task in tasks:
             progress(f"{task}: {limit} questions")
             rows.append(row(task, sum(pool.map(right, [item(task, index, seed) for index in range(limit)])), limit))
     return rows

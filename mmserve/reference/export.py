@@ -1,11 +1,13 @@
-"""Write the trained model as a checkpoint: ``python -m mmserve.reference.export --run DIR --out DIR``.
+"""Write a trained model as a checkpoint: ``python -m mmserve.reference.export --run DIR --out DIR``.
 
-The result is an ordinary directory in LLaDA-V's layout, loaded by the same code as any other.
+The result is an ordinary directory in LLaDA-V's or LLaVA's layout, loaded by the same code as any other. Its card takes
+the accuracy from ``quality.json`` in the run's folder, what ``mmserve bench quality --json`` printed, if it is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,12 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
-from mmserve.models.chat import IMAGE
+from mmserve.models.chat import IMAGE, VIDEO
 from mmserve.models.checkpoint import write_checkpoint, write_json
-from mmserve.models.layouts import HUGGING_FACE, config_json, decoder_tensors, vision_tensors
+from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA, Layout, config_json, decoder_tensors, vision_tensors
 from mmserve.models.towers import BESIDE, PROCESSOR
 from mmserve.reference.data import PIXEL_MEAN, PIXEL_STD
-from mmserve.reference.model import PIXELS, SELECT_LAYER, ReferenceModel
+from mmserve.reference.model import FRAME_TIME, FRAMES, PIXELS, POOL, SELECT_LAYER, ReferenceModel
 from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, MASK, save_tokenizer, train_tokenizer
 from mmserve.reference.train import VOCAB_MULTIPLE
 
@@ -37,15 +39,21 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
         raise ConfigError(
             f"{path} has {rows} vocabulary rows, which do not fit the tokenizer's {len(tokenizer)} tokens"
         )
-    model = ReferenceModel(rows)
+    causal = state["recipe"]["objective"] == "causal"
+    layout = LLAVA_LLAMA if causal else HUGGING_FACE
+    model = ReferenceModel(rows, causal=causal)
     model.load_state_dict(state["average"])
-    tensors = decoder_tensors(HUGGING_FACE, model.decoder) | vision_tensors(model.tower, model.projector, None)
-    write_checkpoint(out, _config(model, tokenizer, dtype), {name: t.detach().to(dtype) for name, t in tensors.items()})
+    tensors = decoder_tensors(layout, model.decoder) | vision_tensors(model.tower, model.projector, None)
+    write_checkpoint(
+        out, _config(layout, model, tokenizer, dtype), {name: t.detach().to(dtype) for name, t in tensors.items()}
+    )
     write_json(out / "generation_config.json", _generation(tokenizer))
     save_tokenizer(tokenizer, out)
     write_json(out / BESIDE / "config.json", {**model.tower.config.to_diff_dict(), "model_type": "clip_vision_model"})
     write_json(out / BESIDE / PROCESSOR, processor_settings())
-    (out / "MODEL_CARD.md").write_text(_card(model, state), encoding="utf-8")
+    quality = run / "quality.json"
+    report = json.loads(quality.read_text()) if quality.is_file() else None
+    (out / "MODEL_CARD.md").write_text(_card(model, state, report), encoding="utf-8")
 
 
 def processor_settings() -> dict[str, Any]:
@@ -66,10 +74,12 @@ def processor_settings() -> dict[str, Any]:
     return {"image_processor_type": "CLIPImageProcessor", **settings}
 
 
-def _config(model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> dict[str, Any]:
+def _config(
+    layout: Layout, model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype
+) -> dict[str, Any]:
     mask, bos, eos = tokenizer.convert_tokens_to_ids([MASK, BOS, EOS])
     return {
-        **config_json(HUGGING_FACE, model.decoder.config),
+        **config_json(layout, model.decoder.config),
         "torch_dtype": str(dtype).removeprefix("torch."),
         "mask_token_id": mask,
         "bos_token_id": bos,
@@ -82,13 +92,17 @@ def _config(model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, dtype: to
         "mm_vision_select_feature": "patch",
         "mm_patch_merge_type": "flat",
         "image_aspect_ratio": "square",
+        "mm_video_frames": FRAMES,
+        "mm_video_time": FRAME_TIME,
+        "mm_spatial_pool_stride": POOL,
+        "mm_spatial_pool_mode": "average",
     }
 
 
 def _generation(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """The model was trained to fill the canvas behind an answer with the end of text, so that is not suppressed."""
     bos, eos, eot = tokenizer.convert_tokens_to_ids([BOS, EOS, EOT])
-    suppressed = tokenizer.convert_tokens_to_ids([BOS, HEADER, HEADER_END, MASK, IMAGE])
+    suppressed = tokenizer.convert_tokens_to_ids([BOS, HEADER, HEADER_END, MASK, IMAGE, VIDEO])
     return {
         "bos_token_id": bos,
         "eos_token_id": [eos, eot],
@@ -97,20 +111,43 @@ def _generation(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def _card(model: ReferenceModel, state: Mapping[str, Any]) -> str:
+def _card(model: ReferenceModel, state: Mapping[str, Any], report: Mapping[str, Any] | None) -> str:
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    kind = "An autoregressive" if model.causal else "A masked-diffusion"
+    layout, attention = ("LLaVA", "causal") if model.causal else ("LLaDA-V", "full")
     return f"""# mmserve reference model
 
-A masked-diffusion vision-language model of {parameters:.1f} M parameters that answers questions about small drawn
-scenes, in words or as JSON. It exists to try and test mmserve with; it knows nothing but its scenes.
+{kind} vision-language model of {parameters:.1f} M parameters that answers questions about drawn pictures and clips, in
+words or as JSON, and does small sums. It exists to try and measure mmserve with; it knows nothing else.
 
-- Architecture: LLaDA-V's (a CLIP-style tower, an MLP projector, a LLaMA-style decoder with full attention).
-- Input: one picture, scaled to {PIXELS} x {PIXELS} pixels, and a question in English.
-- Data: scenes and questions generated by `mmserve.reference.scenes`; no outside data.
-- Training: on a CPU; weights averaged over the last steps. Accuracy: `mmserve bench quality`.
-- Made by `python -m mmserve.reference.train` and `python -m mmserve.reference.export`.
+- Architecture: {layout}'s (a LLaMA-style decoder with {attention} attention, a CLIP-style tower, an MLP projector).
+- Input: pictures scaled to {PIXELS} x {PIXELS} pixels, {FRAMES} frames of a clip, questions in English.
+- Data: generated by `mmserve.reference.tasks`; no outside data.
+- Made by `python -m mmserve.reference.train` and `python -m mmserve.reference.export`; weights are the average over the
+  last steps.
 - License: Apache-2.0.
-{_legs(state)}"""
+{_accuracy(report)}{_legs(state)}"""
+
+
+def _accuracy(report: Mapping[str, Any] | None) -> str:
+    """The table of ``mmserve bench quality``."""
+    if report is None:
+        return ""
+    settings, machine = report["settings"], report["machine"]
+    rows = "\n".join(
+        f"| {row['task']} | {row['n']} | {row['accuracy']:.1%} | {row['low']:.1%} to {row['high']:.1%} |"
+        for row in report["rows"]
+    )
+    return f"""
+## Accuracy
+
+`mmserve bench quality --limit {report["rows"][0]["n"]} --seed {settings["seed"]}`, recompute `{settings["recompute"]}`,
+commit `{settings["commit"]}`, on {machine["cpu"]}, torch {machine["torch"]}:
+
+| task | items | right | 95% interval |
+|---|---|---|---|
+{rows}
+"""
 
 
 def _legs(state: Mapping[str, Any] | None) -> str:
@@ -119,14 +156,18 @@ def _legs(state: Mapping[str, Any] | None) -> str:
         return ""
     recipe = "\n".join(f"- {key}: {value}" for key, value in state["recipe"].items())
     began = " It began with the weights of the run below." if state.get("before") else ""
-    head = f"Up to step {state['done']}, {state['seconds'] / 60:.0f} minutes.{began}"
-    return f"\n## Recipe\n\n{head}\n\n{recipe}\n{_legs(state.get('before'))}"
+    made_on = state.get("machine") or {}
+    where = ", ".join(
+        f"{key} {made_on[key]}" for key in ("cpu", "gpu", "python", "torch", "transformers") if key in made_on
+    )
+    head = f"{state['done']} steps in {state['seconds'] / 60:.0f} minutes{f' ({where})' if where else ''}.{began}"
+    return f"\n## Training\n\n{head}\n\n{recipe}\n{_legs(state.get('before'))}"
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Write the trained model as a checkpoint in LLaDA-V's layout.")
-    parser.add_argument("--run", type=Path, default=Path("runs/reference"), help="folder that holds state.pt")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--run", type=Path, default=Path("runs/diffusion"), help="folder that holds state.pt")
     parser.add_argument("--out", type=Path, default=Path("mmserve/assets/reference"), help="folder to write")
     arguments = parser.parse_args()
     export(arguments.run, arguments.out)

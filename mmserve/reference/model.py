@@ -1,8 +1,6 @@
-"""The bundled model as it is trained: CLIP tower, MLP projector and decoder, and the tower's teaching heads."""
+"""The bundled models as they are trained: CLIP tower, MLP projector and decoder."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,22 +8,29 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from mmserve.models.decoder import Attend, Decoder, DecoderConfig, dense_attention
-from mmserve.reference.scenes import COLORS, KINDS, SIZES, Scene
 
-PIXELS, PATCH = 72, 12
+PIXELS, PATCH = 72, 8
 GRID = PIXELS // PATCH
 VISUAL_TOKENS = GRID * GRID
+#: A video's frames are pooled over squares of this side, as LLaVA-NeXT-Video does: one token a cell of the scene.
+POOL = 3
+FRAME_TOKENS = (GRID // POOL) ** 2
+#: Frames taken from a clip, evenly, and the text in front of each.
+FRAMES = 8
+FRAME_TIME = "{seconds}s:"
 #: The tower layer whose patch features go to the decoder, as LLaVA counts it (the last but one).
 SELECT_LAYER = -2
+#: The decoder layer behind which training reads what the visual tokens have come to mean: half-way.
+TAUGHT_LAYER = 2
 
 
 def decoder_config(vocab_size: int) -> DecoderConfig:
-    """The bundled decoder: 4 layers of 256, 8 heads of 32, full attention (3.4 M parameters)."""
+    """The bundled decoders: 6 layers of 256, 8 heads of 32 (5.1 M parameters)."""
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=704,
-        num_layers=4,
+        num_layers=6,
         num_heads=8,
         num_kv_heads=8,
         head_dim=32,
@@ -34,7 +39,7 @@ def decoder_config(vocab_size: int) -> DecoderConfig:
 
 
 def tower_config() -> CLIPVisionConfig:
-    """The bundled vision tower: CLIP's, 4 layers of 128 over 36 patches and a CLS token (0.9 M parameters)."""
+    """The bundled vision tower: CLIP's, 4 layers of 128 over 81 patches and a CLS token (0.9 M parameters)."""
     return CLIPVisionConfig(
         hidden_size=128,
         intermediate_size=512,
@@ -47,12 +52,12 @@ def tower_config() -> CLIPVisionConfig:
     )
 
 
-def explicit_attention(seen: Tensor) -> Attend:
+def explicit_attention(mask: Tensor) -> Attend:
     """Attention spelled out, for training on a CPU: there SDPA's backward took 67 ms a layer, this takes 21.
 
-    ``seen`` is bool ``[B, 1, 1, T]``; queries and keys ``[B, T, H, K]`` have equally many heads.
+    ``mask`` is bool ``[B, 1, T or 1, T]``, True = seen; queries and keys ``[B, T, H, K]`` have equally many heads.
     """
-    bias = torch.zeros(seen.shape).masked_fill(~seen, -1e4)
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -1e4)
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, _length, heads, size = q.shape
@@ -65,13 +70,15 @@ def explicit_attention(seen: Tensor) -> Attend:
 
 
 class ReferenceModel(nn.Module):
-    """Tower, projector (``mlp2x_gelu``) and decoder: what a checkpoint of the bundled model holds."""
+    """Tower, projector (``mlp2x_gelu``) and decoder: what a checkpoint holds. ``causal`` makes it autoregressive."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, causal: bool) -> None:
         super().__init__()
         tower = tower_config()
+        self.causal = causal
         self.decoder = Decoder(decoder_config(vocab_size))
         self.tower = CLIPVisionModel(tower)
+        self.tower.set_attn_implementation("eager")  # on a CPU the backward of SDPA is slower, as above
         self.projector = nn.Sequential(
             nn.Linear(tower.hidden_size, self.decoder.config.hidden_size),
             nn.GELU(),
@@ -80,92 +87,48 @@ class ReferenceModel(nn.Module):
         _initialise(self)
 
     def look(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Patch features ``[B, VISUAL_TOKENS, 128]`` of layer ``SELECT_LAYER`` and the pooled CLS ``[B, 128]``."""
+        """Patch features ``[M, VISUAL_TOKENS, 128]`` of layer ``SELECT_LAYER`` and the pooled CLS ``[M, 128]``."""
         out = self.tower(pixels, output_hidden_states=True)
         return out.hidden_states[SELECT_LAYER][:, 1:], out.pooler_output
 
-    def forward(self, features: Tensor, ids: Tensor, image_at: int, seen: Tensor) -> Tensor:
-        """Logits ``[B, T, V]`` of ``ids [B, T]``.
+    def visual(self, features: Tensor, *, pooled: bool) -> Tensor:
+        """Visual tokens ``[M, VISUAL_TOKENS or FRAME_TOKENS, 256]``; frames of videos are averaged over squares."""
+        tokens = self.projector(features)
+        if not pooled:
+            return tokens
+        grid = tokens.unflatten(1, (GRID, GRID)).permute(0, 3, 1, 2)
+        return F.avg_pool2d(grid.float(), POOL).flatten(2).transpose(1, 2).to(tokens.dtype)
 
-        The ``VISUAL_TOKENS`` rows from ``image_at`` hold ``features``; ``seen [B, T]`` is False at padding.
+    def forward(
+        self, visual: Tensor | None, ids: Tensor, visual_at: Tensor, positions: Tensor, sees: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, T, V]`` of ``ids [B, T]`` at integer ``positions [B, T]``, and the hidden states ``[B, T, D]``
+        behind ``TAUGHT_LAYER``.
+
+        The places where ``visual_at`` is True hold the tokens of ``visual``, in order; ``sees`` is the attention mask,
+        bool ``[B, 1, T or 1, T]``.
         """
         x = self.decoder.embed(ids)
-        x = torch.cat([x[:, :image_at], self.projector(features).to(x.dtype), x[:, image_at + VISUAL_TOKENS :]], dim=1)
-        attend = dense_attention if x.is_cuda else explicit_attention
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        return self.decoder.logits(self.decoder(x, positions, attend(seen[:, None, None, :])))
+        if visual is not None:
+            x = x.masked_scatter(visual_at[..., None], visual.flatten(0, 1).to(x.dtype))
+        attend = (dense_attention if x.is_cuda else explicit_attention)(sees)
+        cos, sin = self.decoder.rotary(positions)
+        hidden = []
+        for index, layer in enumerate(self.decoder.layers):
+            x = layer(x, cos, sin, index, attend)
+            hidden.append(x)
+        return self.decoder.logits(self.decoder.norm(x)), hidden[TAUGHT_LAYER]
 
 
 def _initialise(model: ReferenceModel) -> None:
     """Embeddings at a tenth of the usual scale: at scale 1 the model takes ten times longer to learn to look."""
-    for name, parameter in model.named_parameters():
-        if not name.startswith("tower.") and parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-    nn.init.normal_(model.decoder.embed.weight, std=0.1)
     residual = 0.02 / (2 * model.decoder.config.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")) and name.startswith("decoder."):
-            nn.init.normal_(parameter, std=residual)
+        if name.startswith("decoder.") and parameter.dim() == 2:
+            is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=residual if is_residual else 0.02)
         elif name.startswith("projector.") and parameter.dim() == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         elif name.endswith("position_embedding.weight"):
             nn.init.normal_(parameter, std=0.1)
-
-
-@dataclass(frozen=True)
-class SceneLabels:
-    """What the tower is taught directly: per patch (the shape whose cell it lies in) and for the whole picture."""
-
-    patches: Tensor  # [B, VISUAL_TOKENS, 7]: kind, colour, size, rank in reading order (0 = empty), row, column, name
-    presence: Tensor  # [B, 18]: one bit for each colour × kind
-    count: Tensor  # [B]
-
-    @classmethod
-    def of(cls, scenes: list[Scene]) -> SceneLabels:
-        colors = tuple(COLORS)
-        patches = torch.zeros(len(scenes), GRID, GRID, 7, dtype=torch.long)
-        presence = torch.zeros(len(scenes), len(colors) * len(KINDS))
-        per_cell = GRID // 3
-        for b, scene in enumerate(scenes):
-            for row in range(3):
-                for column in range(3):
-                    block = patches[
-                        b, row * per_cell : (row + 1) * per_cell, column * per_cell : (column + 1) * per_cell
-                    ]
-                    block[..., 4], block[..., 5] = row, column
-            for rank, s in enumerate(scene.shapes, start=1):
-                block = patches[
-                    b, s.row * per_cell : (s.row + 1) * per_cell, s.column * per_cell : (s.column + 1) * per_cell
-                ]
-                block[..., 0] = 1 + KINDS.index(s.kind)
-                block[..., 1] = 1 + colors.index(s.color)
-                block[..., 2] = 1 + SIZES.index(s.size)
-                block[..., 3] = rank
-                name = colors.index(s.color) * len(KINDS) + KINDS.index(s.kind)
-                block[..., 6] = 1 + name
-                presence[b, name] = 1.0
-        count = torch.tensor([len(scene.shapes) for scene in scenes])
-        return cls(patches.flatten(1, 2), presence, count)
-
-
-class TeachingHeads(nn.Module):
-    """Linear read-outs of the tower, used in training only, so that features and CLS come to mean something."""
-
-    PATCH_CLASSES = (1 + len(KINDS), 1 + len(COLORS), 1 + len(SIZES), 4, 3, 3, 1 + len(KINDS) * len(COLORS))
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.patch = nn.Linear(hidden, sum(self.PATCH_CLASSES))
-        self.presence = nn.Linear(hidden, len(COLORS) * len(KINDS))
-        self.count = nn.Linear(hidden, 4)
-
-    def forward(self, features: Tensor, pooled: Tensor, labels: SceneLabels) -> tuple[Tensor, Tensor]:
-        """The teaching loss, and the share of pictures whose every patch label is read right."""
-        loss = F.binary_cross_entropy_with_logits(self.presence(pooled).float(), labels.presence)
-        loss = loss + F.cross_entropy(self.count(pooled).float(), labels.count)
-        right = torch.ones(labels.patches.shape[:2], dtype=torch.bool)
-        for index, logits in enumerate(self.patch(features).float().split(self.PATCH_CLASSES, dim=-1)):
-            target = labels.patches[..., index]
-            loss = loss + F.cross_entropy(logits.flatten(0, 1), target.flatten())
-            right &= logits.argmax(-1) == target
-        return loss, right.all(1).float().mean()
+    nn.init.normal_(model.decoder.embed.weight, std=0.1)

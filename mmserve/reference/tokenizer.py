@@ -1,4 +1,4 @@
-"""The bundled model's tokenizer: byte-level BPE holding every byte, with LLaDA's special tokens and chat template."""
+"""The bundled model's tokenizer: byte-level BPE holding every byte, digits one by one, with LLaDA's special tokens."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mmserve.models.chat import CHAT_TEMPLATE, IMAGE
-from mmserve.reference.scenes import TASKS, TRAIN_SEEDS, sample
+from mmserve.models.chat import CHAT_TEMPLATE, IMAGE, VIDEO
+from mmserve.reference.items import TRAIN_SEEDS
+from mmserve.reference.tasks import TASKS, sample
 
 BOS, EOS, EOT, MASK = "<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|mdm_mask|>"
 HEADER, HEADER_END = "<|start_header_id|>", "<|end_header_id|>"
-SPECIALS = (BOS, EOS, EOT, MASK, HEADER, HEADER_END, IMAGE)
-VOCAB_SIZE = 512
+SPECIALS = (BOS, EOS, EOT, MASK, HEADER, HEADER_END, IMAGE, VIDEO)
+VOCAB_SIZE = 640
 
 
 def _corpus(lines: int) -> Iterator[str]:
     rng = random.Random(TRAIN_SEEDS[0])
+    tasks = tuple(TASKS)
     for index in range(lines):
-        _scene, question = sample(rng, TASKS[index % len(TASKS)])
+        _thing, question = sample(tasks[index % len(tasks)], rng)
         yield question.text
         yield question.answer
     yield from ("user", "assistant", "system") * lines
@@ -30,7 +32,9 @@ def _corpus(lines: int) -> Iterator[str]:
 def train_tokenizer(*, lines: int = 3000) -> PreTrainedTokenizerFast:
     """Train the tokenizer on generated questions and answers; the same call always gives the same tokenizer."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

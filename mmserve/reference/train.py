@@ -1,8 +1,9 @@
-"""Train the bundled model: ``python -m mmserve.reference.train --out runs/reference``; resumes where it stopped.
+"""Train a bundled model: ``python -m mmserve.reference.train``; stopped, it resumes where it was.
 
-Stage 1 teaches the tower alone (labels of every patch and of the picture): with a tower that already sees, the
-decoder learns to look ten times sooner. Stage 2 trains everything with the masked-diffusion loss of LLaDA
-(cross-entropy at masked positions over the masking rate; arXiv 2502.09992) beside the teaching loss.
+Two objectives share data, tokenizer and tower: ``diffusion`` (LLaDA's masked loss, cross-entropy at masked positions
+over the masking rate; arXiv 2502.09992) and ``causal`` (next token). Stage 1 teaches the tower alone, with labels of
+every patch and of the picture: with a tower that already sees, the decoder learns to look ten times sooner. Stage 2
+trains everything, the teaching loss beside the main one.
 """
 
 from __future__ import annotations
@@ -11,58 +12,34 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerFast
 
+from mmserve.observe.machine import describe
 from mmserve.reference.data import Batch, collate, draw
-from mmserve.reference.model import ReferenceModel, TeachingHeads
+from mmserve.reference.heldout import quick_accuracy
+from mmserve.reference.losses import STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
+from mmserve.reference.model import ReferenceModel
 from mmserve.reference.parallel import Processes
+from mmserve.reference.plot import plot
+from mmserve.reference.recipe import OBJECTIVES, RECIPES, Recipe
+from mmserve.reference.teaching import TeachingHeads
 from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 
 #: Vocabulary rows: the tokenizer's size rounded up to a multiple of 64.
 VOCAB_MULTIPLE = 64
-#: Share of rows whose every answer token is masked: then only the picture tells.
-ALL_MASKED = 0.4
-#: Masking rates of captions: what is left must tell which shape is meant, as their order is random.
-CAPTION_RATES = (0.3, 0.85)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Everything that decides the result; recorded in the checkpoint."""
-
-    tower_steps: int = 800
-    looking_steps: int = 1500  # steps of stage 2 whose batches are JSON and captions: they teach to find things
-    steps: int = 6000
-    json_share: float = 0.15  # of the batches, later
-    caption_share: float = 0.35
-    muon_lr: float = 2.5e-3
-    adam_lr: float = 1.8e-3
-    warmup: int = 150
-    teaching: float = 0.3
-    ema: float = 0.998
-    lowest_rate: float = 0.08
-    seed: int = 0
-
-    def shares(self, step: int) -> dict[str, float]:
-        """How often each kind of batch is drawn at ``step``."""
-        if step < self.tower_steps + self.looking_steps:
-            return {"json": 0.5, "caption": 0.5}
-        return {
-            "json": self.json_share,
-            "caption": self.caption_share,
-            "short": 1 - self.json_share - self.caption_share,
-        }
+#: Steps between lines of the log, saved states, and looks at the accuracy; the last step has all three.
+LOG_EVERY, SAVE_EVERY, MEASURE_EVERY = 100, 200, 1000
 
 
 class Optimizers:
-    """Muon for the matrices of the towers' and decoder's layers, AdamW for everything else."""
+    """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else."""
 
     def __init__(self, model: ReferenceModel, heads: TeachingHeads, recipe: Recipe) -> None:
         matrices: list[Tensor] = []
@@ -77,6 +54,7 @@ class Optimizers:
         )
 
     def step(self, factor: float) -> None:
+        """Update with ``factor`` of the full learning rates, and clear the gradients."""
         for optimizer, rate in zip(self.all, self.rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
@@ -84,77 +62,69 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Masked ids ``[B, T]`` and the loss weight of each position ``[B, T]`` (0 where not masked).
+class Steps(Dataset[Batch]):
+    """The batch of each training step, for a loader: drawn from the step's number alone."""
 
-    A row masks each answer token with its own rate, drawn uniformly, or all of them (``ALL_MASKED`` of rows). Of rows
-    with more than one block, half are masked as block-wise decoding meets them: what stands left of a random block is
-    known, what stands right of it is masked and carries no loss.
-    """
-    rows = len(batch.ids)
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, processes: Processes) -> None:
+        self.recipe, self.tokenizer, self.processes = recipe, tokenizer, processes
 
-    def uniform() -> Tensor:
-        return torch.rand(rows, 1, generator=generator)
+    def __len__(self) -> int:
+        return self.recipe.steps
 
-    rate = uniform() * (1 - lowest_rate) + lowest_rate
-    if batch.kind == "caption":
-        rate = CAPTION_RATES[0] + uniform() * (CAPTION_RATES[1] - CAPTION_RATES[0])
-    else:
-        rate = torch.where(uniform() < ALL_MASKED, torch.ones(rows, 1), rate)
-    drawn = torch.rand(batch.ids.shape, generator=generator) < rate
-    blocks = batch.block.amax(1, keepdim=True) + 1
-    current = (uniform() * blocks).long()
-    blockwise = (uniform() < 0.5) & (blocks > 1)
-    inside, right = batch.block == current, batch.block > current
-    answer = batch.share > 0
-    masked = answer & torch.where(blockwise, (drawn & inside) | right, drawn)
-    weight = masked * batch.share / rate
-    weight = torch.where(blockwise, weight * inside * blocks, weight)
-    return torch.where(masked, mask_id, batch.ids), weight
-
-
-def diffusion_loss(model: ReferenceModel, features: Tensor, batch: Batch, ids: Tensor, weight: Tensor) -> Tensor:
-    """Weighted cross-entropy of the masked answer tokens, averaged over rows."""
-    chosen = weight > 0
-    logits = model(features, ids, batch.image_at, batch.seen)[chosen].float()
-    loss = F.cross_entropy(logits, batch.ids[chosen], reduction="none")
-    return (loss * weight[chosen]).sum() / len(ids)
+    def __getitem__(self, step: int) -> Batch:
+        recipe = self.recipe
+        looking = step < recipe.tower_steps + recipe.looking_steps
+        packed = recipe.objective == "causal" or step < recipe.packed_steps
+        kind, samples, canvas = draw(
+            step, recipe.seed, looking=looking, packed=packed, scale=recipe.scale, mix=recipe.mix
+        )
+        samples = self.processes.share(samples)
+        return collate(kind, samples, canvas if recipe.objective == "diffusion" else 0, self.tokenizer)
 
 
 class Run:
     """A training run: state, one step, and its checkpoint."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, device: torch.device) -> None:
+        if recipe.objective not in OBJECTIVES:
+            raise SystemExit(f"objective {recipe.objective!r} is not known; it is one of {OBJECTIVES}")
         torch.manual_seed(recipe.seed)
-        self.recipe, self.folder = recipe, folder
+        self.recipe, self.folder, self.device = recipe, folder, device
         self.processes = Processes()
         self.tokenizer: PreTrainedTokenizerFast = train_tokenizer()
         self.mask_id = token_id(self.tokenizer, MASK)
         vocab = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self.model = ReferenceModel(vocab)
-        self.heads = TeachingHeads(self.model.tower.config.hidden_size)
-        self.average = ReferenceModel(vocab)
+        causal = recipe.objective == "causal"
+        self.model = ReferenceModel(vocab, causal=causal).to(device)
+        sizes = self.model.tower.config.hidden_size, self.model.decoder.config.hidden_size
+        self.heads = TeachingHeads(*sizes).to(device)
+        self.average = ReferenceModel(vocab, causal=causal).to(device)
         self.average.load_state_dict(self.model.state_dict())
         self.optimizers = Optimizers(self.model, self.heads, recipe)
         self.done = 0
         self.seconds = 0.0
-        self.before: dict[str, Any] | None = None  # the run whose weights this one began with, and its recipe
+        self.before: dict[str, Any] | None = None  # the run that this one took its first weights from
 
-    def step(self) -> dict[str, float | str]:
-        """One optimisation step; returns its figures."""
+    def compile(self) -> None:
+        """Compile the trained layers once for all shapes: about a fifth less time a step."""
+        for layer in (*self.model.decoder.layers, *self.model.tower.encoder.layers):
+            layer.compile(dynamic=True)
+
+    def step(self, batch: Batch) -> dict[str, Any]:
+        """One optimisation step; returns its figures, tensors still on the device."""
         recipe, step = self.recipe, self.done
-        kind, samples, canvas = draw(step, recipe.seed, recipe.shares(step))
-        batch = collate(kind, self.processes.share(samples), canvas, self.tokenizer)
-        generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + step) * 64 + self.processes.rank)
-        with torch.autocast("cpu", torch.bfloat16):
-            features, pooled = self.model.look(batch.pixels)
-            teaching, right = self.heads(features, pooled, batch.labels)
+        batch = batch.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            visual, teaching, right = self._look(batch)
             if step < recipe.tower_steps:
                 loss = main = teaching
+                changes = torch.zeros(())
             else:
-                ids, weight = mask_answers(batch, self.mask_id, recipe.lowest_rate, generator)
-                main = diffusion_loss(self.model, features, batch, ids, weight)
-                loss = main + recipe.teaching * teaching
+                main, hidden = self._main_loss(visual, batch)
+                changes = torch.zeros((), device=self.device)
+                if batch.changes is not None:
+                    changes = self.heads.changes(hidden[batch.visual_at], batch.changes)
+                loss = main + recipe.teaching * (teaching + changes)
         loss.backward()
         trained = [*self.model.parameters(), *self.heads.parameters()]
         self.processes.average(trained)
@@ -162,7 +132,27 @@ class Run:
         self.optimizers.step(self._rate(step))
         self.done += 1
         self._average()
-        return {"kind": kind, "loss": main.item(), "teaching": teaching.item(), "tower": right.item()}
+        kind = "tower" if step < recipe.tower_steps else batch.kind
+        return {"kind": kind, "loss": main.detach(), "tower": right, "changes": changes.detach()}
+
+    def _look(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Visual tokens, teaching loss, and the share of pictures that the tower reads without fault."""
+        zero = torch.zeros((), device=self.device)
+        if batch.pixels is None:
+            return None, zero, None
+        features, pooled = self.model.look(batch.pixels)
+        teaching, right = (zero, None) if batch.labels is None else self.heads.tower(features, pooled, batch.labels)
+        return self.model.visual(features, pooled=batch.pooled), teaching, right
+
+    def _main_loss(self, visual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.model.causal:
+            return causal_loss(self.model, visual, batch)
+        generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
+        if batch.kind == "text" and float(torch.rand((), generator=generator)) < STAIRCASE:
+            batch, ids, weight = staircase(batch, self.mask_id, generator)
+        else:
+            ids, weight = mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
+        return diffusion_loss(self.model, visual, batch, ids, weight)
 
     def _rate(self, step: int) -> float:
         """Warm-up, then cosine, anew for each stage."""
@@ -178,12 +168,14 @@ class Run:
         torch._foreach_lerp_(mine, theirs, 1 - decay)
 
     def save(self) -> None:
+        """Write the state so that a run killed at any moment finds a whole one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "recipe": asdict(self.recipe),
             "done": self.done,
             "seconds": self.seconds,
             "before": self.before,
+            "machine": describe(),
             "model": self.model.state_dict(),
             "average": self.average.state_dict(),
             "heads": self.heads.state_dict(),
@@ -194,13 +186,14 @@ class Run:
         temporary.replace(self.folder / "state.pt")
 
     def resume(self) -> bool:
+        """Take up the folder's state, if there is one; exits where another recipe made it."""
         path = self.folder / "state.pt"
         if not path.exists():
             return False
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, weights_only=True, map_location=self.device)
         if state["recipe"] != asdict(self.recipe):
             raise SystemExit(f"{path} was made by another recipe: {state['recipe']}; name another --out or remove it")
-        self.done, self.seconds, self.before = state["done"], state["seconds"], state["before"]
+        self.done, self.seconds, self.before = state["done"], state["seconds"], state.get("before")
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
@@ -209,56 +202,76 @@ class Run:
         return True
 
     def begin_from(self, folder: Path) -> None:
-        """Begin with the weights and taught tower of the run in ``folder``; its recipe is recorded with this one's."""
-        state = torch.load(folder / "state.pt", weights_only=True)
-        self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "before")}
-        self.model.load_state_dict(state["model"])
+        """Start with the averaged weights of the run in ``folder`` in place of random ones."""
+        path = folder / "state.pt"
+        if not path.exists():
+            raise SystemExit(f"{path} is not there: name the folder of a run that was trained before")
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        self.model.load_state_dict(state["average"])
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
-        self.done = self.recipe.tower_steps
+        self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "machine", "before")}
 
 
-@torch.no_grad()
-def quick_accuracy(run: Run) -> dict[str, float]:
-    """Share of rows whose every answer comes out right, with all answers masked, by threshold decoding.
+def main() -> None:
+    """Train, or go on training, by the command line's recipe."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--recipe", choices=RECIPES, default="cpu")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="diffusion")
+    parser.add_argument("--out", type=Path, help="folder of state, log and plot (default runs/OBJECTIVE)")
+    parser.add_argument("--begin", type=Path, metavar="RUN", help="start with the weights of this run's folder")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; leave cores to what else runs")
+    parser.add_argument("--compile", action="store_true", help="fuse the layers' operations (needs a C++ compiler)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw batches (0 = this one)")
+    changeable = [field for field in fields(Recipe) if field.name != "objective"]
+    for field in changeable:
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=type(field.default), help="in place of the recipe's"
+        )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    given = {field.name: getattr(arguments, field.name) for field in changeable}
+    changes = {name: value for name, value in given.items() if value is not None}
+    recipe = replace(RECIPES[arguments.recipe], objective=arguments.objective, **changes)
+    device = torch.device("cuda" if arguments.recipe == "gpu" else "cpu")
+    run = Run(recipe, arguments.out or Path("runs") / arguments.objective, device)
+    resumed = run.resume()
+    if arguments.begin is not None and not resumed:
+        run.begin_from(arguments.begin)
+    if arguments.compile:
+        run.compile()
+    parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
+    if run.processes.first:
+        print(f"{parameters:.2f} M parameters, {'resumed at' if resumed else 'from'} step {run.done}", flush=True)
+    train(run, workers=arguments.workers)
 
-    The rows are training-like chats of another seed, the weights the averaged ones.
-    """
-    result = {}
-    for kind in ("short", "json"):
-        _kind, samples, _canvas = draw(2_000_000, run.recipe.seed + 1, {kind: 1.0})
-        batch = collate(kind, samples, 16 if kind == "short" else 64, run.tokenizer)
-        with torch.autocast("cpu", torch.bfloat16):
-            features, _pooled = run.average.look(batch.pixels)
-            ids = torch.where(batch.share > 0, run.mask_id, batch.ids)
-            while (open_ := ids == run.mask_id).any():
-                logits = run.average(features, ids, batch.image_at, batch.seen)
-                confidence, token = logits.float().softmax(-1).max(-1)
-                confidence = confidence.masked_fill(~open_, -1.0)
-                chosen = confidence >= 0.9
-                chosen[torch.arange(len(ids)), confidence.argmax(1)] = True
-                ids = torch.where(chosen & open_, token, ids)
-        result[kind] = round((ids == batch.ids).all(1).float().mean().item(), 3)
-    return result
 
-
-def train(run: Run) -> None:
+def train(run: Run, *, workers: int) -> None:
     """Run to the recipe's last step; logs, measures and saves on the way."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    recent: dict[str, float] = {}
+    steps = range(run.done, run.recipe.steps)
+    batches = Steps(run.recipe, run.tokenizer, run.processes)
+    loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers)
+    mean: dict[str, float] = {}
     begun, before, first = time.monotonic(), run.seconds, run.done
-    while run.done < run.recipe.steps:
-        figures = run.step()
-        kind, loss = str(figures["kind"]), float(figures["loss"])
-        recent[kind] = 0.95 * recent.get(kind, loss) + 0.05 * loss
+    for batch in loader:
+        figures = run.step(batch)
+        if run.done % 10 == 0 or run.device.type == "cpu":
+            kind, loss = figures["kind"], float(figures["loss"])
+            mean[kind] = 0.95 * mean.get(kind, loss) + 0.05 * loss
+            if (changes := float(figures["changes"])) > 0:
+                mean[f"{kind}_changes"] = 0.95 * mean.get(f"{kind}_changes", changes) + 0.05 * changes
         spent = time.monotonic() - begun
         run.seconds = before + spent
-        if run.done % 100 == 0 and run.processes.first:
-            line: dict[str, float] = {"step": run.done, "seconds": round(run.seconds)}
-            line |= {f"loss_{name}": round(value, 4) for name, value in recent.items()}
-            line |= {"teaching": round(float(figures["teaching"]), 4), "tower": round(float(figures["tower"]), 3)}
-            if run.done % 500 == 0:
-                line |= quick_accuracy(run) if run.done > run.recipe.tower_steps else {}
+        last = run.done == run.recipe.steps
+        if (run.done % LOG_EVERY == 0 or last) and run.processes.first:
+            line: dict[str, Any] = {"step": run.done, "seconds": round(run.seconds)}
+            line |= {f"loss_{k}": round(v, 4) for k, v in sorted(mean.items())}
+            if figures["tower"] is not None:
+                line["tower"] = round(float(figures["tower"]), 3)
+            if (run.done % MEASURE_EVERY == 0 or last) and run.done > run.recipe.tower_steps:
+                line |= quick_accuracy(run.average, run.tokenizer, run.recipe)
+            if run.done % SAVE_EVERY == 0:
                 run.save()
             with (run.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps(line) + "\n")
@@ -266,28 +279,16 @@ def train(run: Run) -> None:
             print(line, f"about {left:.0f} min left at this pace", flush=True)
     if run.processes.first:
         run.save()
-
-
-def main() -> None:
-    """Train, or go on training, by the command line's recipe."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/reference"), help="folder of state and log")
-    parser.add_argument("--begin-from", type=Path, metavar="FOLDER", help="begin with the weights of another run")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
-    for name, value in asdict(Recipe()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    arguments = vars(parser.parse_args())
-    torch.set_num_threads(arguments.pop("threads"))
-    out, begin_from = arguments.pop("out"), arguments.pop("begin_from")
-    run = Run(Recipe(**arguments), out)
-    resumed = run.resume()
-    if begin_from is not None and not resumed:
-        run.begin_from(begin_from)
-    if run.processes.first:
-        parameters = sum(p.numel() for p in run.model.parameters()) / 1e6
-        print(f"{parameters:.2f} M parameters, {'resumed at' if resumed else 'from'} step {run.done}", flush=True)
-    train(run)
+        print(_plot(run.folder), flush=True)
     run.processes.close()
+
+
+def _plot(folder: Path) -> str:
+    """Draw the run's log; says what was done."""
+    try:
+        return f"wrote {plot(folder)}"
+    except ImportError:
+        return "no plot of the log: matplotlib is missing (pip install 'mmserve[plots]')"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Between protobuf and ``mmserve.core``: with ``policy_messages``, the only place that knows both.
+"""Between protobuf and ``mmserve.core``: with ``policy_messages`` and ``constraint_messages``, the only place that
+knows both.
 
 A request is judged as a whole first, so that a client learns everything that is wrong with it at once; only an
 acceptable one is then built.
@@ -13,7 +14,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from mmserve.config import MediaConfig
 from mmserve.core import events
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import (
     Diffusion,
     ImagePart,
@@ -28,6 +29,7 @@ from mmserve.core.request import (
 )
 from mmserve.encode.store import is_media_id
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, Unimplemented
+from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
 from mmserve.rpc.policy_messages import chosen_policy, wrong_policy
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import model_pb2
@@ -66,6 +68,7 @@ def to_request(
         sampling=_sampling(message.sampling, info),
         diffusion=diffusion,
         streaming=_streaming(message.stream),
+        constraint=asked_constraint(message),
         deadline=deadline,
     )
 
@@ -75,14 +78,13 @@ def to_response(event: events.Event, request_id: str) -> pb.GenerateResponse:
     match event:
         case events.Admitted(queued_ahead):
             return pb.GenerateResponse(admitted=pb.Admitted(request_id=request_id, queued_ahead=queued_ahead))
-        case events.Snapshot(text, committed, total, forwards, edited):
-            return pb.GenerateResponse(
-                snapshot=pb.Snapshot(text=text, committed=committed, total=total, forwards=forwards, edited=edited)
-            )
-        case events.Delta(text):
-            return pb.GenerateResponse(delta=pb.Delta(text=text))
+        case events.Snapshot(text, committed, total, forwards, edited, sample):
+            snapshot = pb.Snapshot(text=text, committed=committed, total=total, forwards=forwards, edited=edited)
+            return pb.GenerateResponse(snapshot=snapshot, sample=sample)
+        case events.Delta(text, sample):
+            return pb.GenerateResponse(delta=pb.Delta(text=text), sample=sample)
         case events.Finished():
-            return pb.GenerateResponse(finished=_finished(event))
+            return pb.GenerateResponse(finished=_finished(event), sample=event.sample)
     raise TypeError(f"no response message for {event!r}")
 
 
@@ -93,11 +95,11 @@ def from_response(response: pb.GenerateResponse) -> events.Event:
             return events.Admitted(response.admitted.queued_ahead)
         case "snapshot":
             s = response.snapshot
-            return events.Snapshot(s.text, s.committed, s.total, s.forwards, s.edited)
+            return events.Snapshot(s.text, s.committed, s.total, s.forwards, s.edited, response.sample)
         case "delta":
-            return events.Delta(response.delta.text)
+            return events.Delta(response.delta.text, response.sample)
         case "finished":
-            return _from_finished(response.finished)
+            return _from_finished(response.finished, response.sample)
     raise Internal("the server sent an event that this client does not know", error_id="")
 
 
@@ -176,6 +178,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
         *_wrong_sampling(message.sampling, info),
         *_wrong_diffusion(message.diffusion, info),
         *_wrong_answer(message, info),
+        *wrong_constraint(message),
     ):
         yield FieldViolation(field, description)
 
@@ -235,6 +238,8 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
         yield "sampling.min_p", f"must be in [0, 1], not {sampling.min_p}"
     if _set(sampling, "repetition_penalty") and not 0.01 <= sampling.repetition_penalty <= 100:
         yield "sampling.repetition_penalty", f"must be in [0.01, 100], not {sampling.repetition_penalty}"
+    if _set(sampling, "n") and sampling.n < 1:
+        yield "sampling.n", "must be at least 1"
     if _set(sampling, "max_new_tokens") and not 1 <= sampling.max_new_tokens <= info.max_tokens:
         yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
     if len(sampling.stop) > MAX_STOP_STRINGS:
@@ -255,8 +260,10 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
 
 
 def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
-    """An answer region of ``early_commit`` that is not part of the canvas."""
+    """An answer region of ``early_commit`` that is not part of the canvas, or is named twice."""
     early = message.diffusion.early_commit
+    if early.answer_after and early.answer_start:
+        yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins behind that text"
     if not early.answer_length:
         return
     canvas = message.sampling.max_new_tokens if _set(message.sampling, "max_new_tokens") else info.max_new_tokens
@@ -295,6 +302,7 @@ def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
         seed=sampling.seed,
         max_new_tokens=sampling.max_new_tokens if _set(sampling, "max_new_tokens") else info.max_new_tokens,
         stop=tuple(sampling.stop),
+        n=sampling.n if _set(sampling, "n") else 1,
     )
 
 
@@ -321,9 +329,7 @@ def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, inf
         ("commit", diffusion.commit, info.commit_policies),
     ):
         if policy.name not in known:
-            raise Unimplemented(
-                f"model {info.name!r} has no {kind} policy {policy.name!r}; it has {', '.join(known) or 'none'}"
-            )
+            raise Unimplemented(lacking(info.name, kind, policy.name, known, diffusion=info.diffusion))
 
 
 def _finished(event: events.Finished) -> pb.Finished:
@@ -334,6 +340,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             prompt_tokens=event.usage.prompt_tokens,
             visual_tokens=event.usage.visual_tokens,
             completion_tokens=event.usage.completion_tokens,
+            cached_tokens=event.usage.cached_tokens,
         ),
         forwards=event.forwards,
         tokens_per_forward=event.tokens_per_forward,
@@ -352,15 +359,16 @@ def _finished(event: events.Finished) -> pb.Finished:
             pb.CommittedToken(id=t.id, text=t.text, log_probability=t.log_probability, step=t.step)
             for t in event.tokens
         ],
+        closed_by_budget=event.closed_by_budget,
     )
 
 
-def _from_finished(message: pb.Finished) -> events.Finished:
+def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
     usage, times = message.usage, message.times
     return events.Finished(
         reason=REASONS.get(message.reason, "unspecified"),
         text=message.text,
-        usage=events.Usage(usage.prompt_tokens, usage.visual_tokens, usage.completion_tokens),
+        usage=events.Usage(usage.prompt_tokens, usage.visual_tokens, usage.completion_tokens, usage.cached_tokens),
         forwards=message.forwards,
         recomputed_tokens=message.recomputed_tokens,
         times=events.StageTimes(
@@ -374,4 +382,6 @@ def _from_finished(message: pb.Finished) -> events.Finished:
         warnings=tuple(message.warnings),
         edits=message.edits,
         tokens=tuple(events.CommittedToken(t.id, t.text, t.log_probability, t.step) for t in message.tokens),
+        sample=sample,
+        closed_by_budget=message.closed_by_budget,
     )

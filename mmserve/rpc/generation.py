@@ -76,7 +76,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
 
 async def _relay(engine: EngineLike, request: Request, label: str, context: Any) -> None:
-    outbox = Outbox()
+    outbox = Outbox(request.sampling.n)
     engine.submit(request, outbox.put)
     try:
         async for event in outbox:

@@ -7,8 +7,8 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,6 +21,7 @@ from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 from mmserve.rpc import request_id
 from mmserve.rpc.convert import role_number
+from mmserve.rpc.outgoing_constraint import Schema, put_constraint, reader
 from mmserve.rpc.policies import Commit, Recompute, put, put_policy
 from mmserve.v1 import generation_pb2 as pb
 
@@ -49,6 +50,7 @@ class Options(TypedDict, total=False):
     min_p: float | None  # [0, 1]; 0 = every token
     repetition_penalty: float | None  # 1 = none
     seed: int | None
+    n: int | None  # samples of the answer; default 1
     stop: str | Sequence[str]
     steps: int | None
     block_length: int | None
@@ -56,6 +58,11 @@ class Options(TypedDict, total=False):
     commit: Commit | None
     tokens: bool  # the answer's tokens with their log-probabilities, in the result
     videos: Sequence[Video]  # in front of the last message's text, behind the images
+    schema: Schema | None  # the answer is JSON valid under it, and ``parsed`` in the result; at most one of these four
+    regex: str | None  # all of the answer matches it
+    choices: Sequence[str] | None  # the answer is one of them
+    grammar: str | None  # the answer is a sentence of it: Lark, or GBNF
+    constraint_mode: str | None  # for what no grammar can enforce: "strict" (default), "validate" or "lenient"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,10 @@ class TLS:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished answer; ``finish_reason`` is ``end``, ``stop`` or ``length``, ``times`` are milliseconds."""
+    """A finished answer; ``finish_reason`` is ``end``, ``stop`` or ``length``, ``times`` are milliseconds.
+
+    Of a request for several samples it is the first; ``samples`` are all of them.
+    """
 
     text: str
     finish_reason: str
@@ -83,12 +93,33 @@ class Result:
     edits: int
     tokens: tuple[events.CommittedToken, ...]
     request_id: str
+    closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
+    others: tuple[Result, ...] = ()  # the samples behind the first
+    read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
+
+    @property
+    def samples(self) -> tuple[Result, ...]:
+        """Every sample in order, this one first."""
+        return (self, *self.others)
+
+    @property
+    def parsed(self) -> Any:
+        """The answer to a request with ``schema``: a value, or an instance of its class; None without one, and where a
+        stop string cut the answer. Raises what the class raises, if it asks for more than its schema says."""
+        return None if self.read is None or self.finish_reason == "stop" else self.read(self.text)
 
 
-def to_result(event: events.Event | None, request_id: str) -> Result:
-    """The result in the last event of a stream; raises ``Unavailable`` where the stream ended without one."""
-    if not isinstance(event, events.Finished):
+def to_result(done: Sequence[events.Finished], samples: int, request_id: str, schema: Schema | None = None) -> Result:
+    """The result in what a stream of ``samples`` finished with, in any order; raises ``Unavailable`` where one is
+    missing. ``schema``: the request's."""
+    if sorted(event.sample for event in done) != list(range(samples)):
         raise Unavailable("the server ended the stream without an answer")
+    read = reader(schema)
+    first, *others = (_result(event, request_id, read) for event in sorted(done, key=lambda event: event.sample))
+    return replace(first, others=tuple(others))
+
+
+def _result(event: events.Finished, request_id: str, read: Callable[[str], Any] | None) -> Result:
     return Result(
         text=event.text,
         finish_reason=event.reason,
@@ -101,6 +132,8 @@ def to_result(event: events.Event | None, request_id: str) -> Result:
         edits=event.edits,
         tokens=event.tokens,
         request_id=request_id,
+        closed_by_budget=event.closed_by_budget,
+        read=read,
     )
 
 
@@ -118,6 +151,7 @@ def build_request(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     seed: int | None = None,
+    n: int | None = None,
     stop: str | Sequence[str] = (),
     steps: int | None = None,
     block_length: int | None = None,
@@ -125,6 +159,11 @@ def build_request(
     commit: Commit | None = None,
     tokens: bool = False,
     videos: Sequence[Video] = (),
+    schema: Schema | None = None,
+    regex: str | None = None,
+    choices: Sequence[str] | None = None,
+    grammar: str | None = None,
+    constraint_mode: str | None = None,
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
 
@@ -140,6 +179,7 @@ def build_request(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "seed": seed,
+        "n": n,
     }
     put(request.sampling, "sampling.", **sampling)
     for i, text in enumerate([stop] if isinstance(stop, str) else stop):
@@ -149,6 +189,7 @@ def build_request(
     put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
     put_policy(request.diffusion, "recompute", recompute, "diffusion.")
     put_policy(request.diffusion, "commit", commit, "diffusion.")
+    put_constraint(request, schema=schema, regex=regex, choices=choices, grammar=grammar, mode=constraint_mode)
     request.stream.deltas, request.stream.snapshots, request.stream.tokens = deltas, snapshots, tokens
     return request
 

@@ -61,6 +61,17 @@ class EntropyBound:
     bound: float = 0.1
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a filter trained for the model trusts more than ``threshold``, and as many as the schedule says.
+
+    With ``end_of_text``, an accepted end of text settles everything right of it (Learn2PD and EoTP, arXiv 2509.25188).
+    """
+
+    threshold: float = 0.96
+    end_of_text: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Edit:
     """Commit above ``confidence``, and replace committed tokens of the current block by others above
@@ -81,12 +92,38 @@ class Ngram:
     shortest: int = 2
 
 
+@dataclass(frozen=True)
+class Guided:
+    """The server's companion of the model judges the drafted block from left to right (arXiv 2505.21467): it keeps
+    what it would have chosen itself, or, with ``top_k``, what is among its most probable so many tokens and at least
+    ``ratio`` times as probable as the first."""
+
+    top_k: int = 0
+    ratio: float = 0.5
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Speculation for autoregressive models: the server's companion of the model drafts ``length`` tokens a pass
+    (arXiv 2211.17192). Greedy, the answer is the same, in fewer passes."""
+
+    length: int = 4
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """The discrete scheduler that the server's configuration has under ``[schedulers.NAME]``."""
+
+    name: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class EarlyCommit:
     """What is left is committed at once when the model is sure of the answer (Prophet, arXiv 2508.19982).
 
     Sure: the two highest logits lie at least ``early`` (later ``middle``, ``late``) apart on average over the answer's
-    positions, ``answer_length`` of them from ``answer_start`` on, or, with a length of 0, over the current block.
+    positions, ``answer_length`` of them from ``answer_start`` on, or, with a length of 0, over the current block. With
+    ``answer_after`` they begin behind that text, once it is among the final tokens.
     ``base`` is what is committed until then.
     """
 
@@ -95,6 +132,7 @@ class EarlyCommit:
     late: float = 2.5
     answer_start: int = 0
     answer_length: int = 0
+    answer_after: str = ""
     base: BaseCommit | None = None
 
 
@@ -105,13 +143,23 @@ Recompute = (
     | Adaptive
 )
 BaseCommit = (
-    Literal["low_confidence", "random", "threshold", "factor", "confident", "entropy_bound"]
+    Literal["low_confidence", "random", "threshold", "factor", "confident", "entropy_bound", "learned"]
     | Threshold
     | Factor
     | Confident
     | EntropyBound
+    | Learned
 )
-Commit = BaseCommit | Literal["early_commit", "edit", "ngram"] | EarlyCommit | Edit | Ngram
+Commit = (
+    BaseCommit
+    | Literal["early_commit", "edit", "ngram", "guided", "draft_model"]
+    | EarlyCommit
+    | Edit
+    | Ngram
+    | Guided
+    | DraftModel
+    | Scheduler
+)
 #: Policies with numbers, and the names that they go by without.
 _POLICIES: dict[type, str] = {
     DkvDecode: "dkv_decode",
@@ -121,9 +169,13 @@ _POLICIES: dict[type, str] = {
     Factor: "factor",
     Confident: "confident",
     EntropyBound: "entropy_bound",
+    Learned: "learned",
     EarlyCommit: "early_commit",
     Edit: "edit",
     Ngram: "ngram",
+    Guided: "guided",
+    DraftModel: "draft_model",
+    Scheduler: "scheduler",
 }
 #: Policies whose message goes by another name.
 _POLICY_FIELDS = {"none": "no_cache"}

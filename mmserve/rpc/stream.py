@@ -1,8 +1,8 @@
 """The outbox of one request: events come from the engine's thread, and leave to an asyncio handler.
 
 A slow client never makes the engine wait, and never makes the outbox grow: unsent deltas are joined, and of the
-unsent snapshots only the latest is kept. Joined or not, the deltas a client gets add up to the same text, and the
-edits that its snapshots announce to the same number.
+unsent snapshots only the latest is kept, for each sample by itself. Joined or not, the deltas a client gets add up to
+the same texts, and the edits that its snapshots announce to the same numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 from mmserve.core.events import Delta, Event, Failed, Finished, Snapshot
 
@@ -18,24 +19,28 @@ logger = logging.getLogger("mmserve.rpc")
 
 
 class Outbox:
-    """Events of one request on their way out; made and iterated on the running loop, ``put`` from any thread."""
+    """Events of one request on their way out; made and iterated on the running loop, ``put`` from any thread.
 
-    def __init__(self) -> None:
+    The last event is a ``Failed``, or the ``Finished`` of the last of ``samples``.
+    """
+
+    def __init__(self, samples: int = 1) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._unsent: list[Event] = []
-        self._closed = False  # a Finished or Failed came in: nothing may follow
+        self._open = samples  # whose last event has not come in; without one nothing may follow
         self._waking = False
         self._ready = asyncio.Event()
-        self.ended = False  # a Finished or Failed went out
+        self._unfinished = samples  # whose last event has not gone out
+        self.ended = False  # the last event went out
 
     def put(self, event: Event) -> None:
-        """Add ``event``, joined with what is unsent; ignored after a ``Finished`` or ``Failed``."""
+        """Add ``event``, joined with what is unsent; ignored after the last one."""
         with self._lock:
-            if self._closed:
+            if not self._open:
                 logger.error("event after the last one of its request: %r", event)
                 return
-            self._closed = isinstance(event, Finished | Failed)
+            self._open = _left(self._open, event)
             coalesce(self._unsent, event)
             if self._waking:
                 return
@@ -59,7 +64,8 @@ class Outbox:
         while (event := self._pop()) is None:
             await self._ready.wait()
             self._ready.clear()
-        self.ended = isinstance(event, Finished | Failed)
+        self._unfinished = _left(self._unfinished, event)
+        self.ended = not self._unfinished
         return event
 
     def _pop(self) -> Event | None:
@@ -68,23 +74,30 @@ class Outbox:
             return self._unsent.pop(0) if self._unsent else None
 
 
+def _left(samples: int, event: Event) -> int:
+    """How many of ``samples`` are not at their end after ``event``."""
+    return 0 if isinstance(event, Failed) else samples - isinstance(event, Finished)
+
+
 def coalesce(unsent: list[Event], event: Event) -> None:
-    """Add ``event`` to ``unsent``, in place; at most two deltas and one snapshot are ever in it."""
+    """Add ``event`` to ``unsent``, in place; at most two deltas and one snapshot of a sample are ever in it."""
     if isinstance(event, Snapshot):
         for index, dropped in enumerate(unsent):
-            if isinstance(dropped, Snapshot):
+            if isinstance(dropped, Snapshot) and dropped.sample == event.sample:
                 del unsent[index]
                 event = replace(event, edited=event.edited + dropped.edited)
-                _join_around(unsent, index)
+                _join(unsent, event.sample)
                 break
     unsent.append(event)
-    _join_around(unsent, len(unsent) - 1)
+    if isinstance(event, Delta):
+        _join(unsent, event.sample)
 
 
-def _join_around(unsent: list[Event], index: int) -> None:
-    """Join the deltas at ``index - 1`` and ``index``, where both are."""
-    if not 0 < index < len(unsent):
-        return
-    left, right = unsent[index - 1], unsent[index]
-    if isinstance(left, Delta) and isinstance(right, Delta):
-        unsent[index - 1 : index + 1] = [Delta(left.text + right.text)]
+def _join(unsent: list[Event], sample: int) -> None:
+    """Join the deltas of ``sample`` that follow one another, whatever of other samples stands between them."""
+    own = [i for i, e in enumerate(unsent) if isinstance(e, Delta | Snapshot | Finished) and e.sample == sample]
+    for first, second in reversed(list(pairwise(own))):
+        left, right = unsent[first], unsent[second]
+        if isinstance(left, Delta) and isinstance(right, Delta):
+            unsent[first] = Delta(left.text + right.text, sample)
+            del unsent[second]

@@ -3,7 +3,8 @@
 First come, first served at every stage, each bounded by its budget; a prefill that is begun goes before new ones. A
 batch always takes at least its first request, so nothing can be too large to run. Of a next-token model's prompt that
 is longer than the budget a batch takes a chunk, and decode has its turn between two. Decode batches take whoever waited
-longest since their last step.
+longest since their last step. A constrained request is encoded once its grammar is there; those behind it do not wait
+for that.
 """
 
 from __future__ import annotations
@@ -19,16 +20,28 @@ _HOLDS_PAGES = frozenset({Stage.PREFILLING, Stage.PREFILLED, Stage.STEPPING, Sta
 def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
     """What each idle stage does next, given all live requests in order of arrival."""
     return Plan(
+        constrain=_constrain(entries, budgets) if "constrain" in budgets.idle else (),
         encode=_encode(entries, budgets) if "encode" in budgets.idle else (),
         prefill=_prefill(entries, budgets) if "prefill" in budgets.idle else (),
         decode=_decode(entries, budgets) if "decode" in budgets.idle else (),
     )
 
 
+def _constrain(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+    """One at a time: the next may be a bad one."""
+    room = budgets.handover - _count(entries, Stage.CONSTRAINING, Stage.CONSTRAINED)
+    waiting = [e.id for e in entries if e.stage is Stage.QUEUED and e.constrained]
+    return tuple(waiting[: min(1, max(0, room))])
+
+
 def _encode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
     room = budgets.handover - _count(entries, Stage.ENCODING, Stage.ENCODED)
-    queued = [e for e in entries if e.stage is Stage.QUEUED][: max(0, room)]
+    queued = [e for e in entries if _ready_to_encode(e)][: max(0, room)]
     return _fill(queued, [max(1, e.images) for e in queued], budgets.encode_batch)
+
+
+def _ready_to_encode(entry: Entry) -> bool:
+    return entry.stage is Stage.CONSTRAINED or (entry.stage is Stage.QUEUED and not entry.constrained)
 
 
 def _prefill(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:

@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ConstraintMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONSTRAINT_MODE_UNSPECIFIED: _ClassVar[ConstraintMode]
+    CONSTRAINT_MODE_STRICT: _ClassVar[ConstraintMode]
+    CONSTRAINT_MODE_VALIDATE: _ClassVar[ConstraintMode]
+    CONSTRAINT_MODE_LENIENT: _ClassVar[ConstraintMode]
+
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROLE_UNSPECIFIED: _ClassVar[Role]
@@ -20,6 +27,10 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_END: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode
+CONSTRAINT_MODE_STRICT: ConstraintMode
+CONSTRAINT_MODE_VALIDATE: ConstraintMode
+CONSTRAINT_MODE_LENIENT: ConstraintMode
 ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_USER: Role
@@ -30,18 +41,42 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DIFFUSION_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
     diffusion: DiffusionParams
     stream: StreamOptions
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ...) -> None: ...
+    constraint: Constraint
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "mode")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    GBNF_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    choice: Choice
+    lark: str
+    gbnf: str
+    mode: ConstraintMode
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("options",)
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    options: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "parts")
@@ -78,7 +113,7 @@ class Video(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "min_p", "repetition_penalty")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "min_p", "repetition_penalty", "n")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +122,7 @@ class SamplingParams(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -95,10 +131,11 @@ class SamplingParams(_message.Message):
     stop: _containers.RepeatedScalarFieldContainer[str]
     min_p: float
     repetition_penalty: float
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
+    n: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., n: _Optional[int] = ...) -> None: ...
 
 class DiffusionParams(_message.Message):
-    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit")
+    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit", "learned", "guided", "draft_model", "scheduler")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NO_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +156,10 @@ class DiffusionParams(_message.Message):
     EARLY_COMMIT_FIELD_NUMBER: _ClassVar[int]
     NGRAM_FIELD_NUMBER: _ClassVar[int]
     EDIT_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
+    GUIDED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     steps: int
     block_length: int
     no_cache: NoCache
@@ -139,7 +180,11 @@ class DiffusionParams(_message.Message):
     early_commit: EarlyCommit
     ngram: Ngram
     edit: Edit
-    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ...) -> None: ...
+    learned: Learned
+    guided: Guided
+    draft_model: DraftModel
+    scheduler: Scheduled
+    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., draft_model: _Optional[_Union[DraftModel, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduled, _Mapping]] = ...) -> None: ...
 
 class NoCache(_message.Message):
     __slots__ = ()
@@ -221,8 +266,16 @@ class EntropyBound(_message.Message):
     bound: float
     def __init__(self, bound: _Optional[float] = ...) -> None: ...
 
+class Learned(_message.Message):
+    __slots__ = ("threshold", "end_of_text")
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    END_OF_TEXT_FIELD_NUMBER: _ClassVar[int]
+    threshold: float
+    end_of_text: bool
+    def __init__(self, threshold: _Optional[float] = ..., end_of_text: bool = ...) -> None: ...
+
 class EarlyCommit(_message.Message):
-    __slots__ = ("early", "middle", "late", "answer_start", "answer_length", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound")
+    __slots__ = ("early", "middle", "late", "answer_start", "answer_length", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "learned", "answer_after")
     EARLY_FIELD_NUMBER: _ClassVar[int]
     MIDDLE_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +287,8 @@ class EarlyCommit(_message.Message):
     FACTOR_FIELD_NUMBER: _ClassVar[int]
     CONFIDENT_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_AFTER_FIELD_NUMBER: _ClassVar[int]
     early: float
     middle: float
     late: float
@@ -245,7 +300,9 @@ class EarlyCommit(_message.Message):
     factor: Factor
     confident: Confident
     entropy_bound: EntropyBound
-    def __init__(self, early: _Optional[float] = ..., middle: _Optional[float] = ..., late: _Optional[float] = ..., answer_start: _Optional[int] = ..., answer_length: _Optional[int] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ...) -> None: ...
+    learned: Learned
+    answer_after: str
+    def __init__(self, early: _Optional[float] = ..., middle: _Optional[float] = ..., late: _Optional[float] = ..., answer_start: _Optional[int] = ..., answer_length: _Optional[int] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., answer_after: _Optional[str] = ...) -> None: ...
 
 class Edit(_message.Message):
     __slots__ = ("confidence", "edit_confidence", "passes")
@@ -257,6 +314,12 @@ class Edit(_message.Message):
     passes: int
     def __init__(self, confidence: _Optional[float] = ..., edit_confidence: _Optional[float] = ..., passes: _Optional[int] = ...) -> None: ...
 
+class Scheduled(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
 class Ngram(_message.Message):
     __slots__ = ("length", "longest", "shortest")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +329,20 @@ class Ngram(_message.Message):
     longest: int
     shortest: int
     def __init__(self, length: _Optional[int] = ..., longest: _Optional[int] = ..., shortest: _Optional[int] = ...) -> None: ...
+
+class Guided(_message.Message):
+    __slots__ = ("top_k", "ratio")
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    top_k: int
+    ratio: float
+    def __init__(self, top_k: _Optional[int] = ..., ratio: _Optional[float] = ...) -> None: ...
+
+class DraftModel(_message.Message):
+    __slots__ = ("length",)
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
     __slots__ = ("deltas", "snapshots", "tokens")
@@ -278,16 +355,18 @@ class StreamOptions(_message.Message):
     def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("admitted", "snapshot", "delta", "finished")
+    __slots__ = ("admitted", "snapshot", "delta", "finished", "sample")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     snapshot: Snapshot
     delta: Delta
     finished: Finished
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    sample: int
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., sample: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("request_id", "queued_ahead")
@@ -318,7 +397,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +408,7 @@ class Finished(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDITS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_BY_BUDGET_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -339,7 +419,8 @@ class Finished(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     tokens: _containers.RepeatedCompositeFieldContainer[CommittedToken]
     edits: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ...) -> None: ...
+    closed_by_budget: bool
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ...) -> None: ...
 
 class CommittedToken(_message.Message):
     __slots__ = ("id", "text", "log_probability", "step")
@@ -354,14 +435,16 @@ class CommittedToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens")
+    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     visual_tokens: int
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("queue_ms", "encode_ms", "prefill_ms", "decode_ms", "total_ms", "first_token_ms")

@@ -22,12 +22,15 @@ from mmserve.config import Config, EngineConfig, MediaConfig, ServerConfig
 from mmserve.core.request import Stage, TextPart
 from mmserve.engine import Engine, Stats
 from mmserve.errors import MMServeError
-from mmserve.reference.scenes import SHORT_TASKS, TASKS, sample
+from mmserve.reference.images import SHORT_TASKS
+from mmserve.reference.tasks import sample
 
 T = TypeVar("T")
 
 #: Seconds that no healthy run comes near: how long a test waits for what must happen.
 PATIENCE = 20.0
+#: Tasks about one picture.
+PICTURE_TASKS = (*SHORT_TASKS, "caption", "json")
 EMPTY = Stats(live=0, queued=0, pages_in_use=0, held=0)
 
 
@@ -189,12 +192,14 @@ class Ask:
         return client.generate(self.prompt, images=self.images, **{**self.options, **changes})
 
 
-def draw_asks(count: int, *, seed: int = 0, tasks: Sequence[str] = TASKS, canvas: Sequence[int] = (4, 9, 12, 16, 24)):
+def draw_asks(
+    count: int, *, seed: int = 0, tasks: Sequence[str] = PICTURE_TASKS, canvas: Sequence[int] = (4, 9, 12, 16, 24)
+):
     """Requests about scenes of their own, with mixed canvas sizes, policies, seeds and temperatures."""
     asks = []
     for index in range(count):
         rng = random.Random(f"{seed} {index}")
-        scene, question = sample(rng, tasks[index % len(tasks)])
+        scene, question = sample(tasks[index % len(tasks)], rng)
         size = rng.choice(canvas)
         options: dict[str, Any] = {
             "max_new_tokens": size,

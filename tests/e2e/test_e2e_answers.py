@@ -11,7 +11,7 @@ import pytest
 from e2e_helpers import Ask, Gates, Running, answer, draw_asks, running, settings, wait_for
 
 from mmserve.client import Client, Delta, DkvDecode, Finished, Result, Snapshot, Threshold
-from mmserve.reference.scenes import sample
+from mmserve.reference.tasks import sample
 
 CLIENTS = 64
 
@@ -64,7 +64,7 @@ def test_the_smallest_budgets_give_the_same_answers(server: Running) -> None:
 def test_dkv_decode_that_refreshes_every_step_equals_no_cache(server: Running, commit: str | Threshold) -> None:
     rng = random.Random(3)
     for task in ("count", "what", "json"):
-        scene, question = sample(rng, task)
+        scene, question = sample(task, rng)
         given = {"images": [scene.png()], "max_new_tokens": 20, "block_length": 8, "commit": commit}
         plain = server.client.generate(question.text, recompute="none", **given)
         fresh = server.client.generate(question.text, recompute=DkvDecode(1), **given)
@@ -72,7 +72,7 @@ def test_dkv_decode_that_refreshes_every_step_equals_no_cache(server: Running, c
 
 
 def test_dkv_decode_runs_fewer_positions_than_no_cache(server: Running) -> None:
-    scene, question = sample(random.Random(4), "json")
+    scene, question = sample("json", random.Random(4))
     given = {"images": [scene.png()], "max_new_tokens": 16, "commit": "low_confidence"}
     plain = server.client.generate(question.text, recompute="none", **given)
     cached = server.client.generate(question.text, recompute=DkvDecode(8), **given)
@@ -81,7 +81,7 @@ def test_dkv_decode_runs_fewer_positions_than_no_cache(server: Running) -> None:
 
 
 def test_drawn_answers_repeat_with_their_seed_and_change_with_it(server: Running) -> None:
-    scene, question = sample(random.Random(5), "json")
+    scene, question = sample("json", random.Random(5))
     given = {"images": [scene.png()], "max_new_tokens": 12, "temperature": 5.0, "steps": 6}
     first, again = ([server.client.generate(question.text, seed=s, **given) for s in range(4)] for _ in range(2))
     assert [answer(r) for r in first] == [answer(r) for r in again]
@@ -130,7 +130,7 @@ def test_an_answer_ends_before_its_stop_string(server: Running) -> None:
 
 
 def test_system_and_assistant_messages_and_several_pictures_are_part_of_the_prompt(server: Running) -> None:
-    pictures = [sample(random.Random(s), "count")[0].png() for s in (7, 8)]
+    pictures = [sample("count", random.Random(s))[0].png() for s in (7, 8)]
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},

@@ -25,9 +25,9 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 #: A thousand forward passes, and so hot that hardly any answer ends early, whatever the model has learned.
 ENDLESS = {
-    "max_new_tokens": 960,
-    "block_length": 960,
-    "steps": 960,
+    "max_new_tokens": 880,
+    "block_length": 880,
+    "steps": 880,
     "commit": "low_confidence",
     "recompute": "none",
     "temperature": 50.0,

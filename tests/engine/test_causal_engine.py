@@ -74,7 +74,8 @@ def answer(bench: Bench, call: Call) -> list[int]:
 def outcome(bench: Bench, call: Call) -> Outcome:
     f = call.finished()
     tokens, committed = bench.canvases[call.request.id]
-    counts = (f.usage.prompt_tokens, f.usage.completion_tokens, f.forwards, f.recomputed_tokens)
+    run = f.recomputed_tokens + f.usage.cached_tokens  # by itself, and by an earlier request with the same beginning
+    counts = (f.usage.prompt_tokens, f.usage.completion_tokens, f.forwards, run)
     return (f.text, f.reason, *counts, tokens.tolist(), committed.tolist())
 
 

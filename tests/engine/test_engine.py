@@ -22,11 +22,13 @@ import mmserve.engine
 import mmserve.stages
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Admitted, Finished
 from mmserve.core.request import Policy, Request, Stage, TextPart
 from mmserve.decode.commit import COMMIT, DIFFUSION_COMMIT, Candidates
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.logits import Logits
 from mmserve.decode.recompute import FULL_ATTENTION, RECOMPUTE
 from mmserve.decode.recompute.none import NoCache
 from mmserve.decode.state import Encoded
@@ -214,7 +216,7 @@ def test_logits_are_bitwise_the_same_alone_and_in_a_batch(model: LoadedModel) ->
                 for i in batch
             ]
             logits = forward(model, store, passes, row_floor(model))
-        return logits
+        return [torch.cat(list(of.slices())) for of in logits]
 
     for index, logits in enumerate(run([0, 1, 2, 3, 4, 5])):
         assert logits.shape[0] == counts[index]
@@ -392,6 +394,8 @@ def hold(b: Bench, stage: Stage, victim: Request) -> Call:
     """Bring ``victim`` to ``stage`` and keep it there; another request blocks the worker where it must wait."""
     stages = {
         Stage.QUEUED: "encode",
+        Stage.CONSTRAINING: "constrain",
+        Stage.CONSTRAINED: "encode",
         Stage.ENCODING: "encode",
         Stage.ENCODED: "prefill",
         Stage.PREFILLING: "prefill",
@@ -399,7 +403,9 @@ def hold(b: Bench, stage: Stage, victim: Request) -> Call:
         Stage.STEPPING: "decode",
         Stage.READY: "decode",
     }
-    waits = stage in (Stage.QUEUED, Stage.ENCODED, Stage.PREFILLED, Stage.READY)
+    waits = stage in (Stage.QUEUED, Stage.CONSTRAINED, Stage.ENCODED, Stage.PREFILLED, Stage.READY)
+    if stage in (Stage.CONSTRAINING, Stage.CONSTRAINED):
+        victim = dataclasses.replace(victim, constraint=ConstraintSpec(Regex("[a-z]*")))
 
     def when(ids: set[str]) -> bool:
         if stage is Stage.READY:
@@ -699,14 +705,14 @@ def test_a_model_that_breaks_on_one_request_fails_that_one_only(
     forward, candidates = mmserve.decode.loop.forward, mmserve.decode.loop.candidates
     sizes: list[int] = []
 
-    def broken_forward(model: Any, store: Any, batch: list[Any], *rest: Any) -> list[Tensor]:
+    def broken_forward(model: Any, store: Any, batch: list[Any], *rest: Any) -> list[Logits]:
         results = forward(model, store, batch, *rest)
         if any(is_victim(p.canvas, step) for p in batch):
             sizes.append(len(batch))
             raise RuntimeError("broken on purpose")
         return results
 
-    def broken_candidates(rows: Tensor, wanted: Any, canvas: Canvas, *rest: Any) -> Candidates:
+    def broken_candidates(rows: Logits, wanted: Any, canvas: Canvas, *rest: Any) -> Candidates:
         if is_victim(canvas, step):
             sizes.append(len(b.batches[-1]) if step else 2)
             raise RuntimeError("broken on purpose")

@@ -24,7 +24,7 @@ from mmserve.models.base import LoadedModel
 Make = Callable[..., Bench]
 
 
-def policy(name: str, base: Policy | None = None, **options: float) -> Policy:
+def policy(name: str, base: Policy | None = None, **options: float | str) -> Policy:
     return Policy(name=name, options=options, base=base)
 
 
@@ -54,6 +54,8 @@ COMMITS = [
     policy("early_commit", **GAPS),
     policy("early_commit", policy("threshold", confidence=0.35), **GAPS, answer_start=3, answer_length=4),
     policy("early_commit", policy("random"), **GAPS, answer_start=6, answer_length=100),
+    policy("early_commit", **GAPS, answer_after="e"),
+    policy("early_commit", policy("threshold", confidence=0.35), **GAPS, answer_after="a", answer_length=5),
 ]
 #: Policies that take as many steps as the request asks for, or one a block, and no more.
 SCHEDULED = {"low_confidence", "random"}
@@ -71,7 +73,7 @@ SHAPES = [
 
 
 def name_of(p: Policy) -> str:
-    numbers = ",".join(f"{value:g}" for value in p.options.values())
+    numbers = ",".join(value if isinstance(value, str) else f"{value:g}" for value in p.options.values())
     return f"{p.name}({numbers})" + (f"[{name_of(p.base)}]" if p.base else "")
 
 

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmserve.config import Config, MediaConfig, ServerConfig
@@ -120,7 +120,12 @@ class EchoEngine:
 
     def _run(self, request: Request, sink: Callable[[Event], None]) -> None:
         sink(Admitted(0))
-        sink(self._answer(request, sink, self._running[request.id]))
+        for sample in range(request.sampling.n):
+            last = self._answer(request, lambda e, i=sample: sink(replace(e, sample=i)), self._running[request.id])
+            if isinstance(last, Failed):
+                sink(last)
+                break
+            sink(replace(last, sample=sample))
         with self._lock:
             del self._running[request.id]
 

@@ -33,7 +33,8 @@ def test_a_next_token_model_answers_with_its_own_defaults(client: Client) -> Non
     assert (info.diffusion, info.block_length, info.recompute_policy) == (False, 1, "last")
     given = {"model": "causal", "images": [picture(1)], "max_new_tokens": 8}
     default = client.generate("what is it?", **given)
-    assert default.recomputed_tokens == default.usage.prompt_tokens + default.forwards - 1
+    prompt = default.usage.prompt_tokens - default.usage.cached_tokens
+    assert default.recomputed_tokens == prompt + default.forwards - 1
     assert client.generate("what is it?", recompute="last", block_length=1, **given).text == default.text
     full = client.generate("what is it?", recompute="none", **given)
     assert full.text == default.text and full.recomputed_tokens > default.recomputed_tokens

@@ -25,6 +25,7 @@ from mmserve.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from mmserve.rpc.outgoing import to_result
 
 PNG = b"\x89PNG and so on"
 
@@ -33,7 +34,8 @@ def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "Delta", "Event", "Finished", "Snapshot", "StageTimes", "Usage"]
     inputs = ["ImagePart", "Message", "Options", "TLS", "TextPart", "VideoPart"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
-    commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Ngram", "Threshold"]
+    commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
+    commit += ["DraftModel", "Guided", "Scheduler"]
     others = ["AsyncClient", "Client", "ModelInfo", "Result"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *others])
 
@@ -54,6 +56,40 @@ def test_generate(address: str, engine: EchoEngine) -> None:
     assert not engine.requests[0].streaming.deltas
     left = engine.requests[0].deadline - time.monotonic()
     assert 50 < left < 61  # gRPC rounds a timeout up on the wire, by less than a hundredth
+
+
+def test_samples(address: str, engine: EchoEngine) -> None:
+    with Client(address) as client:
+        one = client.generate("a small echo")
+        assert (one.samples, one.others) == ((one,), ())
+        result = client.generate("a small echo", n=3, request_id="mine")
+        assert engine.requests[-1].sampling.n == 3
+        assert result.samples == (result, *result.others) and len(result.samples) == 3
+        assert {(r.text, r.request_id, r.others) for r in result.others} == {("a small echo", "mine", ())}
+        events = list(client.stream("a small echo", n=2))
+    assert sum(isinstance(e, Admitted) for e in events) == 1
+    assert [e.sample for e in events if isinstance(e, Finished)] == [0, 1] and isinstance(events[-1], Finished)
+    for sample in (0, 1):
+        assert "".join(e.text for e in events if isinstance(e, Delta) and e.sample == sample) == "a small echo"
+
+    async def asked() -> None:
+        async with AsyncClient(address) as other:
+            assert [r.text for r in (await other.generate("x y", n=2)).samples] == ["x y", "x y"]
+
+    asyncio.run(asked())
+
+
+def test_a_failed_sample_fails_the_request(address: str, engine: EchoEngine) -> None:
+    engine.failure = FailedPrecondition("not this one")
+    with Client(address) as client, pytest.raises(FailedPrecondition, match="not this one"):
+        client.generate("a small echo", n=3)
+
+
+@pytest.mark.parametrize("missing", [[], [0], [0, 2], [0, 1, 1]])
+def test_a_result_lacks_no_sample(missing: list[int]) -> None:
+    done = [Finished("end", "t", sdk.Usage(1, 0, 1), 1, 1, sdk.StageTimes(), sample=i) for i in missing]
+    with pytest.raises(Unavailable, match="without an answer"):
+        to_result(done, 3, "id")
 
 
 def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from echo_server import model_info
+from helpers import sure_above
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from mmserve.core.request import (
     VideoPart,
 )
 from mmserve.decode.commit import DIFFUSION_COMMIT
-from mmserve.decode.loop import commit_policy, recompute_policy
+from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.encode.store import MediaStore
 from mmserve.errors import Cancelled, Internal, InvalidArgument, NotFound, Unimplemented
@@ -83,6 +84,11 @@ def test_policies_of_next_token_models() -> None:
         build(diffusion={"last": {}})
 
 
+def test_a_policy_that_needs_a_filter_says_how_to_get_one() -> None:
+    with pytest.raises(Unimplemented, match=r"no commit policy 'learned'; .*mmserve\.train_filter.*; it has low_conf"):
+        build(diffusion={"learned": {}})
+
+
 def test_everything_set() -> None:
     store = MediaStore(1000)
     media_id = store.put(b"uploaded").media_id
@@ -127,6 +133,8 @@ def test_everything_set() -> None:
         ("diffusion.factor.factor", [0.0, -1.0, math.nan, math.inf, -math.inf]),
         ("diffusion.confident.confidence", [0.0, -0.5, 1.01, math.nan, math.inf, -math.inf]),
         ("diffusion.entropy_bound.bound", [-1e-9, -1.0, math.nan, math.inf, -math.inf]),
+        ("diffusion.learned.threshold", [0.0, -0.5, math.nan, math.inf, -math.inf]),
+        ("diffusion.early_commit.learned.threshold", [0.0, -0.5, math.nan, math.inf, -math.inf]),
         ("diffusion.dkv_greedy.refresh", [0]),
         ("diffusion.early_commit.early", [math.nan]),
         ("diffusion.early_commit.middle", [math.nan]),
@@ -221,6 +229,8 @@ BASES: list[tuple[dict[str, Any], Policy]] = [
     ({"factor": {"factor": 0.5}}, Policy(name="factor", options={"factor": 0.5})),
     ({"confident": {"confidence": 1.0}}, Policy(name="confident", options={"confidence": 1.0})),
     ({"entropy_bound": {"bound": 0.0}}, Policy(name="entropy_bound", options={"bound": 0.0})),
+    ({"learned": {}}, Policy(name="learned")),
+    ({"learned": {"end_of_text": False}}, Policy(name="learned", options={"end_of_text": False})),
 ]
 
 
@@ -250,11 +260,11 @@ def test_recompute_policies(message: dict[str, Any], policy: Policy) -> None:
 def test_commit_policies_alone_and_as_a_base(message: dict[str, Any], policy: Policy) -> None:
     request = build(EVERYTHING, diffusion=message)
     assert request.diffusion == Diffusion(commit=policy)
-    commit_policy(request)
+    commit_policy(request, Offered(commit_filter=sure_above(0.5)))
     numbers = {"early": math.inf, "late": -math.inf, "answer_start": 3, "answer_length": 13}
     request = build(EVERYTHING, diffusion={"early_commit": {**numbers, **message}})
     assert request.diffusion == Diffusion(commit=Policy(name="early_commit", options=numbers, base=policy))
-    commit_policy(request)
+    commit_policy(request, Offered(commit_filter=sure_above(0.5)))
     assert build(EVERYTHING, diffusion={"early_commit": message}).diffusion.commit == Policy(
         name="early_commit", base=policy
     )
@@ -271,7 +281,7 @@ def test_an_answer_that_is_not_on_the_canvas_is_refused(start: int, length: int)
 def test_early_commit_without_a_base_has_none() -> None:
     request = build(EVERYTHING, diffusion={"early_commit": {"middle": 0.0}})
     assert request.diffusion.commit == Policy(name="early_commit", options={"middle": 0.0})
-    commit_policy(request)
+    commit_policy(request, Offered())
 
 
 def test_policies_that_no_engine_knows() -> None:
@@ -284,7 +294,7 @@ def test_policies_that_no_engine_knows() -> None:
         request = dataclasses.replace(build(EVERYTHING), diffusion=diffusion)
         with pytest.raises(InvalidArgument) as caught:
             recompute_policy(request)
-            commit_policy(request)
+            commit_policy(request, Offered())
         assert [v.field for v in caught.value.violations] == [field]
 
 
@@ -295,6 +305,18 @@ def test_the_sampling_fields_and_tokens() -> None:
     for edge in ({"min_p": 0.0}, {"min_p": 1.0}, {"repetition_penalty": 0.01}, {"repetition_penalty": 100.0}):
         assert build(sampling=edge).sampling == Sampling(**edge)
     assert not build().streaming.tokens
+
+
+def test_samples_of_a_request_and_of_its_events() -> None:
+    assert build().sampling.n == 1
+    assert build(sampling={"n": 7}).sampling.n == 7
+    assert wrong(sampling={"n": 0}) == ["sampling.n"]
+    done = Finished("end", "t", Usage(1, 0, 1), 1, 1, StageTimes(), sample=3)
+    for event in (Delta("x", 2), Snapshot("▒", 0, 1, 1, 0, 5), done):
+        message = convert.to_response(event, "id")
+        assert message.sample == event.sample
+        assert convert.from_response(message) == event
+    assert convert.to_response(Admitted(4), "id").sample == 0
 
 
 def test_the_models_own_image_limit_counts_too() -> None:
@@ -339,7 +361,7 @@ EVENTS = [
     Admitted(3),
     Snapshot("a▒", 1, 2, 1),
     Delta("é"),
-    Finished("stop", "é", Usage(5, 2, 4), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
+    Finished("stop", "é", Usage(5, 2, 4, 3), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
     Finished(
         "end",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 
@@ -24,6 +25,73 @@ def test_unsent_deltas_join_and_the_latest_snapshot_stays() -> None:
     for event in (Admitted(0), Delta("a"), Delta("b"), shot(1), Delta("c"), shot(2), Delta("d"), Delta("e"), END):
         coalesce(unsent, event)
     assert unsent == [Admitted(0), Delta("abc"), shot(2), Delta("de"), END]
+
+
+def of(sample: int, *events: Event) -> list[Event]:
+    """The same events of another sample."""
+    return [dataclasses.replace(e, sample=sample) for e in events]  # type: ignore[type-var]
+
+
+def test_samples_join_by_themselves() -> None:
+    unsent: list[Event] = []
+    for event in (
+        Admitted(0),
+        *of(0, Delta("a")),
+        *of(1, Delta("A")),
+        *of(0, Delta("b"), shot(1, 2)),
+        *of(1, Delta("B"), shot(2)),
+        *of(0, shot(3, 4), Delta("c"), END),
+        *of(1, Delta("C"), Delta("D"), END),
+    ):
+        coalesce(unsent, event)
+    assert unsent == [
+        Admitted(0),
+        *of(0, Delta("ab")),
+        *of(1, Delta("AB"), shot(2)),
+        *of(0, shot(3, 6), Delta("c"), END),
+        *of(1, Delta("CD"), END),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("ds-"), st.sampled_from("xyz")), max_size=80))
+def test_any_interleaving_of_samples_gives_each_its_text_and_its_last_snapshot(script: list[tuple]) -> None:
+    """``-`` stands for the client taking one event."""
+    unsent: list[Event] = []
+    sent: list[Event] = []
+    texts, shots = ["", "", ""], [0, 0, 0]
+    for number, (sample, kind, letter) in enumerate(script, 1):
+        if kind == "d":
+            texts[sample] += letter
+            coalesce(unsent, Delta(letter, sample))
+        elif kind == "s":
+            shots[sample] = number
+            coalesce(unsent, Snapshot("", number, 99, number, 0, sample))
+        elif unsent:
+            sent.append(unsent.pop(0))
+        assert len(unsent) <= 3 * 3
+    sent += unsent
+    for sample in range(3):
+        own = [e for e in sent if e.sample == sample]  # type: ignore[union-attr]
+        assert "".join(e.text for e in own if isinstance(e, Delta)) == texts[sample]
+        assert [e.committed for e in own if isinstance(e, Snapshot)][-1:] == [shots[sample]][: bool(shots[sample])]
+
+
+def test_the_last_sample_or_a_failure_ends_the_outbox(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        outbox = Outbox(3)
+        events = [*of(1, Delta("a"), END), *of(0, END), *of(2, Delta("b"), END)]
+        for event in events:
+            outbox.put(event)
+        outbox.put(Failed(Cancelled("late")))
+        assert not outbox.ended
+        assert [event async for event in outbox] == events and outbox.ended
+        broken = Outbox(3)
+        for event in (*of(1, END), Failed(Cancelled("x")), *of(0, END)):
+            broken.put(event)
+        assert [type(event) async for event in broken] == [Finished, Failed] and broken.ended
+
+    asyncio.run(main())
+    assert caplog.text.count("after the last one") == 2
 
 
 letters = st.text(alphabet="abc▒é", max_size=3)

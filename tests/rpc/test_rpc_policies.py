@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from echo_server import EchoEngine, model_info, threaded
-from helpers import ask
+from helpers import ask, sure_above
 
 from mmserve.client import (
     AsyncClient,
@@ -17,35 +18,43 @@ from mmserve.client import (
     Confident,
     DkvDecode,
     DkvGreedy,
+    DraftModel,
     EarlyCommit,
     EntropyBound,
     Factor,
     Finished,
+    Guided,
+    Learned,
     Ngram,
+    Scheduler,
     Threshold,
 )
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.request import Policy
-from mmserve.decode.loop import commit_policy, recompute_policy
+from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.engine import Engine
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
 
 RECOMPUTES = ("none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache")
-COMMITS = ("low_confidence", "random", "threshold", "factor", "confident", "entropy_bound", "early_commit")
+COMMITS = ("low_confidence", "random", "threshold", "factor", "confident", "entropy_bound", "early_commit", "learned")
+WITH_COMPANION = ("guided", "draft_model")
+FILTER = sure_above(0.4)
+OFFERED = Offered(commit_filter=FILTER)
 
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[tuple[EchoEngine, Client]]:
     """An engine that says what request came to it."""
-    engine = EchoEngine(model_info(recompute_policies=RECOMPUTES, commit_policies=COMMITS))
+    engine = EchoEngine(model_info(recompute_policies=RECOMPUTES, commit_policies=(*COMMITS, *WITH_COMPANION)))
     with threaded(engine) as address, Client(address) as client:
         yield engine, client
 
 
 @pytest.fixture(scope="module")
 def address(model: LoadedModel) -> Iterator[str]:
-    engine = Engine(model, resolve(EngineConfig(max_tokens=128, torch_threads=1, page_size=8)), MediaConfig())
+    filtered = dataclasses.replace(model, commit_filter=FILTER)
+    engine = Engine(filtered, resolve(EngineConfig(max_tokens=128, torch_threads=1, page_size=8)), MediaConfig())
     with threaded({"tiny": engine}) as found:  # type: ignore[dict-item]
         yield found
 
@@ -56,7 +65,7 @@ def client(address: str) -> Iterator[Client]:
         yield found
 
 
-def policy(name: str, base: Policy | None = None, **options: float) -> Policy:
+def policy(name: str, base: Policy | None = None, **options: float | str) -> Policy:
     return Policy(name=name, options=options, base=base)
 
 
@@ -77,6 +86,8 @@ COMMIT_CLASSES = [
     (Confident(1.0), policy("confident", confidence=1.0)),
     (EntropyBound(), policy("entropy_bound", bound=0.1)),
     (EntropyBound(0.0), policy("entropy_bound", bound=0.0)),
+    (Learned(), policy("learned", threshold=0.96, end_of_text=True)),
+    (Learned(1.5, end_of_text=False), policy("learned", threshold=1.5, end_of_text=False)),
 ]
 EARLY_CLASSES = [
     (EarlyCommit(), policy("early_commit", **EARLY)),
@@ -86,12 +97,23 @@ EARLY_CLASSES = [
             "early_commit", **{**EARLY, "early": math.inf, "late": -math.inf, "answer_start": 7, "answer_length": 3}
         ),
     ),
+    (
+        EarlyCommit(answer_after="Answer:\n", answer_length=3, base="threshold"),
+        policy("early_commit", policy("threshold"), **{**EARLY, "answer_length": 3, "answer_after": "Answer:\n"}),
+    ),
     *((EarlyCommit(base=made), policy("early_commit", core, **EARLY)) for made, core in COMMIT_CLASSES),
     *(
         (EarlyCommit(base=name), policy("early_commit", policy(name), **EARLY))  # type: ignore[arg-type]
         for name in COMMITS
         if name != "early_commit"
     ),
+]
+COMPANION_CLASSES = [
+    *((name, policy(name)) for name in WITH_COMPANION),
+    (Guided(), policy("guided", top_k=0, ratio=0.5)),
+    (Guided(8, 0.0), policy("guided", top_k=8, ratio=0.0)),
+    (DraftModel(), policy("draft_model", length=4)),
+    (DraftModel(64), policy("draft_model", length=64)),
 ]
 
 
@@ -109,7 +131,7 @@ def test_recompute_policies_reach_core(echo: tuple[EchoEngine, Client], given: A
 
 @pytest.mark.parametrize(
     ("given", "core"),
-    [*((name, policy(name)) for name in COMMITS), *COMMIT_CLASSES, *EARLY_CLASSES],
+    [*((name, policy(name)) for name in COMMITS), *COMMIT_CLASSES, *EARLY_CLASSES, *COMPANION_CLASSES],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_commit_policies_reach_core(echo: tuple[EchoEngine, Client], given: Any, core: Policy) -> None:
@@ -118,17 +140,33 @@ def test_commit_policies_reach_core(echo: tuple[EchoEngine, Client], given: Any,
     request = engine.requests[-1]
     assert request.diffusion.commit == core
     assert request.diffusion.recompute == Policy(name="none")
-    commit_policy(request)
+    commit_policy(request, OFFERED)
+
+
+def test_a_schedulers_name_reaches_core() -> None:
+    engine = EchoEngine(model_info(recompute_policies=RECOMPUTES, commit_policies=(*COMMITS, "scheduler")))
+    with threaded(engine) as address, Client(address) as client:
+        client.generate("x", commit=Scheduler("refine"))
+    assert engine.requests[-1].diffusion.commit == Policy(name="scheduler", options={"name": "refine"})
 
 
 def test_the_classes_have_the_defaults_of_the_policies_they_name() -> None:
-    for given, core in [*RECOMPUTE_CLASSES, *COMMIT_CLASSES, *EARLY_CLASSES]:
+    for given, core in [*RECOMPUTE_CLASSES, *COMMIT_CLASSES, *EARLY_CLASSES, *COMPANION_CLASSES]:
         if given in (DkvDecode(), DkvGreedy()):
             plain = ask("x", recompute=policy(core.name)), ask("x", recompute=core)
             assert recompute_policy(plain[0]) == recompute_policy(plain[1])
-        elif given in (Threshold(), Factor(), Confident(), EntropyBound(), EarlyCommit()):
+        elif given in (
+            Threshold(),
+            Factor(),
+            Confident(),
+            EntropyBound(),
+            Learned(),
+            EarlyCommit(),
+            Guided(),
+            DraftModel(),
+        ):
             plain = ask("x", commit=policy(core.name)), ask("x", commit=core)
-            assert commit_policy(plain[0]) == commit_policy(plain[1])
+            assert commit_policy(plain[0], OFFERED) == commit_policy(plain[1], OFFERED)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +180,17 @@ def test_the_classes_have_the_defaults_of_the_policies_they_name() -> None:
         ({"commit": "never"}, "diffusion.commit"),
         ({"commit": DkvDecode(2)}, "diffusion.commit"),
         ({"commit": Threshold("high")}, "diffusion.threshold.confidence"),
+        ({"commit": Learned("high")}, "diffusion.learned.threshold"),
+        ({"commit": Learned(end_of_text="maybe")}, "diffusion.learned.end_of_text"),
         ({"commit": EarlyCommit(answer_start=-1)}, "diffusion.early_commit.answer_start"),
+        ({"commit": EarlyCommit(answer_after=3)}, "diffusion.early_commit.answer_after"),
         ({"commit": EarlyCommit(base="never")}, "diffusion.early_commit.base"),
         ({"commit": EarlyCommit(base="early_commit")}, "diffusion.early_commit.base"),
         ({"commit": EarlyCommit(base=EarlyCommit())}, "diffusion.early_commit.base"),
         ({"commit": EarlyCommit(base=Ngram())}, "diffusion.early_commit.base"),
+        ({"commit": EarlyCommit(base="guided")}, "diffusion.early_commit.base"),
+        ({"commit": Guided(-1)}, "diffusion.guided.top_k"),
+        ({"commit": DraftModel("x")}, "diffusion.draft_model.length"),
         ({"commit": EarlyCommit(base=Factor("x"))}, "diffusion.early_commit.factor.factor"),
         ({"min_p": "low"}, "sampling.min_p"),
         ({"repetition_penalty": "low"}, "sampling.repetition_penalty"),
@@ -168,7 +212,11 @@ def test_policies_that_cannot_be_sent(echo: tuple[EchoEngine, Client], arguments
         ({"commit": Threshold(math.inf)}, ["diffusion.threshold.confidence"]),
         ({"commit": Factor(math.nan)}, ["diffusion.factor.factor"]),
         ({"commit": Confident(1.5)}, ["diffusion.confident.confidence"]),
+        ({"commit": Guided(ratio=math.nan)}, ["diffusion.guided.ratio"]),
+        ({"commit": DraftModel(0)}, ["diffusion.draft_model.length"]),
         ({"commit": EntropyBound(-0.1)}, ["diffusion.entropy_bound.bound"]),
+        ({"commit": Learned(0.0)}, ["diffusion.learned.threshold"]),
+        ({"commit": EarlyCommit(base=Learned(math.nan))}, ["diffusion.early_commit.learned.threshold"]),
         ({"commit": EarlyCommit(base=Threshold(-1.0))}, ["diffusion.early_commit.threshold.confidence"]),
         (
             {

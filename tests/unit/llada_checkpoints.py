@@ -30,7 +30,7 @@ from mmserve.models.decoder import dense_attention
 from mmserve.models.registry import load_model
 from mmserve.reference.tokenizer import train_tokenizer
 
-VOCAB, SIDE, PATCH = 448, 24, 6
+VOCAB, SIDE, PATCH = 640, 24, 6
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import blank, proposal
+from helpers import blank, proposal, sure_above
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -141,7 +141,8 @@ def test_a_threshold_that_nothing_is_below_is_refused(confidence: float) -> None
 def test_every_step_of_every_policy_commits_at_least_one_position(
     name: str, length: int, block: int, seed: int
 ) -> None:
-    policy = COMMIT[name](**({"base": LowConfidence()} if name == "early_commit" else {}))
+    needed = {"early_commit": {"base": LowConfidence()}, "learned": {"commit_filter": sure_above(0.8)}}
+    policy = COMMIT[name](**needed.get(name, {}))
     per_block = counts(blank(2, length, block), policy, seed)
     assert min(min(of_block) for of_block in per_block) >= 1
     assert sum(map(sum, per_block)) == length

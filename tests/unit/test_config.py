@@ -15,6 +15,7 @@ from mmserve.config import (
     EngineConfig,
     MediaConfig,
     ModelConfig,
+    SchedulerConfig,
     ServerConfig,
     from_mapping,
     load,
@@ -24,7 +25,7 @@ from mmserve.errors import ConfigError
 
 TABLES: dict[str, type[Any]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
 KEYS = [(table, f.name, f.default) for table, kind in TABLES.items() for f in dataclasses.fields(kind)]
-COUNTS = ["max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch"]
+COUNTS = ["max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples"]
 
 
 def toml(value: Any) -> str:
@@ -125,7 +126,7 @@ def test_an_unknown_key_is_refused_with_the_known_ones(table: str) -> None:
 
 def _of_another_type(default: Any) -> list[Any]:
     values: list[Any] = [True, 3, 2.5, "text", ["a"], [1], {"a": 1}]
-    fits = {int: [3], float: [3, 2.5], str: ["text"], tuple: [["a"]]}[type(default)]
+    fits = {bool: [True], int: [3], float: [3, 2.5], str: ["text"], tuple: [["a"]]}[type(default)]
     return [v for v in values if not any(v is f or (type(v) is type(f) and v == f) for f in fits)]
 
 
@@ -214,3 +215,17 @@ def test_auto_threads_of_all_busy_stages_stay_within_the_cores(stages: str, work
 def test_resolve_counts_the_cores_of_this_process() -> None:
     assert resolve(EngineConfig()).torch_threads >= 1
     assert resolve(EngineConfig(stages="inline")).torch_threads >= resolve(EngineConfig()).torch_threads
+
+
+def test_schedulers_are_tables_with_a_class_and_numbers_of_their_own() -> None:
+    config = from_mapping({"schedulers": {"refine": {"class": "BlockRefinementScheduler", "threshold": 0.9}}})
+    assert config.schedulers == (
+        SchedulerConfig(name="refine", kind="BlockRefinementScheduler", numbers={"threshold": 0.9}),
+    )
+    for wrong, says in (
+        ([], "schedulers must be tables"),
+        ({"x": 1}, r"\[schedulers.x\] must be a table"),
+        ({"x": {"threshold": 1}}, r"\[schedulers.x\] class must be the name"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            from_mapping({"schedulers": wrong})

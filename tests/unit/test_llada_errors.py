@@ -149,7 +149,7 @@ def test_where_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="cannot fetch"):
         load_model(ModelConfig(path="hub:not a/valid/name"))
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "mmserve" / "models" / "registry.py"))
-    with pytest.raises(ConfigError, match="no bundled model; name a checkpoint directory or hub:"):
+    with pytest.raises(ConfigError, match="no model 'bundled'; name a checkpoint directory or hub:"):
         load_model(ModelConfig())
 
 

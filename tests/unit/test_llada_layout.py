@@ -97,7 +97,7 @@ def test_dtypes(tmp_path: Path) -> None:
 def test_tokens_of_llada_v(tmp_path: Path) -> None:
     Sighted(tmp_path, "clip")
     spec = load(tmp_path, name="mine").spec
-    bos, eos, eot, mask, header, header_end, picture = (tokenizer().convert_tokens_to_ids(t) for t in SPECIALS)
+    bos, eos, eot, mask, header, header_end, picture, _video = (tokenizer().convert_tokens_to_ids(t) for t in SPECIALS)
     assert spec.name == "mine" and spec.architecture == "llava_llada"
     assert (spec.mask_id, spec.image_id, spec.end_ids) == (mask, picture, {eos, eot})
     assert set(spec.banned_ids) == {bos, eos, header, header_end, mask, picture}
@@ -161,11 +161,14 @@ def test_export_and_load_are_inverse(tmp_path: Path, layout: Layout, tied: bool)
 def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(1)
     rows = -(-len(train_tokenizer()) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    trained = ReferenceModel(rows)
+    trained = ReferenceModel(rows, causal=False)
     with pytest.raises(ConfigError, match=r"has no state\.pt: train first"):
         export(tmp_path, tmp_path / "out")
     before = {"recipe": {"steps": 9}, "done": 5, "seconds": 610.0, "before": None}
-    state = {"recipe": {"steps": 7}, "done": 7, "seconds": 65.4, "before": before, "average": trained.state_dict()}
+    recipe = {"objective": "diffusion", "steps": 7}
+    machine = {"cpu": "abacus", "torch": "2.0"}
+    state = {"recipe": recipe, "done": 7, "seconds": 65.4, "before": before, "machine": machine}
+    state["average"] = trained.state_dict()
     torch.save(state, tmp_path / "state.pt")
     export(tmp_path, tmp_path / "out")
     model = load(tmp_path / "out", dtype="bfloat16")
@@ -182,15 +185,15 @@ def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> 
     picture = image(192, 150)
     assert torch.equal(model.vision.prepare(picture), pixels_of(picture))
     assert model.vision.tokens_per_image == VISUAL_TOKENS
-    bos, eos, eot, mask, header, header_end, placeholder = model.tokenizer.convert_tokens_to_ids(list(SPECIALS))
+    bos, eos, eot, mask, header, header_end, placeholder, clip = model.tokenizer.convert_tokens_to_ids(list(SPECIALS))
     spec = model.spec
     assert (spec.mask_id, spec.image_id, spec.end_ids) == (mask, placeholder, {eos, eot})
-    assert spec.banned_ids == tuple(sorted((bos, mask, header, header_end, placeholder)))
+    assert spec.banned_ids == tuple(sorted((bos, mask, header, header_end, placeholder, clip)))
     assert model.tokenizer.chat_template == CHAT_TEMPLATE
     card = (tmp_path / "out" / "MODEL_CARD.md").read_text()
-    assert "Up to step 7, 1 minutes. It began with the weights of the run below.\n\n- steps: 7" in card
-    assert "Up to step 5, 10 minutes.\n\n- steps: 9" in card
-    torch.save(state | {"average": ReferenceModel(rows + 64).state_dict()}, tmp_path / "state.pt")
+    assert "7 steps in 1 minutes (cpu abacus, torch 2.0). It began with the weights of the run below." in card
+    assert "5 steps in 10 minutes.\n\n- steps: 9" in card and "right" not in card
+    torch.save(state | {"average": ReferenceModel(rows + 64, causal=False).state_dict()}, tmp_path / "state.pt")
     with pytest.raises(ConfigError, match="do not fit the tokenizer"):
         export(tmp_path, tmp_path / "out")
 

@@ -27,7 +27,7 @@ from mmserve.models.layouts import (
     vision_tensors,
 )
 from mmserve.models.vision import LlavaVision
-from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, IMAGE
+from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, IMAGE, VIDEO
 
 OLD_KEYS: dict[str, Any] = {"rope_parameters": ..., "rope_theta": 50_000.0, "rope_scaling": None}
 SCALING: dict[str, Any] = {
@@ -116,7 +116,7 @@ def test_a_placeholder_may_lie_behind_the_last_embedding(tmp_path: Path) -> None
     """LLaVA-1.5 has as many embeddings as its tokenizer has tokens, and no token for an image."""
     rows = len(tokenizer())
     Sighted(tmp_path, rows=rows)
-    without_special_tokens(tmp_path, IMAGE)
+    without_special_tokens(tmp_path, IMAGE, VIDEO)
     model = load(tmp_path)
     assert (model.spec.image_id, model.spec.banned_ids) == (rows, ())
     assert model.tokenizer.encode(f"a{IMAGE}b", add_special_tokens=False).count(rows) == 1

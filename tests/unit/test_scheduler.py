@@ -14,7 +14,12 @@ from mmserve.core.plan import Budgets, Entry, Plan
 from mmserve.core.request import RUNNING, TERMINAL, Stage, advance
 from mmserve.schedule.scheduler import schedule
 
-STAGES = {"encode": Stage.ENCODING, "prefill": Stage.PREFILLING, "decode": Stage.STEPPING}
+STAGES = {
+    "constrain": Stage.CONSTRAINING,
+    "encode": Stage.ENCODING,
+    "prefill": Stage.PREFILLING,
+    "decode": Stage.STEPPING,
+}
 HOLDS_PAGES = {Stage.PREFILLING, Stage.PREFILLED, Stage.STEPPING, Stage.READY}
 ALL_IDLE = frozenset(STAGES)
 
@@ -43,6 +48,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
             tokens=draw(st.integers(0, 50)),
             pages=draw(st.integers(0, 12)),
             last_step=draw(st.integers(0, 6)),
+            constrained=draw(st.booleans()),
         )
         for index in range(draw(st.integers(0, 14)))
     ]
@@ -71,7 +77,13 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
         assert name in limits.idle or getattr(plan, name) == (), f"planned for a busy {name} worker"
     in_stage = {stage: [e for e in entries if e.stage is stage] for stage in Stage}
 
-    encode = _prefix(plan.encode, in_stage[Stage.QUEUED])
+    unready = [e for e in in_stage[Stage.QUEUED] if e.constrained]
+    constrain = _prefix(plan.constrain, unready)
+    waiting = len(in_stage[Stage.CONSTRAINING]) + len(in_stage[Stage.CONSTRAINED])
+    assert len(constrain) == (bool(unready) and "constrain" in limits.idle and waiting < limits.handover)
+
+    ready = [e for e in entries if e.stage in (Stage.QUEUED, Stage.CONSTRAINED) and e not in unready]
+    encode = _prefix(plan.encode, ready)
     assert len(encode) <= 1 or sum(max(1, e.images) for e in encode) <= limits.encode_batch
     waiting = len(in_stage[Stage.ENCODING]) + len(in_stage[Stage.ENCODED])
     assert not encode or waiting + len(encode) <= limits.handover
@@ -175,8 +187,8 @@ def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> d
     order: dict[str, list[str]] = {name: [] for name in STAGES}
     free, decodes, now = total_pages, 0, 0
     unarrived = sorted(jobs, key=lambda j: j.arrives)
-    # Each job needs an encode, a prefill and its steps, each at most 3 ticks long and never idle without cause.
-    bound = 3 * sum(job.steps + 2 for job in jobs) + max((j.arrives for j in jobs), default=0) + 3
+    # Each job needs a grammar, an encode, a prefill and its steps, each at most 3 ticks long, never idle without cause.
+    bound = 3 * sum(job.steps + 3 for job in jobs) + max((j.arrives for j in jobs), default=0) + 3
     while unarrived or table:
         while unarrived and unarrived[0].arrives <= now:
             job = unarrived.pop(0)
@@ -206,7 +218,12 @@ def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> d
                     if not left[i]:
                         free += table.pop(i).pages
                         continue
-                following = {"encode": Stage.ENCODED, "prefill": Stage.PREFILLED, "decode": Stage.READY}[name]
+                following = {
+                    "constrain": Stage.CONSTRAINED,
+                    "encode": Stage.ENCODED,
+                    "prefill": Stage.PREFILLED,
+                    "decode": Stage.READY,
+                }[name]
                 table[i] = dataclasses.replace(table[i], stage=advance(table[i].stage, following))
         assert now <= bound, f"{list(table)} starve"
     assert free == total_pages
@@ -225,6 +242,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[Job], Budgets, int]:
             images=draw(st.integers(0, 4)),
             tokens=draw(st.integers(1, 60)),
             pages=draw(st.integers(1, total_pages)),  # the engine refuses what could never fit
+            constrained=draw(st.integers(0, 3)) == 3,
         )
         arrives = max([j.arrives for j in jobs[-1:]], default=0) + draw(st.integers(0, 4))
         jobs.append(Job(entry, arrives, draw(st.integers(1, 8))))
@@ -243,8 +261,11 @@ def test_every_workload_runs_to_its_end_in_order_of_arrival(case: tuple, seed: i
     jobs, limits, total_pages = case
     order = simulate(jobs, limits, total_pages, seed)
     arrival = [job.entry.id for job in jobs]
-    assert order["encode"] == arrival
-    assert order["prefill"] == arrival
+    late = [job.entry.id for job in jobs if job.entry.constrained]  # these may be overtaken, but not by one another
+    assert order["constrain"] == late
+    for name in ("encode", "prefill"):
+        assert [i for i in order[name] if i in late] == late
+        assert [i for i in order[name] if i not in late] == [i for i in arrival if i not in late]
     assert sorted(order["decode"]) == sorted(arrival)
 
 

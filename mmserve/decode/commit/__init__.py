@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 from mmserve.decode.commit.base import Candidates, Commit
 from mmserve.decode.commit.confident import Confident
+from mmserve.decode.commit.draft_model import DraftModel
 from mmserve.decode.commit.early_commit import EarlyCommit
 from mmserve.decode.commit.edit import Edit
 from mmserve.decode.commit.entropy_bound import EntropyBound
 from mmserve.decode.commit.factor import Factor
+from mmserve.decode.commit.guided import Guided
+from mmserve.decode.commit.learned import Learned
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.commit.ngram import Ngram
 from mmserve.decode.commit.random import Random
@@ -24,8 +27,13 @@ COMMIT: dict[str, Callable[..., Commit]] = {
     "confident": Confident,
     "entropy_bound": EntropyBound,
     "edit": Edit,
+    "learned": Learned,
     "ngram": Ngram,
+    "guided": Guided,
+    "draft_model": DraftModel,
 }
+#: ``scheduler`` (``scheduled.py``) is not in this table: it is made from what a server's configuration names
+#: (``decode/policies.py``).
 #: Policies that make sense for masked diffusion, and for next-token models; the first is the default.
 DIFFUSION_COMMIT = (
     "low_confidence",
@@ -36,11 +44,29 @@ DIFFUSION_COMMIT = (
     "confident",
     "entropy_bound",
     "edit",
+    "guided",
+    "learned",
 )
 #: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
-CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram")
+CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram", "draft_model")
+#: Where open positions hold random tokens, each step accepts some and draws the rest anew (``decode/renoising.py``).
+RENOISING_COMMIT = ("entropy_bound",)
+#: Policies for which the model needs a companion.
+ACCOMPANIED = frozenset({"guided", "draft_model"})
+#: Policies that ask a filter trained for the model: models without one do not have them.
+FILTERED = frozenset({"learned"})
 #: Policies that judge tokens which stand on the canvas already: a penalty on what stands there would judge them by
 #: their own presence.
-UNPENALISED = frozenset({"edit", "ngram"})
+UNPENALISED = frozenset({"edit", "ngram", "guided", "draft_model", "scheduler"})
 
-__all__ = ["CAUSAL_COMMIT", "COMMIT", "DIFFUSION_COMMIT", "UNPENALISED", "Candidates", "Commit"]
+__all__ = [
+    "ACCOMPANIED",
+    "CAUSAL_COMMIT",
+    "COMMIT",
+    "DIFFUSION_COMMIT",
+    "FILTERED",
+    "RENOISING_COMMIT",
+    "UNPENALISED",
+    "Candidates",
+    "Commit",
+]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.request import Sampling
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,29 @@ class Candidates:
             self.positions[kept], self.tokens[kept], self.confidence[kept], self.gap[kept], self.entropy[kept]
         )
 
+    def and_then(self, other: Candidates) -> Candidates:
+        """These and, behind them, ``other``."""
+        return Candidates(
+            np.concatenate([self.positions, other.positions]),
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.confidence, other.confidence]),
+            np.concatenate([self.gap, other.gap]),
+            np.concatenate([self.entropy, other.entropy]),
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a companion says of ``n`` drafted tokens that stand one behind another from the first masked position on.
+
+    ``own`` is its own choice at each of their positions and, if the block has one, at the position behind them, each
+    given the draft left of it.
+    """
+
+    own: Candidates
+    rank: np.ndarray  # int64 [n], tokens that it finds more probable than the drafted one
+    relative: np.ndarray  # float32 [n], probability of the drafted token over that of the most probable one
+
 
 class Commit(Protocol):
     """One policy with its numbers; it holds no state of a request."""
@@ -38,6 +63,16 @@ class Commit(Protocol):
     @property
     def revises(self) -> bool:
         """Whether committed tokens of the current block may be replaced: then it wants candidates for them too."""
+        ...
+
+    @property
+    def closes(self) -> bool:
+        """Whether an end of text that becomes final settles everything right of it, as padding."""
+        ...
+
+    @property
+    def whole_block(self) -> bool:
+        """Whether it wants candidates for every position of the current block, committed or not."""
         ...
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
@@ -60,13 +95,60 @@ class Commit(Protocol):
         ...
 
 
+@runtime_checkable
+class Judged(Protocol):
+    """A commit policy whose candidates a companion judges before any is chosen."""
+
+    def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
+        """What is left of ``candidates``, and what stands instead, ascending and at least one."""
+        ...
+
+
+@runtime_checkable
+class Drafted(Protocol):
+    """A commit policy of a next-token model for which a companion drafts."""
+
+    def wanted(self, canvas: Canvas) -> int:
+        """Tokens that the companion shall draft before the next pass."""
+        ...
+
+    def agreed(self, canvas: Canvas, candidates: Candidates, drafted: np.ndarray) -> Candidates:
+        """Those of ``candidates`` that ``drafted`` (int64, from the first masked position on) has not led astray."""
+        ...
+
+
+@runtime_checkable
+class Proposing(Protocol):
+    """A commit policy that makes its own candidates of the block's logits."""
+
+    def propose(
+        self, logits_nV: Tensor, canvas: Canvas, sampling: Sampling, mask_id: int, banned: tuple[int, ...]
+    ) -> Candidates:
+        """Candidates for the positions of the current block, from their logits ``[block, V]``.
+
+        ``mask_id`` stands at masked positions; tokens of ``banned`` are never proposed. The same for the same request
+        and canvas, whoever else is served.
+        """
+        ...
+
+
 class Undrafted:
-    """What policies share that draft nothing and, unless they say so, replace nothing."""
+    """What policies share that draft nothing and, unless they say so, replace and close nothing."""
 
     @property
     def revises(self) -> bool:
         """Never."""
         return False
+
+    @property
+    def closes(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def whole_block(self) -> bool:
+        """If tokens of it may be replaced."""
+        return self.revises
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
         """At once."""
@@ -96,3 +178,8 @@ def first(values: np.ndarray, count: int) -> np.ndarray:
     chosen = np.zeros(len(values), dtype=bool)
     chosen[np.argsort(values, kind="stable")[:count]] = True
     return chosen
+
+
+def leading(agreed: np.ndarray) -> int:
+    """How many of bool ``agreed [n]`` are true before the first that is not."""
+    return len(agreed) if agreed.all() else int(np.argmin(agreed))

@@ -4,15 +4,21 @@ When the model is sure enough of the answer, everything that is left is committe
 gap between the two highest logits over the answer's positions; how sure it must be falls as decoding goes on. The
 reference knows five answer positions and one request at a time; here the answer region comes from the request, or is
 the current block, and each request decides for itself.
+
+Where the answer begins the reference knows because it writes the words in front of it onto the canvas itself. Here they
+are looked for among the tokens that the model has made final; among candidates they might yet go away or move. They are
+looked for in what the tokens spell, so that it does not matter which tokens they became or what they share one with.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from mmserve.core.canvas import Canvas
+from mmserve.core.canvas import MASKED, Canvas
 from mmserve.decode.commit.base import Candidates, Commit, Undrafted
 
 #: Shares of the steps at which the second and the third gap begin to count.
@@ -25,6 +31,9 @@ class EarlyCommit(Undrafted):
 
     ``answer_start`` and ``answer_length`` name the answer's positions, counted from the first generated one; then
     everything masked is committed. With a length of 0 the answer is the current block, and the block is committed.
+    With ``answer_after``, the answer's positions are the ``answer_length`` behind the first token by which final tokens
+    of the answer, next to one another, spell that text; with a length of 0, those of the current block behind it. Until
+    it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
     A position of the answer that is final already is not in doubt: only masked ones count, and an answer without any
     is sure.
     ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
@@ -36,18 +45,27 @@ class EarlyCommit(Undrafted):
     late: float = 2.5
     answer_start: int = 0
     answer_length: int = 0
+    answer_after: str = ""
     steps: int = 0
+    spell: Callable[[np.ndarray], str] | None = None
 
     def __post_init__(self) -> None:
         if any(np.isnan(gap) for gap in (self.early, self.middle, self.late)):
             raise ValueError("early, middle and late must be numbers")
         if min(self.answer_start, self.answer_length) < 0:
             raise ValueError("answer_start and answer_length must be at least 0")
+        if self.answer_after and self.answer_start:
+            raise ValueError("answer_start must be 0 with answer_after: the answer begins where that text is found")
 
     @property
     def whole_canvas(self) -> bool:
         """With an answer region: it may lie in a later block, and what is left is more than the block."""
         return self.answer_length > 0 or self.base.whole_canvas
+
+    @property
+    def closes(self) -> bool:
+        """Where the policy it builds on does."""
+        return self.base.closes
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         block = candidates.positions < canvas.block_end
@@ -66,10 +84,30 @@ class EarlyCommit(Undrafted):
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
         """First position of the answer, and the first behind it."""
+        start = self._found(canvas) if self.answer_after else canvas.prompt_length + self.answer_start
         if not self.answer_length:
-            return canvas.block_start, canvas.block_end
-        start = min(canvas.prompt_length + self.answer_start, canvas.size)
+            return max(start if self.answer_after else 0, canvas.block_start), canvas.block_end
+        start = min(start, canvas.size)
         return start, min(start + self.answer_length, canvas.size)
+
+    def _found(self, canvas: Canvas) -> int:
+        """First position behind ``answer_after``, ``canvas.size`` where it is not found."""
+        final = canvas.committed_at[canvas.prompt_length :] != MASKED
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], final, [False]]))) + canvas.prompt_length
+        for start, end in edges.reshape(-1, 2).tolist():
+            length = self._until(canvas.tokens[start:end])
+            if length is not None:
+                return int(start) + length
+        return canvas.size
+
+    def _until(self, tokens: np.ndarray) -> int | None:
+        """How many of ``tokens``, from the first on, it takes to spell ``answer_after``; None = all of them do not."""
+        spell = self.spell
+        if spell is None:
+            raise ValueError("a text can only be looked for with a tokenizer")
+        if self.answer_after not in spell(tokens):
+            return None
+        return bisect_left(range(len(tokens)), True, key=lambda size: self.answer_after in spell(tokens[:size]))
 
     def _needed(self, canvas: Canvas) -> float:
         progress = canvas.step / (self.steps or canvas.new_tokens)

@@ -30,5 +30,17 @@ RECOMPUTE: dict[str, Callable[..., Recompute]] = {
 FULL_ATTENTION = ("none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive")
 BLOCK_CAUSAL_ATTENTION = ("block", "none")
 CAUSAL_ATTENTION = ("last", "none")
+#: Policies that never run a finished block of the prompt again: its pages may belong to several requests.
+KEEPS_PROMPT = ("last", "block")
+#: Where open positions hold random tokens: the canvas, and the one before once more when it is final.
+RENOISING = ("block",)
 
-__all__ = ["BLOCK_CAUSAL_ATTENTION", "CAUSAL_ATTENTION", "FULL_ATTENTION", "RECOMPUTE", "Recompute"]
+__all__ = [
+    "BLOCK_CAUSAL_ATTENTION",
+    "CAUSAL_ATTENTION",
+    "FULL_ATTENTION",
+    "KEEPS_PROMPT",
+    "RECOMPUTE",
+    "RENOISING",
+    "Recompute",
+]

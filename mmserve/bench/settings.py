@@ -1,0 +1,18 @@
+"""The configuration that benchmarks run with."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from mmserve.cli.options import any_port, read_config
+from mmserve.config import Config
+
+
+def measured_config(arguments: argparse.Namespace) -> Config:
+    """The arguments' configuration on a port of its own and without the prefix cache.
+
+    Two may run at once. Benchmarks ask the same items again and again: only the first round would run its prompts.
+    """
+    config = any_port(read_config(arguments))
+    return replace(config, engine=replace(config.engine, prefix_cache=False))

@@ -1,0 +1,49 @@
+"""What is wrong with a constraint, or was changed in it: data, and the error it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mmserve.errors import FieldViolation, InvalidArgument
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place of a constraint: a JSON Pointer (RFC 6901; "" = the whole), the keyword there, and a reason."""
+
+    pointer: str
+    keyword: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.pointer or 'the root'}: {self.keyword}: {self.reason}"
+
+
+class Refused(Exception):
+    """A constraint that no grammar is made of; ``findings`` say why, at least one."""
+
+    def __init__(self, *findings: Finding) -> None:
+        super().__init__("; ".join(map(str, findings)))
+        self.findings = findings
+
+    @classmethod
+    def at(cls, pointer: str, keyword: str, reason: str) -> Refused:
+        """A refusal for one reason."""
+        return cls(Finding(pointer, keyword, reason))
+
+
+def child(pointer: str, *steps: str | int) -> str:
+    """``pointer`` and ``steps`` further down."""
+    return pointer + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+def as_error(kind: str, findings: Iterable[Finding]) -> InvalidArgument:
+    """The error of a request whose ``constraint.<kind>`` was refused: one violation a finding."""
+    return InvalidArgument(
+        *(FieldViolation(f"constraint.{kind}{_fragment(f.pointer)}", f"{f.keyword}: {f.reason}") for f in findings)
+    )
+
+
+def _fragment(pointer: str) -> str:
+    return f"#{pointer}" if pointer else ""

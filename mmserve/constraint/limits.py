@@ -1,0 +1,43 @@
+"""How large a constraint may be, and how much work it may make: the numbers, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_SCHEMA_BYTES = 256 << 10
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_REGEX_BYTES = 16 << 10
+MAX_CHOICES = 10_000
+MAX_DEPTH = 64  # nested arrays and objects of a schema's text
+MAX_PROPERTIES = 5_000  # all ``properties`` of a schema together
+MAX_ENUM_VALUES = 10_000  # all ``enum`` values of a schema together
+MAX_ENUM_BYTES = 256 << 10
+MAX_REPEAT = 100_000  # bounds of lengths and items, and of a regular expression written out
+MAX_INTEGER = 2**53  # beyond, llguidance rounds: 9007199254740993 becomes 9007199254740992
+DIGITS = 15  # significant; with more, two decimals may be one double, and llguidance takes one for the other
+SMALLEST = 1e-12  # bounds are written out in digits, never with an exponent
+MAX_MULTIPLE = 10_000  # an automaton has one state a remainder: 10,000 compile in 0.1 s, 100,000 in 2 s
+MAX_SCHEMAS = 50_000  # subschemas after rewriting: cases multiply
+
+COMPILE_SECONDS = 2.0  # wall clock, in the child process
+CHILD_BYTES = 1 << 30  # address space of the child process
+START_SECONDS = 60.0  # for the child process to start and to read its vocabulary
+CACHE_BYTES = 32 << 20
+REPLY_BYTES = 8 << 20  # of a grammar as it comes back
+
+WALKS = 4  # random ways through a grammar before it is trusted
+WALK_TOKENS = 48
+WALK_SECONDS = 0.5  # no further walk after that
+STEP_SECONDS = 0.25  # of processor time, for the mask of one token
+
+#: What a matcher over a grammar may spend, in llguidance's own units; half to a tenth of its defaults. The child
+#: process proves a grammar under these, so whoever builds its matcher must build it with the same.
+PARSER_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 100_000,
+    "max_grammar_size": 250_000,
+    "verbose_errors": False,  # a refusal must not carry the whole schema
+}

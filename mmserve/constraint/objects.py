@@ -1,0 +1,134 @@
+"""Keywords of objects: what llguidance enforces exactly, and the rest written in terms of it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+from typing import Any
+
+from mmserve.constraint.notes import Notes
+from mmserve.constraint.pattern import BadPattern, searched
+from mmserve.constraint.scalars import anchored
+from mmserve.constraint.shapes import ANNOTATIONS, IN_PLACE
+
+Schema = dict[str, Any]
+_MOST_CASES = 64
+
+
+def evaluated(node: Schema, pointer: str, notes: Notes) -> Schema:
+    """``node`` with ``unevaluatedProperties`` and ``unevaluatedItems`` as ``additionalProperties`` and ``items``.
+
+    Beside keywords that judge the same value through other schemas, they depend on those: then they are left out.
+    """
+    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if keyword not in node:
+            continue
+        node = dict(node)
+        rest = node.pop(keyword)
+        if plain in node or rest is True or rest == {}:
+            continue
+        if set(node) & IN_PLACE or (plain == "items" and "contains" in node):
+            notes.cannot(pointer, keyword, f"use {plain}: what other schemas evaluate is not followed")
+        else:
+            node[plain] = rest
+    return node
+
+
+def named(node: Schema, pointer: str, notes: Notes) -> Schema:
+    """``node`` with ``propertyNames`` as ``patternProperties`` and ``properties``."""
+    if "propertyNames" not in node:
+        return node
+    node = dict(node)
+    names = node.pop("propertyNames")
+    if names is True or names == {}:
+        return node
+    if names is False:
+        return {**node, "maxProperties": 0}
+    keys = set(names) - ANNOTATIONS - ({"type"} if names.get("type") == "string" else set())
+    allowed = names.get("enum", [names["const"]] if "const" in names else None)
+    if keys in ({"enum"}, {"const"}) and not node.get("patternProperties") and isinstance(allowed, list):
+        return _only(node, [name for name in allowed if isinstance(name, str)])
+    if (
+        keys == {"pattern"}
+        and isinstance(names["pattern"], str)
+        and not ({"properties", "patternProperties", "required"} & set(node))
+    ):
+        return {
+            **{name: value for name, value in node.items() if name != "additionalProperties"},
+            "patternProperties": {names["pattern"]: node.get("additionalProperties", True)},
+            "additionalProperties": False,
+        }
+    notes.cannot(pointer, "propertyNames", "only a pattern, or an enum of names, can be enforced")
+    return node
+
+
+def _only(node: Schema, names: list[str]) -> Schema:
+    rest = node.get("additionalProperties", True)
+    properties = node.get("properties", {})
+    kept = {name: schema for name, schema in properties.items() if name in names}
+    forbidden = {name: False for name in (*properties, *node.get("required", ())) if name not in names}
+    added = {name: rest for name in names if name not in kept}
+    return {**node, "properties": {**kept, **added, **forbidden}, "additionalProperties": False}
+
+
+def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[str, list[Any]] | None:
+    """The schemas of ``patternProperties`` by the expression that whole names match; None if one is not supported."""
+    found: dict[str, list[Any]] = {}
+    for pattern, schema in patterns.items():
+        try:
+            found.setdefault(anchored(searched(pattern)), []).append(schema)
+        except BadPattern as error:
+            notes.cannot(pointer, "patternProperties", f"{pattern[:60]!r}: {error}")
+            return None
+    return found
+
+
+def counted(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Schema]]:
+    """``minProperties`` and ``maxProperties`` of ``node``: what llguidance may be given, and cases that all hold.
+
+    llguidance counts members that repeat a name, so it is never asked for more than one unnamed member.
+    """
+    required = list(dict.fromkeys(node.get("required", ())))
+    least, most = node.get("minProperties", 0), node.get("maxProperties")
+    if least <= len(required):
+        least = 0
+    properties = [name for name, schema in node.get("properties", {}).items() if schema is not False]
+    optional = [name for name in properties if name not in required]
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    if closed and most is not None and most >= len({*required, *properties}):
+        most = None
+    if not least and most is None:
+        return {}, []
+    if closed:
+        return {}, _cases(node, required, optional, least, most, pointer, notes)
+    if optional or least > len(required) + 1:
+        keyword = "minProperties" if least else "maxProperties"
+        notes.cannot(pointer, keyword, "can be enforced only where all properties are named, or none is optional")
+        return {}, []
+    part: Schema = {"minProperties": least} if least else {}
+    return {**part, **({"maxProperties": most} if most is not None else {})}, []
+
+
+def _cases(
+    node: Schema, required: list[str], optional: list[str], least: int, most: int | None, pointer: str, notes: Notes
+) -> list[Schema]:
+    """At least so many of the optional names are there, and at least so many are not."""
+    cases = []
+    if least:
+        cases.append(_some(optional, least - len(required), "minProperties", pointer, notes, required=True))
+    if most is not None:
+        absent = len(optional) - (most - len(required))
+        cases.append(_some(optional, absent, "maxProperties", pointer, notes, required=False))
+    return [{"anyOf": found} for found in cases if found is not None]
+
+
+def _some(
+    names: list[str], count: int, keyword: str, pointer: str, notes: Notes, *, required: bool
+) -> list[Schema] | None:
+    if comb(len(names), max(count, 0)) > _MOST_CASES:
+        notes.cannot(pointer, keyword, f"makes more than {_MOST_CASES} cases of the optional properties")
+        return None
+    chosen = combinations(names, max(count, 0))
+    if required:
+        return [{"type": "object", "required": list(some)} for some in chosen] or [{"not": {}}]
+    return [{"type": "object", "properties": dict.fromkeys(some, False)} for some in chosen] or [{"not": {}}]

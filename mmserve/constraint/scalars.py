@@ -1,0 +1,113 @@
+"""Keywords of strings and numbers, as llguidance enforces them exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+from mmserve.constraint.formats import FORMATS
+from mmserve.constraint.limits import DIGITS, MAX_MULTIPLE, SMALLEST
+from mmserve.constraint.notes import Notes
+from mmserve.constraint.pattern import BadPattern, searched, whole
+
+Schema = dict[str, Any]
+
+
+def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
+    """What ``node`` says of strings, as schemas that all hold; each has at most one pattern."""
+    lengths: Schema = {name: node[name] for name in ("minLength", "maxLength") if name in node}
+    parts = [lengths] if lengths else []
+    if "pattern" in node:
+        try:
+            parts.append({"pattern": anchored(searched(node["pattern"]))})
+        except BadPattern as error:
+            notes.cannot(pointer, "pattern", str(error))
+    if "format" in node:
+        known = FORMATS.get(node["format"])
+        if known is None:
+            notes.cannot(pointer, "format", f"{node['format'][:40]!r} is none of {', '.join(FORMATS)}")
+        else:
+            parts.append({"pattern": anchored(whole(known))})
+    return parts
+
+
+def anchored(expression: str) -> str:
+    """The ``pattern`` that llguidance matches against whole strings."""
+    return f"^{expression}$"
+
+
+def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
+    """What ``node`` says of numbers, with inclusive bounds of few digits only.
+
+    llguidance accepts 1 where ``exclusiveMinimum`` is 1 and ``maximum`` 1.25; 0.10000000000000001 where
+    ``exclusiveMinimum`` is 0.1, which every reader takes for 0.1; and reads bounds of more than 15 digits as their
+    neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
+    """
+    part: Schema = {}
+    for keyword, bound, strictly in (
+        ("minimum", "minimum", False),
+        ("maximum", "maximum", False),
+        ("exclusiveMinimum", "minimum", True),
+        ("exclusiveMaximum", "maximum", True),
+    ):
+        if keyword not in node:
+            continue
+        if node[keyword] and abs(node[keyword]) < SMALLEST:
+            notes.cannot(pointer, keyword, f"must be 0, or at least {SMALLEST} from it")
+            continue
+        value = _inward(node[keyword], up=bound == "minimum", strictly=strictly)
+        tighter = min if bound == "maximum" else max
+        part[bound] = tighter(part[bound], value) if bound in part else value
+    if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
+        notes.cannot(pointer, "multipleOf", reason)
+    elif "multipleOf" in node:
+        part["multipleOf"] = node["multipleOf"]
+    return part
+
+
+def _inward(number: float, *, up: bool, strictly: bool) -> float:
+    """The nearest number of 15 digits that is at least ``number`` (``up``) or at most it; ``strictly``: beyond it."""
+    sign = 1 if up else -1
+    if not number:
+        return sign * SMALLEST if strictly else 0
+    if number == int(number) and abs(number) >= 10 ** (DIGITS - 1):
+        return int(number) + sign * strictly
+    exact = Decimal(repr(number))
+    step = Decimal(1).scaleb(exact.adjusted() - DIGITS + 1)
+    rounded = exact.quantize(step, ROUND_CEILING if up else ROUND_FLOOR)
+    if strictly and rounded == exact:
+        rounded += sign * step
+    return int(rounded) if rounded == int(rounded) else float(rounded)
+
+
+def _uncountable(number: float) -> str | None:
+    """Why no automaton counts multiples of ``number``, if none does."""
+    exact = Fraction(repr(number))  # the decimal that was written, not the double it is read as
+    if exact < SMALLEST:
+        return f"must be at least {SMALLEST}"
+    steps, places = exact.numerator, exact.denominator
+    while places > 1:
+        if places % 10 == 0:
+            places //= 10
+        elif places % 2 == 0:
+            steps, places = steps * 5, places // 2
+        else:
+            steps, places = steps * 2, places // 5
+    return None if steps <= MAX_MULTIPLE else f"must have at most {MAX_MULTIPLE} steps between 0 and it"
+
+
+def overflows(numbers: Iterable[float]) -> bool:
+    """Whether llguidance may pass 32 bits on its way to a common multiple of ``numbers``: it would not notice."""
+    exact = [Decimal(repr(number)) for number in numbers]
+    places = max(_places(part) for part in exact)
+    steps = [int(part.scaleb(places)) for part in exact]
+    return len(exact) > 1 and lcm(*steps) * max(steps) >= 1 << 32
+
+
+def _places(number: Decimal) -> int:
+    """Digits behind the point."""
+    exponent = number.normalize().as_tuple().exponent
+    return max(0, -exponent) if isinstance(exponent, int) else 0

@@ -1,0 +1,71 @@
+"""What passes between the server and the child process: JSON behind its length, over pipes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+from mmserve.constraint.findings import Finding, Refused
+from mmserve.constraint.grammar import Grammar
+from mmserve.constraint.vocabulary import Vocabulary
+from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf)}
+MOST_FINDINGS = 100  # of a constraint, that are told
+HEADER = 8  # bytes of a message's length, big-endian
+
+
+def packed(message: Any) -> bytes:
+    """``message`` with its length in front; lone surrogates pass, as the other side must refuse them."""
+    body = json.dumps(message).encode()
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+def read(stream: BinaryIO) -> Any | None:
+    """The next message of ``stream``, None at its end."""
+    header = stream.read(HEADER)
+    if len(header) < HEADER:
+        return None
+    body = stream.read(int.from_bytes(header, "big"))
+    return json.loads(body)
+
+
+def unpacked(body: bytes) -> Any:
+    """The message that ``body``, without its length, is."""
+    return json.loads(body)
+
+
+def from_vocabulary(vocabulary: Vocabulary) -> Any:
+    """``vocabulary`` as JSON."""
+    return {"tokens": [token.decode("latin-1") for token in vocabulary.tokens], "end": vocabulary.end}
+
+
+def to_vocabulary(message: Any) -> Vocabulary:
+    """The vocabulary that ``message`` holds."""
+    return Vocabulary(tuple(token.encode("latin-1") for token in message["tokens"]), message["end"])
+
+
+def from_spec(spec: ConstraintSpec) -> Any:
+    """``spec`` as JSON."""
+    return {"kind": type(spec.kind).__name__, "fields": asdict(spec.kind), "mode": spec.mode.value}
+
+
+def to_spec(message: Any) -> ConstraintSpec:
+    """The constraint that ``message`` holds."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in message["fields"].items()}
+    return ConstraintSpec(_KINDS[message["kind"]](**fields), ConstraintMode(message["mode"]))
+
+
+def from_outcome(outcome: Grammar | Refused) -> Any:
+    """A grammar or a refusal as JSON."""
+    if isinstance(outcome, Refused):
+        return {"refused": [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]}
+    return {"text": outcome.text, "exact": outcome.exact, "warnings": outcome.warnings[:MOST_FINDINGS]}
+
+
+def to_outcome(message: Any) -> Grammar | Refused:
+    """The grammar or refusal that ``message`` holds."""
+    if "refused" in message:
+        return Refused(*(Finding(*finding) for finding in message["refused"]))
+    return Grammar(message["text"], message["exact"], tuple(message["warnings"]))

@@ -1,0 +1,63 @@
+"""What an answer must look like, as the request says it: plain data, neither torch nor gRPC.
+
+``mmserve.constraint`` turns a ``ConstraintSpec`` into a grammar, or says why it cannot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ConstraintMode(StrEnum):
+    """What to do with the parts of a constraint that no grammar can enforce exactly."""
+
+    STRICT = "strict"  # refuse them
+    VALIDATE = "validate"  # enforce something wider and check the finished answer
+    LENIENT = "lenient"  # ignore them, with a warning
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12)."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Regex:
+    """The whole answer matches ``pattern`` (ECMAScript syntax without look-around and back-references)."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer is one of ``options``, letter for letter."""
+
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lark:
+    """The answer is a sentence of the context-free grammar ``text`` in llguidance's Lark dialect."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Gbnf:
+    """The answer is a sentence of the context-free grammar ``text`` in llama.cpp's GBNF."""
+
+    text: str
+
+
+ConstraintKind = JsonSchema | Regex | Choice | Lark | Gbnf
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """One constraint of one request."""
+
+    kind: ConstraintKind
+    mode: ConstraintMode = ConstraintMode.STRICT

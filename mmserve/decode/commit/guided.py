@@ -1,0 +1,44 @@
+"""Guided Diffusion (arXiv 2505.21467): a diffusion model drafts the block, an autoregressive companion judges it.
+
+The draft is kept from the left for as long as the companion agrees; where it first does not, its own token stands, and
+all that follows is drafted anew. Agreeing is either choosing the same token (the paper's ``deterministic``: the answer
+is then the companion's own, in fewer passes), or finding the drafted one likely enough beside it (``topk_relative``).
+The paper judges the canvas in chunks of 32; here a chunk is the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit.base import BlockWise, Candidates, Verdict, leading
+
+
+@dataclass(frozen=True)
+class Guided(BlockWise):
+    """Keep drafted tokens among the companion's ``top_k`` that are at least ``ratio`` (``>=``) times as probable as its
+    first choice; with ``top_k`` 0, those that it chose itself."""
+
+    top_k: int = 0
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0:
+            raise ValueError("top_k must be at least 0")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError("ratio must be in [0, 1]")
+
+    def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
+        judged = len(verdict.rank)
+        if self.top_k:
+            agreed = (verdict.rank < self.top_k) & (verdict.relative >= self.ratio)
+        else:
+            agreed = candidates.tokens[:judged] == verdict.own.tokens[:judged]
+        kept = leading(agreed)
+        draft = candidates.where(np.arange(len(candidates.positions)) < kept)
+        return draft.and_then(verdict.own.where(np.arange(len(verdict.own.positions)) == kept))
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        return np.ones(len(candidates.positions), dtype=bool)

@@ -1,0 +1,57 @@
+"""Learn2PD and EoTP (arXiv 2509.25188; ims-kdks/Learning-to-Parallel-Decoding, generate.py), by a trained filter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import MASKED, Canvas
+from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
+from mmserve.decode.pace import tokens_of_step
+from mmserve.models.commit_filter import CommitFilter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned(BlockWise):
+    """All candidates that the filter trusts more than ``threshold`` (``>``), and as many as the schedule says.
+
+    The filter belongs to the model: from the confidences of a block it tells which candidates are those that the
+    schedule alone would end with. A ``threshold`` of 1 or more leaves the schedule's: ``low_confidence``.
+
+    ``end_of_text`` (EoTP): with an end of text that becomes final everything right of it does too, as padding. The text
+    would have ended there anyway, and what is still open left of it sees what a model is trained to find behind an end.
+    The reference also cuts the canvas at the most probable candidate for an end, accepted or not; that may cut an
+    answer short, so only ends that are accepted count here.
+    """
+
+    commit_filter: CommitFilter
+    threshold: float = 0.96
+    end_of_text: bool = True
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise ValueError("threshold must be above 0")
+
+    @property
+    def closes(self) -> bool:
+        """With ``end_of_text``."""
+        return self.end_of_text
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        trust = self.commit_filter.trust(*block_confidence(canvas, candidates))
+        trusted = trust[candidates.positions - canvas.block_start] > self.threshold
+        count = tokens_of_step(canvas, self.steps, canvas.block_step - 1)
+        return trusted | most_confident(candidates, count)
+
+
+def block_confidence(canvas: Canvas, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """What a filter sees of the current block: confidence (fp32) and openness (bool) of each of its positions.
+
+    Final positions have a confidence of 1, open ones that were not run this time 0.
+    """
+    still_open = canvas.committed_at[canvas.block_start : canvas.block_end] == MASKED
+    confidence = np.where(still_open, np.float32(0), np.float32(1))
+    confidence[candidates.positions - canvas.block_start] = candidates.confidence
+    return confidence, still_open

@@ -1,0 +1,77 @@
+"""A discrete scheduler of diffusers as a commit policy: it draws the tokens itself, and says which become final.
+
+Its steps are those of one block, as in diffusers' ``LLaDA2Pipeline``; it sees the logits of the block and nothing else.
+Where it is sure of no masked position, its most probable token is committed all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.request import Sampling
+from mmserve.decode.commit.base import BlockWise, Candidates
+from mmserve.decode.pace import steps_of_block
+from mmserve.decode.sampler import described, step_generator
+from mmserve.decode.schedulers import Discrete
+
+#: Most passes over a block that is full, where the scheduler edits (``max_post_steps`` of diffusers' LLaDA2Pipeline).
+PASSES = 16
+
+
+@dataclass(frozen=True)
+class Scheduled(BlockWise):
+    """``steps``: the request's denoising steps for the whole canvas; 0 = as many a block as the scheduler's own."""
+
+    scheduler: Discrete
+    steps: int = 0
+
+    @property
+    def whole_block(self) -> bool:
+        """Always: a scheduler's sample is the block."""
+        return True
+
+    @property
+    def revises(self) -> bool:
+        """Where the scheduler is set to edit."""
+        return self.scheduler.edits
+
+    def settled(self, canvas: Canvas, edited: int) -> bool:
+        if not self.revises:
+            return True
+        return canvas.full_passes >= PASSES or (edited == 0 and canvas.full_passes > 0)
+
+    def propose(
+        self, logits_nV: Tensor, canvas: Canvas, sampling: Sampling, mask_id: int, banned: tuple[int, ...]
+    ) -> Candidates:
+        """What the scheduler makes of the block, from the logits of its positions.
+
+        A position whose token it leaves as it is has that token as its candidate, masks their mask.
+        """
+        positions = canvas.block()
+        logits = logits_nV.float().clone()
+        logits[:, list(banned)] = -torch.inf
+        sample = torch.from_numpy(canvas.tokens[positions]).to(logits.device)
+        out = self.scheduler.step(
+            logits,
+            sample,
+            canvas.block_step,
+            steps=steps_of_block(canvas, self.steps) if self.steps else self.scheduler.steps,
+            mask_id=mask_id,
+            sampling=sampling,
+            generator=step_generator(sampling.seed, canvas.step + 1, logits.device),
+        )
+        tokens, open_L = out.prev_sample[0].clone(), sample == mask_id
+        if bool(open_L.any()) and not bool((open_L & (tokens != sample)).any()):
+            best = torch.where(open_L, out.sampled_probs[0].float(), -1.0).argmax()
+            tokens[best] = out.sampled_tokens[0, best]
+        return described(logits, positions, tokens)
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        masked = canvas.committed_at[candidates.positions] == MASKED
+        changed = candidates.tokens != canvas.tokens[candidates.positions]
+        return changed & (masked | self.revises)

@@ -1,0 +1,185 @@
+"""A companion: a causal model with the served one's tokens, that runs over the same canvases with K/V of its own.
+
+It judges what a diffusion model drafts, or drafts what a next-token model judges (``commit/guided.py``,
+``commit/draft_model.py``). Its store has as many pages of the same size as the served model's, so that a request's page
+ids are good in both. What it has run is kept beside the tokens it was run from: where the canvas came out otherwise,
+its K/V is run again from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit import Candidates
+from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
+from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.sampler import candidates
+from mmserve.decode.state import CompanionState, Decoding, Encoded, Prefilling
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One request's part of a pass: the tokens known or drafted, and the positions whose next token is asked for."""
+
+    canvas: Canvas
+    pages: np.ndarray  # int64 page ids of the whole canvas
+    state: CompanionState
+    tokens: np.ndarray  # int64 [n], of the positions 0 … n-1
+    asked: np.ndarray  # int64, ascending, one behind another, the last at most n
+
+
+class Companion:
+    """``model`` beside the ``served`` one; holds no state of any request.
+
+    Every call can be repeated after a failure: a request's state says so little as is certain before its pass is done.
+    """
+
+    def __init__(self, model: LoadedModel, store: KVStore, served: LoadedModel) -> None:
+        self.model, self.store, self._served = model, store, served
+        self._floor = row_floor(model)
+        self._banned = tuple(sorted({*served.spec.banned_ids, *model.spec.banned_ids}))
+        model.decoder.set_row_floor(self._floor)
+
+    def begin(self, canvas: Canvas, encoded: Encoded) -> CompanionState:
+        """The state of a request of which nothing has been run: ``encoded`` its prompt."""
+        tokens = canvas.tokens.copy()
+        tokens[encoded.image_rows] = self.model.spec.mask_id  # features take the place of whatever stands there
+        embeddings = self._embed(tokens)
+        if encoded.companion_features is not None:
+            embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.companion_features
+        return CompanionState(embeddings, np.full(canvas.size, -1, np.int64))
+
+    @torch.inference_mode()
+    def read(self, batch: list[tuple[Prefilling, np.ndarray]]) -> None:
+        """Run the prompt of each request that has a companion, as far as the positions that prefill has just run."""
+        parts = []
+        for begun, rows in batch:
+            if begun.companion is not None:
+                known = begun.canvas.tokens[: min(int(rows[-1]) + 1, begun.canvas.prompt_length)]
+                parts.append(_Part(begun.canvas, begun.pages, begun.companion, known, known[:0]))
+        self._forward([part for part in parts if _valid(part) < len(part.tokens)])
+
+    @torch.inference_mode()
+    def draft(self, batch: list[Decoding]) -> None:
+        """Draft for each request whose policy asks for it and which has no draft yet, a token of all of them a pass.
+
+        A draft ends early behind an end of text. Tokens are greedy, or drawn with the noise that the served model's own
+        tokens will be drawn with, so that the two agree as often as they can.
+        """
+        drafts = [
+            (d, d.commit.wanted(d.canvas), list[int]())
+            for d in batch
+            if d.companion is not None and isinstance(d.commit, Drafted) and d.companion.drafted is None
+        ]
+        ends = self._served.spec.end_ids
+        while growing := [
+            (d, made) for d, wanted, made in drafts if len(made) < wanted and not (made and made[-1] in ends)
+        ]:
+            places = [np.array([d.canvas.known() + len(made)]) for d, made in growing]
+            parts = [_behind(d, np.asarray(made, np.int64), p) for (d, made), p in zip(growing, places, strict=True)]
+            for (d, made), p, logits in zip(growing, places, self._forward(parts), strict=True):
+                made.append(int(self._candidates(logits, p, d.canvas, d).tokens[0]))
+        for d, _wanted, made in drafts:
+            assert d.companion is not None
+            d.companion.drafted = np.asarray(made, np.int64)
+
+    @torch.inference_mode()
+    def judge(self, batch: list[Decoding]) -> None:
+        """A verdict on the candidates of each request whose policy asks for it and which has none yet.
+
+        Judged are the candidates that stand one behind another from the first masked position on. The companion's own
+        tokens are greedy, or drawn with the noise that the candidates were drawn with.
+        """
+        waiting = [
+            (d, _draft_of(d))
+            for d in batch
+            if d.companion is not None and isinstance(d.commit, Judged) and d.candidates is not None
+            if d.companion.verdict is None
+        ]
+        parts = []
+        for d, drafted in waiting:
+            first = d.canvas.known()
+            asked = np.arange(first, min(first + len(drafted) + 1, d.canvas.block_end))
+            parts.append(_behind(d, drafted, asked))
+        for (d, drafted), part, logits in zip(waiting, parts, self._forward(parts), strict=True):
+            rank, relative = self._standing(logits, drafted)
+            before = replace(d.canvas, step=d.canvas.step - 1)  # as it was when the candidates were drawn
+            part.state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
+
+    def _candidates(self, logits: Tensor, positions: np.ndarray, canvas: Canvas, d: Decoding) -> Candidates:
+        return candidates(logits, positions, canvas, d.request.sampling, self._banned)
+
+    def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each drafted token: how many tokens are more probable, and its probability over that of the first."""
+        scores = logits[: len(drafted)].clone()
+        scores[:, list(self._banned)] = -torch.inf
+        mine = scores.gather(-1, torch.from_numpy(drafted).to(scores.device)[:, None])
+        rank = (scores > mine).sum(-1)
+        relative = (mine[:, 0] - scores.amax(-1)).exp()
+        return rank.cpu().numpy(), relative.cpu().numpy()
+
+    def _forward(self, parts: list[_Part]) -> list[Tensor]:
+        """Logits (fp32, as wide as the served model's) of the asked positions, from one pass over all ``parts``."""
+        if not parts:
+            return []
+        passes = [self._pass(part) for part in parts]
+        for part, p in zip(parts, passes, strict=True):
+            part.state.seen[p.rows[0] :] = -1  # until the pass is done; right of it, what stood there is of old
+            written = p.rows[p.rows >= part.canvas.prompt_length]
+            places = torch.from_numpy(written).to(self.model.device)
+            part.state.embeddings[places] = self._embed(part.tokens[written])
+        logits = forward(self.model, self.store, passes, self._floor)
+        for part, p in zip(parts, passes, strict=True):
+            part.state.seen[p.rows] = part.tokens[p.rows]
+        width = self._served.decoder.config.vocab_size
+        cut = [rows.whole()[:, :width] for rows in logits]
+        return [F.pad(rows, (0, width - rows.shape[-1]), value=-torch.inf) for rows in cut]
+
+    def _pass(self, part: _Part) -> Pass:
+        wanted = part.asked - 1
+        end = int(wanted[-1]) + 1 if len(wanted) else len(part.tokens)
+        rows = np.arange(min([_valid(part), *wanted[:1]]), end)
+        return Pass(part.canvas, part.pages, part.state.embeddings, rows, part.asked, wanted, end)
+
+    def _embed(self, tokens: np.ndarray) -> Tensor:
+        """Embeddings ``[n, D]``; a token that only the served model has stands as a mask."""
+        known = np.where(tokens < self.model.decoder.config.vocab_size, tokens, self.model.spec.mask_id)
+        return self.model.decoder.embed(torch.from_numpy(known).to(self.model.device))
+
+
+def heard(commit: object, canvas: Canvas, proposed: Candidates, state: CompanionState) -> Candidates:
+    """What the policy makes of the candidates, given what the companion said; that is then used up."""
+    verdict, drafted = state.verdict, state.drafted
+    state.verdict = state.drafted = None
+    if isinstance(commit, Judged) and verdict is not None:
+        return commit.verified(canvas, proposed, verdict)
+    if isinstance(commit, Drafted) and drafted is not None:
+        return commit.agreed(canvas, proposed, drafted)
+    return proposed
+
+
+def _valid(part: _Part) -> int:
+    """Positions, from the left, whose K/V is of the tokens that stand there."""
+    return leading(part.state.seen[: len(part.tokens)] == part.tokens)
+
+
+def _draft_of(d: Decoding) -> np.ndarray:
+    """The candidates that stand one behind another from the first masked position on: their tokens."""
+    assert d.candidates is not None
+    positions = d.candidates.positions
+    return d.candidates.tokens[: leading(positions == d.canvas.known() + np.arange(len(positions)))]
+
+
+def _behind(d: Decoding, drafted: np.ndarray, asked: np.ndarray) -> _Part:
+    """A request's part of a pass over what is known and, behind it, ``drafted``."""
+    assert d.companion is not None
+    tokens = np.concatenate([d.canvas.tokens[: d.canvas.known()], drafted])
+    return _Part(d.canvas, d.prefilled.pages, d.companion, tokens, asked)

@@ -1,0 +1,95 @@
+"""The best tokens of each row of logits, for a search among them: a few numbers a row, taken slice by slice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.decode.paths.field import TopK
+
+#: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
+KEPT = 16
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What the model says of each position of a pass."""
+
+    top: TopK  # positions count from the answer's start; scored as the request draws, or by log-probability
+    plain: np.ndarray  # float32 [n, K], log-probabilities of these tokens before temperature, filters and constraint
+    own: np.ndarray  # float32 [n], those of the witness's tokens
+    kept: (
+        np.ndarray
+    )  # float32 [n], log of the probability of all tokens that may stand there; 0 where that is not known
+
+    def log_probabilities(self, witness: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Float32 ``[n]``: of ``tokens [n]``, one a position; ``witness [n]`` are the tokens that ``own`` is of.
+
+        For a token that is neither among the best nor the witness's, what the last of the best has.
+        """
+        same = self.top.tokens == tokens[:, None]
+        listed = np.where(same, self.plain, -np.inf).max(-1)
+        lowest = np.where(np.isfinite(self.plain), self.plain, np.inf).min(-1)
+        other = np.where(tokens == witness, self.own, np.where(np.isfinite(lowest), lowest, -np.inf))
+        return np.where(same.any(-1), listed, other).astype(np.float32)
+
+
+class Best:
+    """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
+
+    ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
+    and ``allowed`` names, for rows where it is known, the tokens (int64) that may stand there: no other is drawn.
+    """
+
+    def __init__(self, positions: np.ndarray, witness: np.ndarray, allowed: Mapping[int, np.ndarray]) -> None:
+        self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
+        self._before: list[Tensor] = []
+        self._parts: list[tuple[Tensor, ...]] = []
+        self._row = 0
+
+    def restrict(self, logits: Tensor) -> None:
+        """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
+        before = torch.logsumexp(logits, -1)
+        own = self._witness[self._row : self._row + len(logits)].to(logits.device)
+        self._before = [before, logits.gather(-1, own[:, None])[:, 0] - before]
+        for i in range(len(logits)):
+            ids = self._allowed.get(self._row + i)
+            if ids is not None and len(ids):
+                places = torch.from_numpy(ids).to(logits.device)
+                kept = logits[i, places]
+                if kept.isfinite().any():  # else the model can say none of them, and the row says nothing
+                    logits[i] = -torch.inf
+                    logits[i, places] = kept
+
+    def take(self, logits: Tensor, scores: Tensor | None) -> None:
+        """Note the best of the rows just restricted; ``scores [n, V]``: filtered, tempered logits and noise, normalised
+        but for that; None = greedy."""
+        before, own = self._before
+        after = torch.logsumexp(logits, -1)
+        judged = logits - after[:, None] if scores is None else scores
+        best = judged.topk(min(KEPT, logits.shape[-1]), -1)
+        plain = logits.gather(-1, best.indices) - before[:, None]
+        self._parts.append((best.indices, best.values, plain, own, after - before))
+        self._row += len(logits)
+
+    def ranked(self) -> Ranked:
+        """All rows."""
+        tokens, scores, plain, own, kept = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))
+        top = TopK(self._positions, tokens.astype(np.int64), scores.astype(np.float32))
+        return Ranked(top, plain.astype(np.float32), own.astype(np.float32), kept.astype(np.float32))
+
+
+def first_among(top: TopK, row: int, token: int) -> TopK:
+    """``top`` with ``token`` as the best of a row, just above what was."""
+    at = np.flatnonzero(top.tokens[row] == token)
+    tokens, scores = top.tokens.copy(), top.log_probabilities.copy()
+    last = int(at[0]) if len(at) else tokens.shape[1] - 1
+    tokens[row, 1 : last + 1] = top.tokens[row, :last]
+    scores[row, 1 : last + 1] = top.log_probabilities[row, :last]
+    tokens[row, 0], scores[row, 0] = token, math.nextafter(float(top.log_probabilities[row, 0]), math.inf)
+    return TopK(top.positions, tokens, scores)

@@ -1,0 +1,132 @@
+"""What decode keeps of a constrained request, and its dealings with the parser: none of them can fail.
+
+A parser that raises or panics in the middle of an answer is not asked again: the answer is finished from the witness.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from mmserve.constraint.judging import Judge
+from mmserve.core.canvas import MASKED, Canvas
+from mmserve.decode.constrained.best import Best, Ranked
+from mmserve.decode.constraint.base import Matcher
+from mmserve.decode.constraint.witness import Outcome, Witness, follow, improve
+from mmserve.decode.paths.completion import after
+from mmserve.decode.paths.field import TopK
+from mmserve.decode.paths.lexicon import Lexicon
+
+logger = logging.getLogger("mmserve.decode")
+
+#: Positions of a canvas that one search goes through: the bound on its work that no clock has a part in.
+HORIZON = 256
+#: Seconds after which a search is given up all the same: a result should not depend on the clock.
+SECONDS = 2.0
+
+A = TypeVar("A")
+
+
+@dataclass
+class Constrained:
+    """One request's witness, and what the pass under way says of it."""
+
+    witness: Witness
+    lexicon: Lexicon
+    warnings: tuple[str, ...] = ()  # for the client
+    judge: Judge | None = None  # of the finished answer
+    ranked: Ranked | None = None  # with the candidates, until they are chosen from
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
+    forced: bool = False  # whether the draft is what must stand there anyway
+    broken: bool = False  # the parser failed: it is not asked any more
+    searches: int = 0
+    fallbacks: int = 0  # searches that left the old witness as it was
+
+    def asks(self, canvas: Canvas, targets: np.ndarray, *, causal: bool) -> Best:
+        """What is to be noted of the logits of ``targets`` (positions of the canvas, ascending)."""
+        positions = targets - canvas.prompt_length
+        allowed = self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
+        return Best(positions, self.witness.tokens[positions], allowed)
+
+    def search(self, known: np.ndarray, top: TopK, end: int) -> None:
+        """Make the witness the best path found; ``end``: the first position behind the part that is searched.
+
+        ``known``: int64 ``[N]``, the answer's committed tokens, -1 where open.
+        """
+        before = self.witness
+        end = min(end, before.known + HORIZON)
+        kept = (before, Outcome.KEPT)
+        self.witness, outcome = self._guarded(
+            lambda: improve(before, known, top, end, self.lexicon, seconds=SECONDS), kept
+        )
+        self.searches += 1
+        self.fallbacks += outcome is not Outcome.FOUND
+
+    def follow(self, known: np.ndarray) -> None:
+        """Go on to what is ``known`` (int64 ``[N]``, -1 where open) by now: tokens of the witness, or other ends."""
+        witness = self.witness
+        ends = np.isin(known, list(witness.ends)) & (np.arange(len(known)) >= witness.length)
+        if (witness.tokens[ends] != known[ends]).any():
+            witness = replace(witness, tokens=np.where(ends, known, witness.tokens))
+        still_open = np.flatnonzero(known < 0)
+        frontier = int(still_open[0]) if len(still_open) else len(known)
+        blindly = replace(witness, known=frontier)
+        self.witness = self._guarded(lambda: follow(witness, known), blindly)
+
+    def forced_run(self) -> np.ndarray:
+        """The witness's tokens (int64) that must stand at the frontier, whichever tokens spell them.
+
+        The last of them is left out: a model may join it with what follows.
+        """
+        return self._guarded(self._forced, np.zeros(0, np.int64))
+
+    def _forced(self) -> np.ndarray:
+        text, run = self.witness.matcher.forced(), list[int]()
+        for token in self.witness.tokens[self.witness.known : self.witness.length].tolist():
+            spelled = self.lexicon.spelled[token]
+            if not text or not text.startswith(spelled):
+                break
+            text = text[len(spelled) :]
+            run.append(token)
+        return np.array(run[:-1], np.int64)
+
+    def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
+        """Rows of ``positions`` for which it is known what may stand there, and those tokens.
+
+        That is the frontier, and where only known or drafted tokens are seen all positions behind a draft that may
+        stand.
+        """
+        frontier: Matcher | None = self.witness.matcher
+        if self.witness.known > self.witness.length:
+            return
+        for row in np.flatnonzero(positions == self.witness.known).tolist():
+            drafted = self.drafted.tolist() if causal else []
+            for i in range(len(drafted) + 1):
+                if frontier is None or row + i >= len(positions):
+                    return
+                ends = sorted(self.witness.ends) if frontier.accepting else []
+                yield row + i, np.concatenate([frontier.allowed(), np.array(ends, np.int64)])
+                frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
+
+    def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:
+        """What the parser says, ``otherwise`` once it has failed."""
+        if self.broken:
+            return otherwise
+        try:
+            return ask()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            logger.warning("a grammar's parser failed; the answer is finished without it", exc_info=error)
+            self.broken = True
+            return otherwise
+
+
+def known_tokens(canvas: Canvas) -> np.ndarray:
+    """Int64 ``[N]``: the answer's committed tokens, -1 where masked."""
+    answer = slice(canvas.prompt_length, canvas.size)
+    return np.where(canvas.committed_at[answer] == MASKED, -1, canvas.tokens[answer])

@@ -1,0 +1,153 @@
+"""A step of a constrained request: the commit policy says how many and which, the witness says what.
+
+The policy is shown the witness's tokens, each with its own probability, as if they were the model's candidates. Any
+part of one valid path is jointly safe, so that whatever it takes of them keeps the answer completable; only where an
+answer ends is not its to say before all of the answer stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.commit.base import Judged, leading
+from mmserve.decode.constrained.best import Ranked, first_among
+from mmserve.decode.constrained.state import Constrained, known_tokens
+from mmserve.decode.paths.field import TopK
+
+#: A gap of logits beyond which nothing is surer; where one token alone may stand there would be no end to it.
+_SURE = 10.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What becomes final: tokens for positions of the canvas, and their log-probabilities."""
+
+    positions: np.ndarray  # int64 [n]
+    tokens: np.ndarray  # int64 [n]
+    log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
+
+
+def led(state: Constrained, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
+    """Tokens (int64) for a next-token model's first masked positions: those that must stand there, or else the
+    policy's ``drafted`` ones."""
+    run = state.forced_run()
+    state.forced = len(run) > 0
+    state.drafted = (run if state.forced else drafted)[: canvas.size - canvas.known() - 1]
+    return state.drafted
+
+
+def chosen(state: Constrained, canvas: Canvas, proposed: Candidates, commit: Commit, *, causal: bool) -> Chosen:
+    """What of the witness becomes final after a pass: one position at least, if any of ``proposed`` is open.
+
+    ``proposed``: the model's candidates for the positions of ``state.ranked``, or for some of them.
+    """
+    ranked, state.ranked = state.ranked, None
+    if ranked is None:
+        raise ValueError("chosen before it was asked")
+    if causal:
+        return _one_by_one(state, canvas, ranked)
+    return _together(state, canvas, proposed, commit, ranked)
+
+
+def settle(state: Constrained, canvas: Canvas, commit: Commit) -> None:
+    """Take note of what has become final. Where tokens may be replaced, those of the block count as open."""
+    known = known_tokens(canvas)
+    if commit.revises:
+        known[canvas.block_start - canvas.prompt_length :] = -1
+    state.follow(known)
+
+
+def _one_by_one(state: Constrained, canvas: Canvas, ranked: Ranked) -> Chosen:
+    """Next tokens: what is forced, then the model's own, for as long as it had seen what stands left of them."""
+    known, asked = known_tokens(canvas), state.witness.tokens[ranked.top.positions]
+    count = 0
+    for row, position in enumerate(ranked.top.positions.tolist()):
+        drafted = int(state.drafted[row]) if row < len(state.drafted) else None
+        if drafted is None or not state.forced:
+            state.search(known, _rows(ranked.top, slice(row, row + 1)), position + 1)
+        token = int(state.witness.tokens[position])
+        known[position] = token
+        state.follow(known)
+        count += 1
+        if token != drafted or token in state.witness.ends:
+            break
+    positions = ranked.top.positions[:count]
+    tokens = known[positions]
+    log_probabilities = _head(ranked, count).log_probabilities(asked[:count], tokens)
+    return Chosen(positions + canvas.prompt_length, tokens, log_probabilities)
+
+
+def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: Commit, ranked: Ranked) -> Chosen:
+    """Any of the open positions of a block, or of a canvas."""
+    first, known = canvas.prompt_length, known_tokens(canvas)
+    rows = np.searchsorted(ranked.top.positions, proposed.positions - first)
+    at, masked = proposed.positions - first, canvas.masked[proposed.positions]
+    top = ranked.top
+    for row, token in zip(rows.tolist(), proposed.tokens.tolist(), strict=True):
+        if top.tokens[row, 0] != token:  # a companion's choice
+            top = first_among(top, row, token)
+    reopened = ~masked
+    if commit.revises:
+        reopened &= commit.choose(canvas, proposed)
+        known[at[reopened]] = -1
+    before = state.witness.tokens[ranked.top.positions]
+    state.search(known, top, canvas.size - first if commit.whole_canvas else canvas.block_end - first)
+    tokens = state.witness.tokens[at]
+    plain = ranked.log_probabilities(before, state.witness.tokens[ranked.top.positions])[rows]
+    shown = _projected(proposed, tokens, plain, ranked, rows)
+    if isinstance(commit, Judged):  # what stands behind a token that was not the draft's has not been judged
+        kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
+        shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]
+        tokens, plain = tokens[kept], plain[kept]
+    final = _final(state, canvas, shown, commit, masked)
+    final |= reopened
+    final &= masked | (tokens != canvas.tokens[shown.positions])
+    return Chosen(shown.positions[final], tokens[final], plain[final])
+
+
+def _projected(
+    proposed: Candidates, tokens: np.ndarray, plain: np.ndarray, ranked: Ranked, rows: np.ndarray
+) -> Candidates:
+    """The witness's tokens as candidates, with what the model's logits say of them among what may stand there."""
+    best = ranked.plain[rows].max(-1)
+    behind = tokens != proposed.tokens
+    confidence = np.where(behind, np.exp(np.minimum(plain - ranked.kept[rows], 0.0)), proposed.confidence)
+    gap = np.where(behind, np.minimum(plain - best, 0.0), np.minimum(proposed.gap, _SURE))
+    return Candidates(
+        proposed.positions, tokens, confidence.astype(np.float32), gap.astype(np.float32), proposed.entropy
+    )
+
+
+def _final(state: Constrained, canvas: Canvas, shown: Candidates, commit: Commit, masked: np.ndarray) -> np.ndarray:
+    """Bool ``[n]``: which of the masked positions become final.
+
+    An end of text is not, before all of the answer is: it would bound the answer, and nothing is won by it, since the
+    answer is complete only then. With the last of the answer, the end right behind it goes along.
+    """
+    at = shown.positions - canvas.prompt_length
+    content = masked & (at < state.witness.length)
+    ends = masked & ~content
+    open_content = int(canvas.masked[canvas.prompt_length :][: state.witness.length].sum())
+    final = commit.choose(canvas, shown) & masked
+    if (final & ends).any() and content.any() and int((content & final).sum()) < open_content:
+        final = np.zeros_like(final)
+        final[content] = commit.choose(canvas, shown.where(content))
+    if not final.any() and masked.any():  # a policy with an order of its own may find nothing of it among these
+        eligible = content if content.any() else ends
+        final[int(np.where(eligible, shown.confidence, -1.0).argmax())] = True
+    if (final & ends).any() and int((content & final).sum()) == open_content:
+        final |= ends & (at == state.witness.length)
+    return final
+
+
+def _rows(top: TopK, rows: slice) -> TopK:
+    return TopK(top.positions[rows], top.tokens[rows], top.log_probabilities[rows])
+
+
+def _head(ranked: Ranked, count: int) -> Ranked:
+    head = slice(0, count)
+    return Ranked(_rows(ranked.top, head), ranked.plain[head], ranked.own[head], ranked.kept[head])

@@ -1,0 +1,1 @@
+"""Constrained decoding: matchers over a grammar, and the witness that keeps every canvas completable."""

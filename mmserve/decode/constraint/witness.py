@@ -1,0 +1,171 @@
+"""The witness: a whole answer that obeys the constraint, agrees with all that is committed, and fits the budget.
+
+Every request carries one from admission on, so that it can always be finished; whatever of it is committed, all of it
+together or any part, leaves it a witness. A step replaces it by the model's best valid path, if the search finds one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from mmserve.decode.constraint.base import Constraint, Matcher
+from mmserve.decode.paths.closing import Closing
+from mmserve.decode.paths.completion import completes
+from mmserve.decode.paths.field import UNASKED, TopK, lay_out
+from mmserve.decode.paths.least import Effort, shortest_close
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.search import Beam, OutOfTime, best_path, fits
+
+#: Ways to the end that a request remembers.
+_REMEMBERED = 8
+
+
+class Infeasible(ValueError):
+    """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none)."""
+
+    def __init__(self, needed: int | None) -> None:
+        super().__init__("no answer was found" if needed is None else f"at least {needed} tokens are needed")
+        self.needed = needed
+
+
+class Outcome(Enum):
+    """What became of the witness in a step."""
+
+    FOUND = "found"  # the best path, be it the old witness
+    KEPT = "kept"  # the old one stays: other ways were begun, and none could be brought to its end
+    LATE = "late"  # the step's time was over
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A request's witness and its place in the language."""
+
+    tokens: np.ndarray  # int64 [N], end tokens behind the answer
+    length: int  # tokens before the first end token
+    matcher: Matcher  # behind the first ``known`` tokens of the answer, or at its end
+    known: int  # positions before the first masked one
+    ends: frozenset[int]
+    closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
+    cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
+
+
+def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort | None = None) -> Witness:
+    """The first witness of an answer of ``budget`` positions.
+
+    Raises:
+        Infeasible: the shortest answer found is longer.
+    """
+    matcher = constraint.start()
+    close = shortest_close(matcher, lexicon, effort)
+    if close is None or len(close.tokens) > budget:
+        raise Infeasible(None if close is None else len(close.tokens))
+    tokens = np.full(budget, min(constraint.end_ids), np.int64)
+    tokens[: len(close.tokens)] = close.tokens
+    return Witness(tokens, len(close.tokens), matcher, 0, constraint.end_ids)
+
+
+def follow(witness: Witness, known: np.ndarray) -> Witness:
+    """The witness after commits.
+
+    Args:
+        known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
+
+    Raises:
+        ValueError: a committed token is not the witness's.
+    """
+    committed = known >= 0
+    if (known[committed] != witness.tokens[committed]).any():
+        raise ValueError("only the witness's tokens can be committed")
+    masked = np.flatnonzero(~committed)
+    frontier = int(masked[0]) if len(masked) else len(known)
+    if frontier == witness.known:
+        return witness
+    matcher = witness.matcher.fork()
+    matcher.consume(witness.tokens[min(witness.known, witness.length) : min(frontier, witness.length)].tolist())
+    return replace(witness, matcher=matcher, known=frontier)
+
+
+def improve(
+    witness: Witness,
+    known: np.ndarray,
+    top: TopK,
+    block_end: int,
+    lexicon: Lexicon,
+    *,
+    beam: Beam | None = None,
+    seconds: float = 0.1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Witness, Outcome]:
+    """The witness that the model likes best, of those found.
+
+    The search's work is bounded by the beam; ``seconds`` is a last resort, since with it a result depends on the clock.
+
+    Args:
+        witness: as ``follow`` gave it for ``known``.
+        known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
+        top: the model's candidates for masked positions.
+        block_end: the first position behind the block, or behind the answer where the policy looks at all of it.
+    """
+    if witness.known >= block_end or witness.known > witness.length:
+        return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
+    committed = np.flatnonzero(known >= 0)
+    horizon = max(block_end, int(committed[-1]) + 1 if len(committed) else 0)
+    answer = witness.tokens[: witness.length].tolist()
+    field = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
+    closing = Closing(answer, len(known), lexicon, witness.closes)
+    deadline = clock() + seconds
+    try:
+        path = best_path(witness.matcher, field, closing, beam or Beam(), lambda: clock() < deadline)
+    except OutOfTime:
+        return witness, Outcome.LATE
+    witness = replace(witness, cut=witness.cut or closing.cut)
+    # the parser has the last word on the whole path: its limits on work are counted anew for each fork
+    if path is None or not fits(known[witness.known :], path.tokens, witness.ends):
+        return witness, Outcome.KEPT
+    if not completes(witness.matcher, path.tokens):
+        return witness, Outcome.KEPT
+    tokens = witness.tokens.copy()
+    length = witness.known + len(path.tokens)
+    tokens[witness.known : length] = path.tokens
+    tokens[length:] = min(witness.ends)
+    last = min(horizon, len(known))
+    if length < last:
+        tokens[length:last] = field.end_token[length - field.start : last - field.start]
+    tokens[committed] = known[committed]
+    closes = tuple(dict.fromkeys((*closing.found, *witness.closes)))[:_REMEMBERED]
+    return replace(witness, tokens=tokens, length=length, closes=closes), Outcome.FOUND
+
+
+def log_probabilities(witness: Witness, top: TopK) -> np.ndarray:
+    """Float32 ``[n]``: of the witness's tokens at ``top``'s positions; ``UNASKED`` where they are no candidates."""
+    same = top.tokens == witness.tokens[top.positions][:, None]
+    found = np.where(same, top.log_probabilities, -np.inf).max(-1, initial=-np.inf)
+    return np.maximum(found, UNASKED).astype(np.float32)
+
+
+def choose(witness: Witness, positions: np.ndarray, tokens: np.ndarray, wanted: np.ndarray, top: TopK) -> np.ndarray:
+    """Bool ``[n]``: which of ``positions`` become final, with the witness's tokens; one at least if there is any.
+
+    Those of the base policy's choice where the witness agrees, or else the witness's most likely token. An end token is
+    taken only with all of the answer: one that is final bounds what is still open, and nothing is won by it, since the
+    answer is complete only then.
+
+    Args:
+        positions: int64 ``[n]``, masked positions of the answer; all of those left of the last one.
+        tokens: int64 ``[n]``, what the model would put there.
+        wanted: bool ``[n]``, which of them the base policy would commit.
+        top: the model's candidates for these positions, in this order.
+    """
+    chosen: np.ndarray = wanted & (witness.tokens[positions] == tokens)
+    content = positions < witness.length
+    if (content & ~chosen).any():
+        chosen &= content
+    if not chosen.any() and len(positions):
+        eligible = content if content.any() else ~content
+        chosen[int(np.where(eligible, log_probabilities(witness, top), -np.inf).argmax())] = True
+    return chosen

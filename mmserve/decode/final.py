@@ -1,0 +1,47 @@
+"""What becomes final in a step: the commit policy's choice of the candidates, or of a constrained request's witness."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit import Candidates
+from mmserve.decode.companion import heard
+from mmserve.decode.constrained.step import Chosen, chosen
+from mmserve.decode.state import Decoding
+from mmserve.models.base import ModelSpec
+
+
+def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
+    """What of ``proposed`` becomes final, or of the witness at their positions; padding behind an end is part of it."""
+    if d.companion is not None:
+        proposed = heard(d.commit, d.canvas, proposed, d.companion)
+    if d.constrained is not None:
+        final = chosen(d.constrained, d.canvas, proposed, d.commit, causal=spec.causal)
+    else:
+        which = d.commit.choose(d.canvas, proposed)
+        sure = np.log(np.maximum(proposed.confidence[which], np.finfo(np.float32).tiny))
+        final = Chosen(proposed.positions[which], proposed.tokens[which], sure)
+    return _closed(d.canvas, final, spec) if d.commit.closes else final
+
+
+def _closed(canvas: Canvas, final: Chosen, spec: ModelSpec) -> Chosen:
+    """What becomes final where padding follows the first end of text among it: all open positions right of that.
+
+    Log-probabilities are those of the tokens up to the end.
+    """
+    ends = np.flatnonzero(np.isin(final.tokens, list(spec.end_ids)))
+    if not len(ends):
+        return final
+    first, positions, tokens = ends[0], final.positions, final.tokens
+    right = np.flatnonzero(canvas.masked & (np.arange(canvas.size) > positions[first]))
+    padding = spec.padding_id if spec.padding_id is not None else tokens[first]
+    filled = np.full(len(right), padding, dtype=np.int64)
+    return replace(
+        final,
+        positions=np.concatenate([positions[: first + 1], right]),
+        tokens=np.concatenate([tokens[: first + 1], filled]),
+        log_probabilities=np.concatenate([final.log_probabilities[: first + 1], np.zeros(len(right), np.float32)]),
+    )

@@ -1,0 +1,95 @@
+"""Logits by the slice: never more rows of them at once than memory is set aside for.
+
+A vocabulary of 126k tokens makes half a megabyte of each row in fp32, and a sampler several such copies. So hidden
+states are kept, which are small, and become logits only when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve.models.decoder import Decoder
+
+#: Elements of a slice: 33 rows of LLaDA's vocabulary, 16 MiB in fp32.
+SLICE_ELEMENTS = 1 << 22
+
+
+def slice_rows(vocabulary: int) -> int:
+    """Rows of a slice over ``vocabulary`` tokens, at least one."""
+    return max(1, SLICE_ELEMENTS // vocabulary)
+
+
+class Logits:
+    """Logits of one request's rows, read once and in order; neighbours in a batch share matrix products."""
+
+    def __init__(self, head: _Head, cuts: Sequence[tuple[int, int, int]]) -> None:
+        self._head, self._cuts = head, cuts
+
+    def slices(self) -> Iterator[Tensor]:
+        """Logits ``[rows, V]`` of the next rows, in the model's dtype, to be changed at will; where a request is cut
+        does not depend on the batch."""
+        for product, start, end in self._cuts:
+            yield self._head.product(product)[start:end]
+
+    def whole(self) -> Tensor:
+        """Logits ``[rows, V]`` of all rows at once, fp32: for a few rows only."""
+        made = [part.float() for part in self.slices()]
+        return torch.cat(made) if made else self._head.none()
+
+
+class _Head:
+    """Hidden states of a batch, and the latest of the matrix products that make logits of them."""
+
+    def __init__(self, decoder: Decoder, hidden_TD: Tensor, floor: int, bounds: Sequence[tuple[int, int]]) -> None:
+        self._decoder, self._hidden, self._floor, self._bounds = decoder, hidden_TD, floor, bounds
+        self._index, self._made = -1, hidden_TD[:0]
+
+    def none(self) -> Tensor:
+        """Logits ``[0, V]`` of no row, fp32."""
+        return self._hidden.new_zeros(0, self._decoder.config.vocab_size, dtype=torch.float32)
+
+    def product(self, index: int) -> Tensor:
+        """Logits ``[rows, V]`` of product ``index``; the one before is given up, so that one is held at a time."""
+        if index != self._index:
+            self._made = self._hidden[:0]
+            start, end = self._bounds[index]
+            padding = -(end - start) % self._floor
+            self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)))
+            self._index = index
+        return self._made
+
+
+def by_slices(decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor: int) -> list[Logits]:
+    """The logits of requests with ``counts`` rows each of ``hidden_TD``, one after another.
+
+    Each request is cut every ``slice_rows``, and as many cuts of one or more requests as fit in a slice go through one
+    matrix product, padded to a multiple of ``floor`` rows (see ``row_floor``).
+    """
+    most = slice_rows(decoder.config.vocab_size)
+    bounds: list[tuple[int, int]] = []
+    cuts: list[list[tuple[int, int, int]]] = []
+    offset = 0
+    for count in counts:
+        cuts.append([])
+        for start in range(0, count, most):
+            begin, end = offset + start, offset + min(start + most, count)
+            if bounds and end - bounds[-1][0] <= most:
+                bounds[-1] = (bounds[-1][0], end)
+            else:
+                bounds.append((begin, end))
+            first = bounds[-1][0]
+            cuts[-1].append((len(bounds) - 1, begin - first, end - first))
+        offset += count
+    head = _Head(decoder, hidden_TD, floor, bounds)
+    return [Logits(head, own) for own in cuts]
+
+
+def slices(logits: Tensor | Logits) -> Iterator[Tensor]:
+    """Slices of logits that are there, or are yet to be made."""
+    if isinstance(logits, Logits):
+        return logits.slices()
+    return iter(logits.split(slice_rows(logits.shape[-1])))

@@ -1,0 +1,67 @@
+"""How a fork of the parser is brought to its end behind the part of the canvas that is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mmserve.decode.constraint.base import Matcher
+from mmserve.decode.paths.completion import completes
+from mmserve.decode.paths.least import quick_close
+from mmserve.decode.paths.lexicon import Lexicon
+
+
+@dataclass
+class Closing:
+    """Ways to the end for one search: the old witness's own, those seen before, and new short ones."""
+
+    witness: Sequence[int]  # the old witness up to its end
+    size: int  # positions of the answer
+    lexicon: Lexicon
+    remembered: tuple[tuple[int, ...], ...] = ()
+    places: int = 60  # of the parser, for a new way
+    shift: int = 6  # positions that the old witness's own way may be moved
+    searches: int = 6  # new ways looked for in one search
+    found: list[tuple[int, ...]] = field(default_factory=list)
+    cramped: bool = False  # a new way was found, and there was no room for it
+    cut: bool = False  # a better path than the one taken was given up for want of room
+
+    def tail(
+        self, matcher: Matcher, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
+    ) -> tuple[int, ...] | None:
+        """Tokens that bring ``matcher``, at ``position`` of the answer, to its end within the budget; None if none.
+
+        ``agrees``: whether such tokens agree with what is committed.
+        """
+        if matcher.accepting and agrees(()):
+            return ()
+        room = self.size - position
+        for way in self._known(position):
+            if len(way) <= room and agrees(way) and completes(matcher, way):
+                return way
+        if not self.searches:
+            return None
+        self.searches -= 1
+        new = quick_close(matcher, self.lexicon, self.places)
+        if new is None:
+            return None
+        self.found.append(new)
+        self.cramped |= len(new) > room
+        return new if len(new) <= room and agrees(new) else None
+
+    def next_tokens(self, matcher: Matcher) -> list[int]:
+        """A token or two for a fork that none of the model's candidates may follow."""
+        forced = self.lexicon.cover(matcher.forced())
+        if forced:
+            return forced[:1]
+        closers = self.lexicon.closers[matcher.among(self.lexicon.closers)]
+        return [int(token) for token in closers[:2]]
+
+    def _known(self, position: int) -> Iterator[tuple[int, ...]]:
+        """The old witness's way from here, then as if it were a little farther on or back, then those seen before."""
+        for distance in range(self.shift + 1):
+            for begin in {position + distance, position - distance}:
+                if 0 <= begin < len(self.witness):
+                    yield tuple(self.witness[begin:])
+        yield from self.found
+        yield from self.remembered

@@ -1,0 +1,154 @@
+"""The part of a canvas that a search goes through, laid out position by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.decode.paths.lexicon import Lexicon
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The model's best tokens for masked positions, best first."""
+
+    positions: np.ndarray  # int64 [n], ascending; 0 is the first position of the answer
+    tokens: np.ndarray  # int64 [n, K]
+    log_probabilities: np.ndarray  # float32 [n, K]
+
+
+#: Log-probability of a token at a position for which the model was not asked.
+UNASKED = -20.0
+#: How much less likely than the last of the candidates a token is taken to be that is none of them, in nats.
+_UNLISTED = 1.0
+#: Candidates this much less likely than the best one, in nats, are not tried.
+_WINDOW = 9.0
+
+
+@dataclass(frozen=True)
+class Field:
+    """Positions ``start`` to ``start + size``; all lists count from ``start``."""
+
+    start: int
+    size: int
+    fixed: list[int | None]  # the committed token
+    run: list[list[int]]  # committed tokens from here to the next masked position
+    options: list[list[tuple[int, float]]]  # tokens with bytes to try, and their log-probabilities; the best first
+    floor: list[float]  # log-probability of any other token
+    end_score: list[float]  # log-probability of the end of text
+    end_token: list[int]  # the end token that is most likely here
+    first: list[int]  # the committed token or the most likely one
+    first_end: int  # of the first choices, how many stand before an end token
+    ends_first: bool  # whether the first choices behind that are all end tokens
+    first_score: float
+    last_fixed: int  # the last committed position; -1 if none
+    old: list[int]  # the old witness
+    old_content: list[int]  # the old witness up to its end, farther than the field
+    ends: frozenset[int]
+    lexicon: Lexicon
+
+    def content(self, run: list[int]) -> list[int]:
+        """A run up to its first end token."""
+        for i, token in enumerate(run):
+            if token in self.ends:
+                return run[:i]
+        return run
+
+    def agrees(self, begin: int, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` from ``begin`` on, and the end of text behind them, agree with what is committed."""
+        for p in range(begin, self.last_fixed + 1):
+            token, i = self.fixed[p], p - begin
+            if token is not None and (token != tokens[i] if i < len(tokens) else token not in self.ends):
+                return False
+        return True
+
+    def score(self, begin: int, tokens: Sequence[int]) -> float:
+        """Sum of log-probabilities of ``tokens`` and the end of text behind them, from ``begin`` to the field's end."""
+        total = 0.0
+        for p in range(begin, self.size):
+            if self.fixed[p] is None:
+                i = p - begin
+                total += self.end_score[p] if i >= len(tokens) else self.of(p, tokens[i])
+        return total
+
+    def of(self, p: int, token: int) -> float:
+        """Log-probability of ``token`` at ``p``."""
+        return next((score for option, score in self.options[p] if option == token), self.floor[p])
+
+
+def lay_out(
+    known: np.ndarray,
+    start: int,
+    horizon: int,
+    top: TopK,
+    witness: np.ndarray,
+    length: int,
+    ends: frozenset[int],
+    lexicon: Lexicon,
+) -> Field:
+    """The field from ``start`` to ``horizon``.
+
+    Args:
+        known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
+        witness: int64 ``[N]``, the old witness; ``length`` its tokens before the end.
+    """
+    size, default_end = horizon - start, min(ends)
+    fixed: list[int | None] = [token if token >= 0 else None for token in known[start:horizon].tolist()]
+    old = witness[start:horizon].tolist()
+    asked = {p - start: i for i, p in enumerate(top.positions.tolist())}
+    tokens, scores = top.tokens.tolist(), top.log_probabilities.tolist()
+    options: list[list[tuple[int, float]]] = []
+    floor, end_score, end_token, first = [], [], [], []
+    first_score, spelled, known_tokens = 0.0, lexicon.spelled, len(lexicon.spelled)
+    for p in range(size):
+        committed, at = fixed[p], asked.get(p)
+        mine: list[tuple[int, float]] = []
+        end, lowest, best, best_score = None, UNASKED, old[p], UNASKED
+        if committed is not None:
+            best, best_score = committed, 0.0
+        elif at is not None:
+            for rank, (token, score) in enumerate(zip(tokens[at], scores[at], strict=True)):
+                if score == -math.inf or (rank and score < best_score - _WINDOW):
+                    break
+                if not rank:
+                    best, best_score = token, score
+                lowest = score - _UNLISTED
+                if token in ends:
+                    end = end or (token, score)
+                elif 0 <= token < known_tokens and spelled[token]:
+                    mine.append((token, score))
+        if committed is None and old[p] not in ends and all(t != old[p] for t, _s in mine):
+            mine.append((old[p], lowest))
+        options.append(mine)
+        floor.append(lowest)
+        end_score.append(0.0 if committed is not None else end[1] if end else lowest)
+        end_token.append(end[0] if end else default_end)
+        first.append(best)
+        first_score += best_score
+    first_end = next((i for i, token in enumerate(first) if token in ends), size)
+    run: list[list[int]] = [[] for _ in range(size + 1)]
+    for p in range(size - 1, -1, -1):
+        token = fixed[p]
+        run[p] = [] if token is None else [token, *run[p + 1]]
+    return Field(
+        start,
+        size,
+        fixed,
+        run,
+        options,
+        floor,
+        end_score,
+        end_token,
+        first,
+        first_end,
+        all(token in ends for token in first[first_end:]),
+        first_score,
+        max((p for p in range(size) if fixed[p] is not None), default=-1),
+        old,
+        witness[start:length].tolist(),
+        ends,
+        lexicon,
+    )

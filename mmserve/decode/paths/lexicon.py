@@ -1,0 +1,64 @@
+"""Bytes to tokens: the fewest tokens that spell a text, and the tokens worth trying to bring one to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: Texts tried first where a short way to the end is looked for: what closes JSON values, then the shortest values.
+_CLOSERS = ('"', "}", "]", "0", "null", "true", '""', "[]", "{}", "{", "[", ",", ":", "1", "-", ".", "a", " ", "e")
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """The tokens of a vocabulary by their bytes; build it once a model."""
+
+    ids: dict[bytes, int]
+    spelled: Sequence[bytes]  # of each id; empty for special tokens
+    prefixes: frozenset[bytes]  # of all tokens
+    closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
+    fillers: np.ndarray  # int64: long tokens of letters and digits, longest first, for texts that must be long
+
+    @classmethod
+    def of(cls, token_bytes: Sequence[bytes]) -> Lexicon:
+        """The lexicon of a vocabulary: ``token_bytes`` of each id, empty for special tokens."""
+        ids: dict[bytes, int] = {}
+        for i, spelled in enumerate(token_bytes):
+            if spelled:
+                ids.setdefault(spelled, i)
+        first = [text.encode() for text in _CLOSERS]
+        printable = [bytes([b]) for b in (*range(0x20, 0x7F), *range(0x20), *range(0x7F, 0x100))]
+        order = dict.fromkeys(b for b in (*first, *printable) if b in ids)
+        closers = np.array([ids[b] for b in order], np.int64)
+        # one token of each length and kind is enough
+        long = {(len(b), b.isdigit(), b.islower()): i for b, i in ids.items() if len(b) > 1 and b.isalnum()}
+        fillers = [long[key] for key in sorted(long, reverse=True)]
+        prefixes = frozenset(b[:n] for b in ids for n in range(1, len(b) + 1))
+        return cls(ids, token_bytes, prefixes, closers, np.array(fillers, np.int64))
+
+    def text(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of ``tokens``."""
+        return b"".join([self.spelled[token] for token in tokens])
+
+    def cover(self, text: bytes) -> list[int] | None:
+        """The fewest tokens that spell ``text``; None where none do."""
+        size = len(text)
+        costs, start_of = [0] + [size + 1] * size, [0] * (size + 1)
+        for start in range(size):
+            cost = costs[start] + 1
+            for end in range(start + 1, size + 1):
+                piece = text[start:end]
+                if piece not in self.prefixes:
+                    break
+                if cost < costs[end] and piece in self.ids:
+                    costs[end], start_of[end] = cost, start
+        if costs[size] > size:
+            return None
+        tokens: list[int] = []
+        end = size
+        while end:
+            tokens.append(self.ids[text[start_of[end] : end]])
+            end = start_of[end]
+        return tokens[::-1]

@@ -1,0 +1,107 @@
+"""A request's policies, made from what it asks for and what the model offers them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+
+from mmserve.core.info import lacking
+from mmserve.core.request import Policy, Request
+from mmserve.decode.commit import COMMIT, UNPENALISED, Commit
+from mmserve.decode.commit.scheduled import Scheduled
+from mmserve.decode.recompute import RECOMPUTE, Recompute
+from mmserve.decode.schedulers import Discrete
+from mmserve.decode.text import speller
+from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
+from mmserve.models.base import Model
+from mmserve.models.commit_filter import CommitFilter
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a model, and the server it is served by, offer to the policies that have a field of that name.
+
+    ``spell`` says what tokens read: without it a policy that looks for text can be made, but not asked.
+    """
+
+    spell: Callable[[np.ndarray], str] | None = None
+    commit_filter: CommitFilter | None = None
+    schedulers: Mapping[str, Discrete] = field(default_factory=dict)
+
+    @classmethod
+    def by(cls, model: Model, schedulers: Mapping[str, Discrete] = MappingProxyType({})) -> Self:
+        """What ``model`` offers, and those of the server's ``schedulers`` that fill its masks."""
+        masks = not model.spec.causal and model.spec.renoising is None
+        usable = {name: s for name, s in schedulers.items() if masks and s.serves(renoises=False)}
+        return cls(speller(model.tokenizer), model.commit_filter, usable)
+
+
+def exists(name: str) -> bool:
+    """Whether there is a policy of that name, whatever it is for."""
+    return name in RECOMPUTE or name in COMMIT or name == "scheduler"
+
+
+def recompute_policy(request: Request) -> Recompute:
+    """The request's recompute policy; ``InvalidArgument`` for an unknown name or option."""
+    made: Recompute = _policy("diffusion", "recompute", RECOMPUTE, request.diffusion.recompute, request, Offered())
+    return made
+
+
+def commit_policy(request: Request, offered: Offered) -> Commit:
+    """The request's commit policy.
+
+    ``InvalidArgument`` for an unknown name, option or scheduler, ``Unimplemented`` where the model does not offer what
+    it needs.
+    """
+    known: dict[str, Callable[..., Commit]] = {**COMMIT, "scheduler": _scheduled}
+    made: Commit = _policy("diffusion", "commit", known, request.diffusion.commit, request, offered)
+    if isinstance(made, Scheduled):
+        made.scheduler.check(request.sampling)
+    if request.diffusion.commit.name in UNPENALISED and request.sampling.repetition_penalty != 1:
+        why = f"must be 1 with the commit policy {request.diffusion.commit.name!r}"
+        raise InvalidArgument.of("sampling.repetition_penalty", why)
+    return made
+
+
+def _policy(
+    path: str,
+    kind: str,
+    known: dict[str, Callable[..., Any]],
+    policy: Policy,
+    request: Request,
+    offered: Offered,
+) -> Any:
+    """The policy with its own numbers, what it asks for of request and model, and the policy it builds on."""
+    if policy.name not in known:
+        raise InvalidArgument.of(f"{path}.{kind}", f"there is no policy {policy.name!r}; known are {sorted(known)}")
+    path = f"{path}.{policy.name}"
+    taken = set(inspect.signature(known[policy.name]).parameters)
+    shared: dict[str, Any] = {
+        "steps": request.diffusion.steps,
+        "seed": request.sampling.seed,
+        "schedulers": offered.schedulers,
+    }
+    if offered.spell is not None:
+        shared["spell"] = offered.spell
+    if "base" in taken:
+        base = policy.base or Policy(name="low_confidence")
+        shared["base"] = _policy(path, "base", COMMIT, base, request, offered)
+    if "commit_filter" in taken:
+        if offered.commit_filter is None:
+            raise Unimplemented(lacking(request.model, kind, policy.name))
+        shared["commit_filter"] = offered.commit_filter
+    try:
+        return known[policy.name](**{name: value for name, value in shared.items() if name in taken}, **policy.options)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(FieldViolation(path, str(error))) from error
+
+
+def _scheduled(schedulers: Mapping[str, Discrete], *, name: str = "", steps: int = 0) -> Scheduled:
+    if name not in schedulers:
+        raise ValueError(f"there is no scheduler {name!r} for this model; it has {sorted(schedulers)}")
+    return Scheduled(schedulers[name], steps)

@@ -1,0 +1,215 @@
+"""Decoding of models that denoise canvases of random tokens (DiffusionGemma, huggingface/transformers).
+
+A canvas has no masks: until it is final, all of it may change at every step. Then it is read like the prompt, and the
+next one begins. Each request runs by itself and draws from its own seed, so a batch cannot change an answer.
+Shapes in names: L positions of a canvas, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.events import CommittedToken, Snapshot
+from mmserve.core.request import Request, Sampling
+from mmserve.decode.constrained.admission import Admitted
+from mmserve.decode.renoising import Step, accept, quiet
+from mmserve.decode.sampler import step_generator
+from mmserve.decode.state import Encoded, Stepped
+from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.errors import FieldViolation, InvalidArgument
+from mmserve.kv.table import PageTable
+from mmserve.models.base import CanvasModel, Renoising
+
+#: What of a request's sampling has a say: the rest is the model's own schedule.
+_FREE = ("seed", "max_new_tokens", "stop", "n")
+
+
+@dataclass
+class CanvasPrefilled:
+    """A request whose prompt is read, and what the network keeps of it."""
+
+    canvas: Canvas
+    past: Any = None
+    run: int = 0  # positions read
+
+
+@dataclass
+class CanvasDecoding:
+    """A request in decode: its canvases, the noise that the open one holds, and what the last step said of it."""
+
+    request: Request
+    canvas: Canvas
+    past: Any
+    read: int  # positions that ``past`` holds
+    text: TextStream
+    renoising: Renoising
+    log_probabilities: np.ndarray  # float32 [N], of the final tokens of the answer
+    recomputed: int
+    logits_LV: Tensor | None = None  # of the latest pass, until they are used
+    step: Step | None = None  # the latest of the open canvas; None = it is still all noise
+    still: int = 0  # steps in a row that predicted what the one before did
+    forwards: int = 0
+    edits: int = 0  # never: what is final stays
+
+    @property
+    def constrained(self) -> None:
+        """Nothing: constraints are refused for these models."""
+
+    @property
+    def noise(self) -> Tensor:
+        """Int64 ``[L]``: the tokens of the open canvas."""
+        return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
+
+
+def check_renoising(request: Request, canvas_length: int) -> None:
+    """``InvalidArgument`` for what the model's own schedule leaves no room for."""
+    wrong = [
+        FieldViolation(f"sampling.{name}", "cannot be set: the model draws by a schedule of its own")
+        for name, value in vars(Sampling()).items()
+        if name not in _FREE and getattr(request.sampling, name) != value
+    ]
+    if request.diffusion.block_length not in (0, canvas_length):
+        wrong.append(FieldViolation("diffusion.block_length", f"must be {canvas_length}: the model's canvas"))
+    if wrong:
+        raise InvalidArgument(*wrong)
+
+
+class CanvasDecoder:
+    """Prefill and decode of one model; holds no state of any request."""
+
+    def __init__(self, model: CanvasModel) -> None:
+        assert model.spec.renoising is not None
+        self.model, self._renoising = model, model.spec.renoising
+
+    def begin(
+        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+    ) -> CanvasPrefilled:
+        """The prefill state of a request; its pages bound how much is held, the network keeps it."""
+        length = self.model.spec.block_length()
+        canvases = -(-request.sampling.max_new_tokens // length)
+        canvas = Canvas.create(
+            encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
+        )
+        return CanvasPrefilled(canvas)
+
+    @torch.inference_mode()
+    def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled]:
+        """Read each prompt, whole; after a failure the call can be repeated."""
+        return [self._prefilled(begun) for _request, begun in batch]
+
+    def _prefilled(self, begun: CanvasPrefilled) -> CanvasPrefilled:
+        size = begun.canvas.prompt_length
+        past = self.model.network.read(self._tensor(begun.canvas.tokens[:size]), None)
+        return replace(begun, past=past, run=size)
+
+    def open(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
+        """The decode state of a request whose prompt is read: its first canvas is noise."""
+        bound = request.diffusion.commit.options.get("bound", self._renoising.bound)
+        d = CanvasDecoding(
+            request,
+            prefilled.canvas,
+            prefilled.past,
+            prefilled.run,
+            TextStream(self.model.tokenizer, request.sampling.stop),
+            replace(self._renoising, bound=float(bound), steps=self._steps(request)),
+            np.zeros(prefilled.canvas.size, np.float32),
+            prefilled.run,
+        )
+        self._begin_canvas(d)
+        return d
+
+    @torch.inference_mode()
+    def propose(self, batch: list[CanvasDecoding]) -> list[None]:
+        """Logits for each request that has none; a request changes only once they are there, or by reading anew."""
+        for d in batch:
+            if d.logits_LV is None:
+                self._read(d)
+                before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
+                d.logits_LV = self.model.network.predict(d.noise.to(self.model.device), d.past, before)
+                d.canvas.count_forward()
+                d.forwards += 1
+                d.recomputed += len(d.noise)
+        return [None] * len(batch)
+
+    @torch.inference_mode()
+    def commit(self, d: CanvasDecoding) -> Stepped:
+        """Accept what is sure and draw the rest anew, or make the canvas final, and tell what that gave."""
+        logits, d.logits_LV = d.logits_LV, None
+        if logits is None:
+            raise ValueError("commit before propose")
+        generator = step_generator(d.request.sampling.seed, d.canvas.step, logits.device)
+        step = accept(logits, d.canvas.block_step - 1, d.renoising, generator)
+        same = d.step is not None and bool(torch.equal(step.predicted_L, d.step.predicted_L))
+        d.still = d.still + 1 if same else 0
+        d.step = step
+        ended = d.still >= d.renoising.stable and quiet(step, d.renoising)
+        if ended or d.canvas.block_step >= d.renoising.steps:
+            self._finish_canvas(d, logits, step)
+        else:
+            d.canvas.tokens[d.canvas.block()] = step.noise_L.cpu().numpy()
+        new = d.request.sampling.max_new_tokens
+        answer, complete = d.canvas.answer(self.model.spec.end_ids)
+        delta, reason = d.text.advance(answer[:new], complete or len(answer) >= new, new)
+        return Stepped(delta, self._snapshot(d, step) if d.request.streaming.snapshots else None, reason)
+
+    def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
+        """The answer's tokens as they became final, as far as its text goes."""
+        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
+
+    def _steps(self, request: Request) -> int:
+        """Most steps a canvas: the model's, or the share of those that the request has for all of them."""
+        canvases = -(-request.sampling.max_new_tokens // self.model.spec.block_length())
+        asked = request.diffusion.steps
+        return max(1, asked // canvases) if asked else self._renoising.steps
+
+    def _begin_canvas(self, d: CanvasDecoding) -> None:
+        block = d.canvas.block()
+        if len(block):
+            # Steps count up from 1, canvases down: no canvas begins with the numbers of a step.
+            generator = step_generator(d.request.sampling.seed, -int(block[0]), self.model.device)
+            size, vocabulary = (len(block),), self.model.network.vocab_size
+            noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
+            d.canvas.tokens[block] = noise.cpu().numpy()
+        d.step, d.still = None, 0
+
+    def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, step: Step) -> None:
+        block, final = d.canvas.block(), step.predicted_L
+        chosen = logits_LV.float().log_softmax(-1).gather(-1, final[:, None])[:, 0]
+        d.log_probabilities[block] = chosen.cpu().numpy()
+        d.canvas.commit(block, final.cpu().numpy())
+        self._begin_canvas(d)
+
+    def _read(self, d: CanvasDecoding) -> None:
+        """Read what became final since the last time; if that fails half-way, the next time reads everything.
+
+        In the same pieces as before, prompt and canvas after canvas: in others, last bits would differ.
+        """
+        past, d.past = d.past, None
+        start = 0 if past is None else d.read
+        while start < d.canvas.block_start:
+            end = d.canvas.prompt_length if start < d.canvas.prompt_length else start + d.canvas.block_length
+            past = self.model.network.read(self._tensor(d.canvas.tokens[start:end]), past)
+            d.recomputed += end - start
+            start = end
+        d.past, d.read = past, start
+
+    def _snapshot(self, d: CanvasDecoding, step: Step) -> Snapshot:
+        """The canvas as it would be if it were final now; what stands right of it is masked."""
+        size = d.canvas.prompt_length + d.request.sampling.max_new_tokens
+        tokens, final = d.canvas.tokens.copy(), d.canvas.committed_at.copy()
+        committed = int((~d.canvas.masked[d.canvas.prompt_length : size]).sum())
+        if d.step is not None:
+            tokens[d.canvas.block()] = step.predicted_L.cpu().numpy()
+            final[d.canvas.block()] = d.canvas.step
+        shown = replace(d.canvas, tokens=tokens[:size], committed_at=final[:size])
+        text = canvas_text(shown, self.model.tokenizer, self.model.spec.end_ids)
+        return Snapshot(text, committed, d.request.sampling.max_new_tokens, d.forwards, 0)
+
+    def _tensor(self, ids: np.ndarray) -> Tensor:
+        return torch.from_numpy(ids).to(self.model.device)

@@ -1,0 +1,54 @@
+"""Keys of pages that requests may share: a hash of everything that the page's K/V depend on.
+
+Where attention ends at a row, or at the end of its block, the K/V of a prompt's finished blocks depend on what stands
+there and left of it, and on nothing else. A page's key is the SHA-256 of the key of the page before it and of the
+page's own contents, as in vLLM's automatic prefix caching (``vllm/v1/core/kv_cache_utils.py``), but never shortened,
+and with the visual tokens' own bits: their placeholders all have the same id.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from math import lcm
+
+import numpy as np
+
+
+def pages_a_unit(page_size: int, block: int) -> int:
+    """The fewest pages that hold whole blocks of ``block`` positions: only such runs of pages are shared."""
+    return lcm(page_size, block) // page_size
+
+
+def page_keys(
+    ids: np.ndarray,
+    visual_rows: np.ndarray,
+    features: np.ndarray | None,
+    *,
+    page_size: int,
+    block: int,
+    logit_shift: int,
+) -> tuple[bytes, ...]:
+    """A key (32 bytes) for each page of a prompt that may be shared, in order of position.
+
+    ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` stand at ``visual_rows`` (int64,
+    ascending). Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that
+    reach into an unfinished block, or to the first row whose logits are wanted: those are run by every request.
+    """
+    size = len(ids)
+    unit = pages_a_unit(page_size, block) * page_size
+    shared = min(size - logit_shift, size // block * block) // unit * unit
+    visual = np.zeros(size, dtype=bool)
+    visual[visual_rows] = True
+    seen = np.concatenate([[0], np.cumsum(visual)])  # visual tokens left of each position
+    keys: list[bytes] = []
+    parent = b""
+    for start in range(0, shared, page_size):
+        end = -(-(start + page_size) // unit) * unit  # what the page's last block sees may lie in the next page
+        made = sha256(parent)
+        made.update(ids[start:end].astype(np.int64).tobytes())
+        made.update(visual[start:end].tobytes())
+        if features is not None:
+            made.update(np.ascontiguousarray(features[seen[start] : seen[end]]).data)
+        parent = made.digest()
+        keys.append(parent)
+    return tuple(keys)

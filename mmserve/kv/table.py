@@ -1,0 +1,37 @@
+"""The pages of one request: taken, published and given back as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmserve.kv.pool import PagePool
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A request's pages in order of position; the first ``shared`` hold their K/V already and are never written.
+
+    ``keys``: what the first pages can be published under once they have been computed.
+    """
+
+    ids: tuple[int, ...] = ()
+    shared: int = 0
+    keys: tuple[bytes, ...] = ()
+
+    @classmethod
+    def take(cls, pool: PagePool, count: int, keys: tuple[bytes, ...]) -> PageTable:
+        """``count`` pages: those published under the beginning of ``keys``, the rest blank.
+
+        ``ValueError``, with nothing taken, where there are too few.
+        """
+        shared = pool.share(keys)
+        try:
+            return cls(shared + pool.allocate(count - len(shared)), len(shared), keys)
+        except ValueError:
+            pool.release(shared)
+            raise
+
+    def publish(self, pool: PagePool, computed: int | None) -> None:
+        """Publish those of the first ``computed`` pages (None = all) that have a key."""
+        for page, key in list(zip(self.ids, self.keys, strict=False))[self.shared : computed]:
+            pool.publish(page, key)

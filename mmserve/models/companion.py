@@ -1,0 +1,41 @@
+"""A companion beside a model: which model can be one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mmserve.errors import ConfigError
+from mmserve.models.base import CanvasModel, LoadedModel, Model
+
+
+def accompany(model: Model, companion: Model) -> LoadedModel:
+    """``model`` with its companion; ``ConfigError`` where that is not causal, has other tokens or another eye.
+
+    Either may have special tokens that the other lacks, as a diffusion model has its mask.
+    """
+    told = f"{companion.spec.name!r} cannot be the companion of {model.spec.name!r}"
+    if isinstance(model, CanvasModel):
+        raise ConfigError(f"{told}: a model that denoises random tokens takes none")
+    if isinstance(companion, CanvasModel) or not companion.spec.causal:
+        raise ConfigError(f"{told}: it is no autoregressive model, its attention is {companion.spec.attention.value}")
+    other = _other_token(model, companion)
+    if other is not None:
+        raise ConfigError(f"{told}: their tokenizers differ, as in the token {other!r}")
+    if model.vision is not None and companion.vision is not None:
+        for what in ("tokens_per_image", "frames_per_video"):
+            mine, its = getattr(model.vision, what), getattr(companion.vision, what)
+            if mine and its and mine != its:
+                raise ConfigError(f"{told}: its {what} are {its}, not {mine}")
+    return replace(model, companion=companion)
+
+
+def _other_token(model: LoadedModel, companion: LoadedModel) -> str | None:
+    """A token that the two number differently, or an ordinary one that only one of them has."""
+    mine, its = model.tokenizer.get_vocab(), companion.tokenizer.get_vocab()
+    special = {*model.tokenizer.get_added_vocab(), *companion.tokenizer.get_added_vocab()}
+    ids = {number: token for token, number in its.items()}
+    for token, number in mine.items():
+        if its.get(token, number) != number or ids.get(number, token) != token:
+            return token
+    alone = (mine.keys() ^ its.keys()) - special
+    return min(alone, default=None)

@@ -1,0 +1,93 @@
+"""A live request as the engine keeps it: one record until it is encoded, then one for each of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mmserve.core.events import Event, Usage
+from mmserve.core.plan import Entry
+from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
+from mmserve.core.samples import samples
+from mmserve.kv.pool import pages_for
+from mmserve.kv.table import PageTable
+
+Sink = Callable[[Event], None]
+#: The stages that have workers.
+WORKERS = ("constrain", "encode", "prefill", "decode")
+
+
+@dataclass(eq=False)
+class Call:
+    """What all samples of a request share: who asked, when, and whether it failed, which ends them all."""
+
+    id: RequestId
+    sink: Sink
+    arrived: float
+    failed: bool = False  # the client has its error; workers may still hold some of its records
+    records: list[Record] = field(default_factory=list, repr=False)  # those that have not ended
+
+
+@dataclass(eq=False)
+class Record:
+    """A request, or once it is encoded one sample of it, as the engine keeps it."""
+
+    request: Request
+    call: Call
+    sample: int = 0
+    stage: Stage = Stage.QUEUED
+    usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
+    keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
+    pages: PageTable = field(default_factory=PageTable)
+    last_step: int = 0
+    prefilled: int = 0  # positions run, while some of the prompt is left
+    run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
+    first_token: float = 0.0
+
+    @property
+    def doomed(self) -> bool:
+        """Whether the client has its error: the record is only here because a worker still holds its state."""
+        return self.call.failed
+
+    @property
+    def samples(self) -> int:
+        """Samples that it stands for."""
+        return self.request.sampling.n
+
+    @property
+    def tokens(self) -> int:
+        """Positions of prompt and answer; the prompt's are known once encoded."""
+        return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
+
+    def entry(self, page_size: int, frames_per_video: int) -> Entry:
+        """What the scheduler sees; a video counts as its frames."""
+        parts = [part for message in self.request.messages for part in message.parts]
+        images = sum(isinstance(part, ImagePart) for part in parts)
+        images += frames_per_video * sum(isinstance(part, VideoPart) for part in parts)
+        pages = pages_for(self.tokens, page_size)
+        return Entry(
+            self.request.id,
+            self.stage,
+            images,
+            self.tokens,
+            pages,
+            self.last_step,
+            self.prefilled,
+            self.request.constraint is not None,
+        )
+
+    def split(self) -> list[Record]:
+        """A record for each sample, all of them where this one stands; this one is not needed any more."""
+        self.call.records = [
+            Record(one, self.call, i, self.stage, self.usage, self.keys, last_step=self.last_step, run=dict(self.run))
+            for i, one in enumerate(samples(self.request))
+        ]
+        return self.call.records
+
+
+def open_call(request: Request, sink: Sink, arrived: float) -> Record:
+    """The first record of a request that comes in; ``arrived`` is on the monotonic clock (seconds)."""
+    call = Call(request.id, sink, arrived)
+    record = Record(request, call)
+    call.records.append(record)
+    return record

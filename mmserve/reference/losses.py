@@ -1,0 +1,139 @@
+"""What training minimises: LLaDA's masked loss for the diffusion model, next-token loss for its autoregressive twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve.reference.data import UNORDERED, Batch
+from mmserve.reference.model import ReferenceModel
+
+#: Share of questions whose every answer token is masked: then only the picture tells.
+ALL_MASKED = 0.4
+#: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches.
+FROM_A_TOKEN, AHEAD = 0.5, 8
+#: Share of batches of text that are trained as ``staircase`` does, and tokens of a piece on average.
+STAIRCASE, STAIR = 0.6, 4
+#: Masking rates of what is told in random order: what is left must tell which shape is meant.
+UNORDERED_RATES = (0.3, 0.85)
+
+
+def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Masked ids ``[B, T]`` and the loss weight of each position ``[B, T]`` (0 where not masked).
+
+    A question masks each token of its answer with its own rate, drawn uniformly, or all of them (``ALL_MASKED`` of
+    questions). Of answers of more than one block, half are masked as block-wise decoding meets them: what stands left
+    of a random block is known, what stands right of it is masked and carries no loss. Of answers told in order, some
+    are masked from a random token on (``FROM_A_TOKEN``), with the loss on the ``AHEAD`` tokens there: what decoding
+    meets most, for the surest token is mostly the next one. Whatever the masking, a token's weight is its share on
+    average.
+    """
+    shape = (len(batch.ids), int(batch.question.max()) + 1)
+
+    def uniform(shape: tuple[int, ...]) -> Tensor:
+        return torch.rand(shape, generator=generator).to(batch.ids.device)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.gather(1, batch.question)
+
+    if batch.kind in UNORDERED:
+        rates = UNORDERED_RATES[0] + uniform(shape) * (UNORDERED_RATES[1] - UNORDERED_RATES[0])
+    else:
+        rates = torch.where(uniform(shape) < ALL_MASKED, 1.0, uniform(shape) * (1 - lowest_rate) + lowest_rate)
+    rate = spread(rates)
+    drawn = uniform(tuple(batch.ids.shape)) < rate
+    none = torch.zeros(shape, dtype=torch.long, device=batch.ids.device)
+    blocks = 1 + none.scatter_reduce(1, batch.question, batch.block, "amax")
+    current = spread((uniform(shape) * blocks).long())
+    blockwise = spread((uniform(shape) < 0.5) & (blocks > 1))
+    inside, right = batch.block == current, batch.block > current
+    answer = batch.share > 0
+    masked = answer & torch.where(blockwise, (drawn & inside) | right, drawn)
+    weight = masked * batch.share / rate
+    weight = torch.where(blockwise, weight * inside * spread(blocks), weight)
+    if batch.kind not in UNORDERED:
+        suffix = spread(uniform(shape) < FROM_A_TOKEN)
+        onward, onward_weight = _from_a_token(batch, uniform(shape))
+        masked, weight = torch.where(suffix, onward, masked), torch.where(suffix, onward_weight, weight)
+    return torch.where(masked, mask_id, batch.ids), weight
+
+
+def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[Batch, Tensor, Tensor]:
+    """The batch with every answer twice, and its masked ids and weights as ``mask_answers`` gives them.
+
+    The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, each of which sees itself and, of the
+    first copy, what stands left of it: every token of an answer is learned in one pass, as decoding meets it (the
+    vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their right, so
+    nothing of a piece leaks into what it sees. Only for rows of one question.
+    """
+    answer = batch.share > 0
+    begins = int(answer.any(0).nonzero().min())
+    copied = answer[:, begins:]
+    starts = torch.rand(copied.shape, generator=generator).to(copied.device) < 1 / STAIR
+    starts |= ~torch.cat([answer[:, begins - 1 : begins], copied[:, :-1]], 1)  # an answer's first token
+    place = batch.positions[:, begins:]
+    start = torch.where(starts, place, 0).cummax(1).values
+    prompt = answer.long().cumsum(1).eq(0)
+    first = torch.where(answer, batch.positions, batch.ids.shape[1]).amin(1, keepdim=True)
+
+    def twice(values: Tensor, copy: Tensor) -> Tensor:
+        return torch.cat([values, copy], 1)
+
+    doubled = replace(
+        batch,
+        ids=twice(batch.ids, batch.ids[:, begins:]),
+        visual_at=twice(batch.visual_at, torch.zeros_like(copied)),
+        seen=twice(batch.seen, copied),
+        packed=True,
+        question=twice(torch.zeros_like(batch.question), starts.long().cumsum(1)),
+        positions=twice(batch.positions, place),
+        share=twice(torch.zeros_like(batch.share), batch.share[:, begins:]),
+        block=twice(batch.block, batch.block[:, begins:]),
+        left=twice(torch.where(prompt, first, batch.positions + 1), start),
+    )
+    ids = twice(batch.ids, torch.full_like(place, mask_id))
+    return doubled, ids, doubled.share
+
+
+def _from_a_token(batch: Batch, cut: Tensor) -> tuple[Tensor, Tensor]:
+    """Masked positions ``[B, T]`` from a token of each answer on, and their weights; ``cut [B, questions]`` in [0, 1).
+
+    The cut is uniform over the answer's own tokens; the padding behind them is always masked.
+    """
+    end = batch.share.shape[1]
+    zeros = torch.zeros(cut.shape, dtype=torch.long, device=batch.share.device)
+    largest = zeros.to(batch.share.dtype).scatter_reduce(1, batch.question, batch.share, "amax")
+    own = (batch.share > 0) & (batch.share > 0.5 * largest.gather(1, batch.question))
+    count = own.cumsum(1) - 1
+    before = (zeros + end).scatter_reduce(1, batch.question, torch.where(own, count, end), "amin")
+    lengths = zeros.scatter_add(1, batch.question, own.long())
+    index = torch.where(own, count - before.gather(1, batch.question), end)
+    length, start = lengths.gather(1, batch.question), (cut * lengths).long().gather(1, batch.question)
+    masked = (batch.share > 0) & (index >= start)
+    reached = batch.share * length / (index + 1).clamp(max=AHEAD) * (masked & (index < start + AHEAD))
+    return masked, torch.where(own, reached, batch.share * masked)
+
+
+def diffusion_loss(
+    model: ReferenceModel, visual: Tensor | None, batch: Batch, ids: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of the masked answer tokens, averaged over questions; and the hidden states half-way."""
+    chosen = weight > 0
+    sees = batch.sees(causal=False)
+    logits, hidden = model(visual, ids, batch.visual_at, batch.positions, sees)
+    loss = F.cross_entropy(logits[chosen].float(), batch.ids[chosen], reduction="none")
+    return (loss * weight[chosen]).sum() / batch.share.sum(), hidden
+
+
+def causal_loss(model: ReferenceModel, visual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each answer token given all before it, averaged over questions; and the hidden states
+    half-way."""
+    weight = batch.share[:, 1:]
+    chosen = weight > 0
+    sees = batch.sees(causal=True)
+    logits, hidden = model(visual, batch.ids, batch.visual_at, batch.positions, sees)
+    loss = F.cross_entropy(logits[:, :-1][chosen].float(), batch.ids[:, 1:][chosen], reduction="none")
+    return (loss * weight[chosen]).sum() / batch.share.sum(), hidden

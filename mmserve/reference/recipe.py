@@ -1,0 +1,68 @@
+"""Training recipes: every number that decides what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OBJECTIVES = ("diffusion", "causal")
+
+#: Kinds of subject and their shares of the batches. While a model learns to look, a scene's JSON tells of every cell
+#: and a listing leads from looks to places; at the end what is hardest has most:
+#: comparing pictures and moments, or telling much.
+MIXES: dict[str, dict[str, float]] = {
+    "looking": {"json": 0.5, "listing": 0.5},
+    "broad": {
+        "image": 0.25,
+        "listing": 0.15,
+        "json": 0.1,
+        "video": 0.12,
+        "narration": 0.1,
+        "text": 0.1,
+        "pair": 0.08,
+        "cells": 0.1,
+    },
+    "comparing": {
+        "image": 0.12,
+        "listing": 0.05,
+        "json": 0.06,
+        "video": 0.25,
+        "narration": 0.15,
+        "text": 0.05,
+        "pair": 0.22,
+        "cells": 0.1,
+    },
+    "telling": {
+        "image": 0.12,
+        "listing": 0.04,
+        "json": 0.34,
+        "video": 0.14,
+        "narration": 0.06,
+        "text": 0.16,
+        "pair": 0.09,
+        "cells": 0.05,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides the result; recorded in the checkpoint."""
+
+    objective: str = "diffusion"
+    tower_steps: int = 1000
+    looking_steps: int = 1200  # steps of stage 2 with scenes as JSON and as listings only
+    mix: str = "broad"  # of the steps after those
+    packed_steps: int = 5500  # up to this step, questions about one picture share a row
+    steps: int = 7500
+    scale: float = 1.0  # rows of a batch over those of the CPU recipe
+    muon_lr: float = 2.5e-3
+    adam_lr: float = 1.8e-3
+    warmup: int = 150
+    teaching: float = 0.3
+    ema: float = 0.998
+    lowest_rate: float = 0.08
+    seed: int = 0
+
+
+#: The recipes by name: a CPU takes hours for the first, one data-centre GPU minutes for the second.
+RECIPES = {"cpu": Recipe(), "gpu": Recipe(scale=4.0, steps=20000, muon_lr=3e-3, adam_lr=2e-3)}

@@ -1,0 +1,83 @@
+"""From recorded steps to a filter, and how far a filter can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmserve.errors import ConfigError
+from mmserve.models.commit_filter import CommitFilter, features
+from mmserve.train_filter.record import Sight
+
+#: Positions seen on either side, hidden units (those of the paper's filter), rows of a batch, highest learning rate.
+RADIUS, HIDDEN, BATCH, RATE = 8, 32, 1024, 3e-3
+LOG_EVERY = 500
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a filter judges candidates at one threshold; shares are None where there is nothing that they are of."""
+
+    candidates: int
+    right: float | None  # share of the candidates that are right
+    precision: float | None  # share of the trusted that are right
+    recall: float | None  # share of the right that are trusted
+
+
+def fit(sights: Sequence[Sight], *, seed: int, steps: int, progress: Callable[[str], None]) -> CommitFilter:
+    """A filter trained to tell which candidates of ``sights`` are right; the same for the same seed.
+
+    Cross-entropy and AdamW at 3e-3 as in the reference, but in batches and with a rate that falls to 0. Raises
+    ``ConfigError`` where nothing can be judged.
+    """
+    x, y = _rows(sights)
+    if not len(x):
+        raise ConfigError("no candidate to learn from: the prompts gave no answers")
+    generator = torch.Generator().manual_seed(seed)
+    network = nn.Sequential(nn.Linear(x.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
+    for parameter in network.parameters():  # as nn.Linear does it, from a generator of its own
+        bound = (x.shape[1] if parameter.shape[-1] == x.shape[1] else HIDDEN) ** -0.5
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(1, steps + 1):
+        rows = torch.randint(len(x), (BATCH,), generator=generator)
+        loss = F.binary_cross_entropy_with_logits(network(x[rows])[:, 0], y[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % LOG_EVERY == 0 or step == steps:
+            progress(f"step {step} of {steps}: loss {loss.item():.4f}")
+    hidden_weight, hidden_bias, output_weight, output_bias = (p.detach().numpy() for p in network.parameters())
+    return CommitFilter(hidden_weight, hidden_bias, output_weight[0], output_bias.reshape(()))
+
+
+def score(commit_filter: CommitFilter, sights: Sequence[Sight], threshold: float) -> Score:
+    """How ``commit_filter`` judges the candidates of ``sights``."""
+    trusted, right = [], []
+    for sight in sights:
+        trusted.append((commit_filter.trust(sight.confidence, sight.still_open) > threshold)[sight.judged])
+        right.append(sight.right[sight.judged])
+    picked, truth = np.concatenate(trusted), np.concatenate(right)
+    both, of_picked, of_truth = (int(which.sum()) for which in (picked & truth, picked, truth))
+    return Score(len(truth), _share(of_truth, len(truth)), _share(both, of_picked), _share(both, of_truth))
+
+
+def _rows(sights: Sequence[Sight]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of every candidate that can be judged."""
+    kept = [sight for sight in sights if sight.judged.any()]
+    if not kept:
+        return torch.empty(0, 4 * RADIUS + 4), torch.empty(0)
+    x = np.concatenate([features(s.confidence, s.still_open, RADIUS)[s.judged] for s in kept])
+    y = np.concatenate([s.right[s.judged] for s in kept])
+    return torch.from_numpy(x), torch.from_numpy(y).float()
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None

@@ -1,0 +1,67 @@
+"""What a filter is trained on: requests of the kind that the model will get."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmserve.core.request import Diffusion, ImagePart, Message, Part, Request, Sampling, TextPart, VideoPart
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.reference.evaluate import canvas, shown
+from mmserve.reference.items import TRAIN_SEEDS
+from mmserve.reference.tasks import TASKS, sample
+
+#: What the reference tasks show, by the kind of their subject: (images, videos).
+_SHOWS = {"text": (False, False), "video": (False, True)}
+#: Block lengths asked for in turn, 0 the model's default: a filter is to know more than one.
+BLOCKS = (0, 0, 16, 64)
+
+
+def reference_requests(model: LoadedModel, seed: int) -> Iterator[Request]:
+    """Items of the bundled models' training data without end, of each task that ``model`` can be shown in turn."""
+    sees = model.vision is not None
+    watches = model.vision is not None and model.vision.frames_per_video > 0
+    tasks = [t for t in TASKS if _fits(TASKS[t], sees=sees, watches=watches)]
+    rng = random.Random(seed)
+    index = 0
+    while True:
+        task = tasks[index % len(tasks)]
+        thing, question = sample(task, random.Random(rng.choice(TRAIN_SEEDS)))
+        media = shown(task, thing)
+        parts: list[Part] = [
+            *map(ImagePart, media["images"]),
+            *map(VideoPart, media["videos"]),
+            TextPart(question.text),
+        ]
+        yield _request(model, index, tuple(parts), canvas(task), BLOCKS[index // len(tasks) % len(BLOCKS)])
+        index += 1
+
+
+def written_requests(model: LoadedModel, path: Path, new_tokens: int) -> Iterator[Request]:
+    """The prompts of a text file, one a line, each with a canvas of ``new_tokens``; ``ConfigError`` without any."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read prompts from {path}: {error}") from error
+    if not lines:
+        raise ConfigError(f"{path} holds no prompt: write one a line")
+    for index, line in enumerate(lines):
+        yield _request(model, index, (TextPart(line),), new_tokens, BLOCKS[index % len(BLOCKS)])
+
+
+def _fits(kind: str, *, sees: bool, watches: bool) -> bool:
+    images, videos = _SHOWS.get(kind, (True, False))
+    return (sees or not images) and (watches or not videos)
+
+
+def _request(model: LoadedModel, index: int, parts: tuple[Part, ...], new_tokens: int, block: int) -> Request:
+    own = model.spec.attention_block
+    return Request(
+        id=f"prompt-{index}",
+        model=model.spec.name,
+        messages=(Message("user", parts),),
+        sampling=Sampling(max_new_tokens=new_tokens),
+        diffusion=Diffusion(block_length=0 if own else block),
+    )

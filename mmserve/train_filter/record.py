@@ -1,0 +1,133 @@
+"""Trajectories of a model's own decoder: what a filter would have seen at each step, and what was right.
+
+As in ims-kdks/Learning-to-Parallel-Decoding, generate_training_data.py: what the baseline ends with is the truth, and a
+second run commits at every step all candidates that agree with it, which is how a perfect filter would go on. There
+only those states are recorded; here also some of the baseline's own, the states of a filter that trusts little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.canvas import MASKED
+from mmserve.core.request import Request
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.commit.base import BlockWise
+from mmserve.decode.commit.learned import block_confidence
+from mmserve.decode.state import Decoding
+from mmserve.kv.pool import pages_for
+from mmserve.kv.table import PageTable
+from mmserve.models.base import LoadedModel
+from mmserve.stages import Stages
+
+#: One in so many of the baseline's steps is kept: they differ by a token.
+EVERY = 4
+#: Stands where the baseline ended without a token, behind the end of its answer.
+NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One step as a filter sees it, over a block of ``L`` positions, and its labels."""
+
+    confidence: np.ndarray  # float32 [L], of the candidates; 1 where final
+    still_open: np.ndarray  # bool [L]
+    right: np.ndarray  # bool [L], the candidate is what the baseline ends with
+    judged: np.ndarray  # bool [L], open, with a candidate, and the baseline ended with a token here
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One answer with what it cost."""
+
+    answer: str
+    tokens: int  # of the answer
+    forwards: int
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One request: what the baseline made of it, and the steps recorded."""
+
+    baseline: Decoded
+    sights: tuple[Sight, ...]
+
+
+@dataclass(frozen=True)
+class Agreeing(BlockWise):
+    """All candidates that are what ``final`` (int64 ``[N]``) holds: a perfect filter, without a schedule."""
+
+    final: np.ndarray
+
+    def choose(self, canvas: object, candidates: Candidates) -> np.ndarray:
+        agree: np.ndarray = candidates.tokens == self.final[candidates.positions]
+        return agree
+
+
+class Recorder:
+    """Runs requests one after another through the stages of a served model, and looks on at every step."""
+
+    def __init__(self, model: LoadedModel, engine: EngineConfig) -> None:
+        pages = pages_for(engine.max_tokens, engine.page_size)
+        self._stages = Stages(model, engine, MediaConfig())
+        self._pages = PageTable(tuple(range(pages)))
+
+    def trajectory(self, request: Request) -> Trajectory:
+        """The baseline's answer to ``request``, and both runs' steps."""
+        seen: list[tuple[Candidates, int, np.ndarray, np.ndarray]] = []
+        for step, state in enumerate(self._steps(request)):
+            if step % EVERY == 0:
+                seen.append(_seen(state))
+        final = np.where(state.canvas.committed_at == MASKED, NOTHING, state.canvas.tokens)
+        baseline = _decoded(state)
+        sights = [_sight(*step, final) for step in seen]
+        for state in self._steps(request, lambda _own: Agreeing(final)):
+            sights.append(_sight(*_seen(state), final))
+            if not sights[-1].right.any():
+                break  # every candidate is wrong: a perfect filter would trust none
+        return Trajectory(baseline, tuple(sights))
+
+    def decode(self, request: Request, commit: Commit) -> Decoded:
+        """The answer to ``request`` under ``commit``."""
+        *_before, state = self._steps(request, lambda _own: commit)
+        return _decoded(state)
+
+    def _steps(self, request: Request, commit: Callable[[Commit], Commit] = lambda own: own) -> Iterator[Decoding]:
+        """The request's decode state at each step, its candidates found and none of them committed yet."""
+        decoder = self._stages.decoder
+        [encoded] = self._stages.encoder.encode([request])
+        begun = decoder.begin(request, encoded, self._pages)
+        prefilled = None
+        while prefilled is None:
+            [prefilled] = decoder.prefill([(request, begun)])
+        state = decoder.open(request, prefilled)
+        state.commit = commit(state.commit)
+        reason = None
+        while reason is None:
+            decoder.propose([state])
+            yield state
+            reason = decoder.commit(state).reason
+
+
+def _seen(state: Decoding) -> tuple[Candidates, int, np.ndarray, np.ndarray]:
+    """A step's candidates, where its block begins, and what a filter sees of the block."""
+    if state.candidates is None:
+        raise ValueError("looked at before anything was proposed")
+    return state.candidates, state.canvas.block_start, *block_confidence(state.canvas, state.candidates)
+
+
+def _sight(
+    candidates: Candidates, start: int, confidence: np.ndarray, still_open: np.ndarray, final: np.ndarray
+) -> Sight:
+    at, truth = candidates.positions - start, final[candidates.positions]
+    right, judged = np.zeros_like(still_open), np.zeros_like(still_open)
+    right[at], judged[at] = candidates.tokens == truth, truth != NOTHING
+    return Sight(confidence, still_open, right, judged)
+
+
+def _decoded(state: Decoding) -> Decoded:
+    return Decoded(state.text.text, state.text.tokens, state.forwards)

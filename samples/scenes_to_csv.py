@@ -1,0 +1,52 @@
+"""Pictures of scenes to a table: ``python samples/scenes_to_csv.py [HOST:PORT] > shapes.csv``.
+
+Draws scenes and asks for each of them as JSON under a schema. Every answer is valid, so nothing here has to check one;
+how many scenes are right in every detail is told at the end.
+"""
+
+import csv
+import random
+import sys
+
+from mmserve.client import Client, Threshold
+from mmserve.reference.images import FIELDS, scene_json
+from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, MAX_SHAPES, ROWS, SIZES, draw_scene
+
+POSITION = {"row": {"enum": list(ROWS)}, "column": {"enum": list(COLUMNS)}}
+
+
+def an_object(properties: dict) -> dict:
+    """The schema of an object with just these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+SHAPE = an_object(
+    {
+        "shape": {"enum": list(KINDS)},
+        "color": {"enum": list(COLORS)},
+        "size": {"enum": list(SIZES)},
+        "position": an_object(POSITION),
+    }
+)
+SCENE = an_object({"objects": {"type": "array", "items": SHAPE, "maxItems": MAX_SHAPES}})
+
+
+def main(target: str) -> None:
+    """Write a row for each shape that is seen."""
+    rows = csv.writer(sys.stdout)
+    rows.writerow(["picture", "shape", "color", "size", "row", "column"])
+    scenes = [draw_scene(random.Random(i)) for i in range(8)]
+    right = 0
+    with Client(target) as client:
+        for i, scene in enumerate(scenes):
+            asked = {"images": [scene.png()], "schema": SCENE, "max_new_tokens": 128, "commit": Threshold(0.9)}
+            result = client.generate("Describe the scene as JSON.", **asked)
+            for seen in result.parsed["objects"]:
+                position = seen.pop("position")
+                rows.writerow([i, *seen.values(), position["row"], position["column"]])
+            right += result.text == scene_json(scene, fields=FIELDS)
+    print(f"{right} of {len(scenes)} scenes are right in every detail", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "localhost:50051")

@@ -1,0 +1,352 @@
+"""DiffusionGemma in the engine: transformers' own logits and tokens from the same random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Bench, Call
+from helpers import ask, tiny_model, tokenizer
+from safetensors.torch import load_file, save_file
+from test_samples import Samples, several, told
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
+from transformers.models.diffusion_gemma import EntropyBoundSamplerConfig
+from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
+
+from mmserve.config import ModelConfig
+from mmserve.core.constraint import ConstraintSpec, Regex
+from mmserve.core.events import Snapshot
+from mmserve.core.request import ImagePart, Message, Policy, Request
+from mmserve.core.samples import samples
+from mmserve.decode.sampler import step_generator
+from mmserve.errors import ConfigError, FailedPrecondition, InvalidArgument, Unimplemented
+from mmserve.kv.table import PageTable
+from mmserve.models.base import CanvasModel
+from mmserve.models.companion import accompany
+from mmserve.models.registry import load_model
+
+LENGTH, STEPS = 8, 6
+BLOCK = Policy(name="block")
+Make = Callable[..., Bench]
+
+
+def entropy(**options: float) -> Policy:
+    return Policy(name="entropy_bound", options=options)
+
+
+def gemma(name: str, text: str, **given: Any) -> Request:
+    return ask(name, text, recompute=BLOCK, commit=given.pop("commit", entropy()), **given)
+
+
+def save_gemma(path: Path, spread: float) -> Path:
+    """A tiny random checkpoint as transformers writes it, sliding window and experts included."""
+    text = DiffusionGemmaTextConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=24,
+        num_global_key_value_heads=1,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        max_position_embeddings=512,
+        pad_token_id=0,
+        eos_token_id=len(tokenizer()) - 1,
+        bos_token_id=2,
+    )
+    vision = Gemma4VisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    config = DiffusionGemmaConfig(
+        text_config=text, vision_config=vision, canvas_length=LENGTH, boi_token_id=3, eoi_token_id=4, image_token_id=5
+    )
+    torch.manual_seed(3)
+    network = DiffusionGemmaForBlockDiffusion(config)
+    for weight in network.parameters():  # small weights would predict the same everywhere
+        if weight.dim() >= 2:
+            weight.data *= spread
+    network.generation_config.max_denoising_steps = STEPS
+    network.save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def transformers_own(folder: Path) -> Any:
+    return DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gemma(tmp_path_factory.mktemp("gemma"), 12)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    return transformers_own(folder)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> CanvasModel:
+    model = load_model(ModelConfig(path=str(folder), device="cpu"))
+    assert isinstance(model, CanvasModel)
+    return model
+
+
+def expected(oracle: Any, prompt: list[int], new: int, seed: int, monkeypatch: Any, **given: Any) -> tuple[list, int]:
+    """What transformers' ``generate`` gives where each step's random numbers are the server's; its passes too."""
+    passes, place = 0, len(prompt)
+    begin, step = oracle._prepare_denoiser_inputs, oracle._denoising_step
+
+    def seeded(number: int) -> None:
+        torch.set_rng_state(step_generator(seed, number, torch.device("cpu")).get_state())
+
+    def begun(**kwargs: Any) -> Any:
+        nonlocal place
+        seeded(-place)
+        place += LENGTH
+        return begin(**kwargs)
+
+    def stepped(**kwargs: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        seeded(passes)
+        return step(**kwargs)
+
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)  # imports a compiler for nothing
+    monkeypatch.setattr(oracle, "_prepare_denoiser_inputs", begun)
+    monkeypatch.setattr(oracle, "_denoising_step", stepped)
+    state = torch.get_rng_state()
+    row = oracle.generate(torch.tensor([prompt]), max_new_tokens=new, **given).sequences[0, len(prompt) :]
+    torch.set_rng_state(state)
+    monkeypatch.undo()
+    return row.tolist(), passes
+
+
+def prompt_of(bench: Bench, text: str) -> list[int]:
+    [encoded] = bench.engine.stages.encoder.encode([gemma("x", text)])
+    return encoded.ids.tolist()
+
+
+def row_of(bench: Bench, call: Call) -> list[int]:
+    prompt = call.finished().usage.prompt_tokens
+    return bench.canvases[call.request.id][0][prompt:].tolist()
+
+
+def watched(bench: Bench) -> Bench:
+    """Keeps each request's row as it was after its latest step; what is final must stay."""
+    commit = bench.engine.stages.decoder.commit
+
+    def kept(d: Any) -> Any:
+        outcome = commit(d)
+        tokens, at = d.canvas.tokens.copy(), d.canvas.committed_at.copy()
+        before = bench.canvases.get(d.request.id)
+        if before is not None:
+            final = before[1] < 1 << 30
+            assert np.array_equal(tokens[final], before[0][final]) and np.array_equal(at[final], before[1][final])
+        bench.canvases[d.request.id] = tokens, at
+        return outcome
+
+    bench.engine.stages.decoder.commit = kept
+    return bench
+
+
+def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> None:
+    torch.manual_seed(1)
+    prompt, first = torch.randint(600, (21,)), torch.randint(600, (LENGTH,))
+    before = torch.randn(LENGTH, len(tokenizer()))
+    with torch.no_grad():
+        past = loaded.network.read(prompt, None)
+        past = loaded.network.read(first, past)
+        for said in (None, before):
+            mine = loaded.network.predict(first, past, said)
+            theirs = oracle(
+                input_ids=torch.cat([prompt, first])[None],
+                decoder_input_ids=first[None],
+                self_conditioning_logits=None if said is None else said[None],
+            ).logits[0]
+            assert mine.dtype == torch.float32
+            assert (mine - theirs).abs().max() < 1e-4
+        assert theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("new", [LENGTH, 3 * LENGTH])
+def test_tokens_are_those_of_transformers(
+    bench: Make, oracle: Any, loaded: CanvasModel, new: int, monkeypatch: Any
+) -> None:
+    b = watched(bench(loaded, stages="inline", watch=False))
+    kinds: set[int] = set()
+    for seed, text in enumerate(("a red circle", "what is left of it? " * 3, "?")):
+        tokens, passes = expected(oracle, prompt_of(b, text), new, seed, monkeypatch, eos_token_id=-1)
+        call = b.submit(gemma(text, text, max_new_tokens=new, seed=seed))[0]
+        assert row_of(b, call) == tokens
+        assert call.finished().forwards == passes
+        kinds |= set(tokens)
+    assert len(kinds) > 10
+
+
+def test_a_sure_canvas_ends_early_as_in_transformers(bench: Make, tmp_path: Path, monkeypatch: Any) -> None:
+    """Cold, with small weights and a bound that accepts everything, a canvas soon predicts itself."""
+    oracle = transformers_own(save_gemma(tmp_path, 1))
+    model = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    assert model.spec.renoising is not None
+    rule = dataclasses.replace(model.spec.renoising, steps=30, t_max=0.002, t_min=0.001)
+    model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, renoising=rule))
+    b = watched(bench(model, stages="inline", watch=False))
+    ended = 0
+    for seed in range(3):
+        tokens, passes = expected(
+            oracle,
+            prompt_of(b, "a"),
+            2 * LENGTH,
+            seed,
+            monkeypatch,
+            eos_token_id=-1,
+            max_denoising_steps=30,
+            t_max=0.002,
+            t_min=0.001,
+            sampler_config=EntropyBoundSamplerConfig(entropy_bound=1e9),
+        )
+        call = b.submit(gemma(f"{seed}", "a", max_new_tokens=2 * LENGTH, seed=seed, commit=entropy(bound=1e9)))[0]
+        assert call.finished().forwards == passes
+        assert row_of(b, call) == tokens
+        ended += passes < 60
+    assert ended
+
+
+def requests() -> list[Request]:
+    return [
+        gemma(
+            f"r{i}",
+            "red circle " * (i % 4) + f"{i}",
+            max_new_tokens=(3, 8, 11, 17)[i % 4],
+            seed=i,
+            steps=(0, 12)[i % 2],
+            commit=entropy(bound=5.0) if i % 3 else entropy(),
+        )
+        for i in range(9)
+    ]
+
+
+def test_an_answer_is_the_same_alone_and_in_a_ragged_batch(bench: Make, loaded: CanvasModel) -> None:
+    single = watched(bench(loaded, stages="inline", watch=False))
+    alone = {}
+    for request in requests():
+        call = single.submit(request)[0]
+        alone[request.id] = call.finished().text, call.finished().forwards, row_of(single, call)
+    b = watched(bench(loaded, watch=False))
+    for call in b.submit(*reversed(requests())):
+        done = call.finished()
+        assert (done.text, done.forwards, row_of(b, call)) == alone[call.request.id]
+    b.await_nothing_left()
+
+
+def test_text_is_final_only_when_its_canvas_is_and_snapshots_show_what_it_may_become(
+    bench: Make, loaded: CanvasModel
+) -> None:
+    b: Bench = bench(loaded, watch=False)
+    call = b.submit(gemma("s", "a red circle", max_new_tokens=2 * LENGTH, snapshots=True))[0]
+    done = call.finished()
+    assert "".join(call.deltas) == done.text
+    assert len(call.deltas) <= 3, "two canvases, and what the end brings"
+    assert [s.forwards for s in call.snapshots] == list(range(1, done.forwards + 1))
+    shots: list[Snapshot] = call.snapshots
+    assert shots[0].committed == 0 and shots[-1].committed == 2 * LENGTH == shots[-1].total
+    assert {s.committed for s in shots} == {0, LENGTH, 2 * LENGTH} and all(s.edited == 0 for s in shots)
+    assert len({s.text for s in shots}) > 2
+
+
+def test_the_budget_and_the_end_of_text_cut_the_answer(bench: Make, loaded: CanvasModel) -> None:
+    b: Bench = bench(loaded, watch=False)
+    done = b.ask(gemma("l", "a red circle", max_new_tokens=5))
+    assert (done.reason, done.usage.completion_tokens) == ("length", 5)
+
+
+def test_what_it_does_not_do_is_refused(bench: Make, loaded: CanvasModel) -> None:
+    b: Bench = bench(loaded, watch=False)
+    info = b.engine.info
+    assert (info.recompute_policies, info.commit_policies) == (("block",), ("entropy_bound",))
+    assert info.block_length == info.max_new_tokens == LENGTH and info.diffusion and not info.images
+    for field, given in (("temperature", 1.0), ("top_k", 3), ("repetition_penalty", 1.2)):
+        with pytest.raises(InvalidArgument, match=f"sampling.{field}"):
+            b.submit(gemma("x", "a", **{field: given}))
+    with pytest.raises(Unimplemented, match="decodes without constraints"):
+        b.submit(dataclasses.replace(gemma("x", "a"), constraint=ConstraintSpec(Regex("a"))))
+    with pytest.raises(InvalidArgument, match=r"diffusion.block_length: must be 8"):
+        b.submit(gemma("x", "a", block=4))
+    for name in ("threshold", "learned", "guided", "scheduler"):  # nothing that could be named or trained would help
+        with pytest.raises(Unimplemented, match=f"no commit policy '{name}'; it has entropy_bound$"):
+            b.submit(gemma("x", "a", commit=Policy(name=name)))
+    seen = Message("user", (ImagePart(b"x"),))
+    call = b.submit(dataclasses.replace(gemma("i", "a"), messages=(seen,)))[0]
+    assert isinstance(call.error(), FailedPrecondition)
+
+
+def test_a_sample_is_the_answer_to_a_request_with_its_seed(bench: Make, loaded: CanvasModel) -> None:
+    b: Bench = bench(loaded, watch=False)
+    request = several(gemma("n", "a red circle", max_new_tokens=2 * LENGTH, seed=4), 3)
+    alone = [b.ask(dataclasses.replace(one, id=f"a{i}")) for i, one in enumerate(samples(request))]
+    assert [told(e) for e in Samples(b, request).finished()] == [told(e) for e in alone]
+    assert len({e.text for e in alone}) == 3
+    b.await_nothing_left()
+
+
+def test_nothing_is_shared_between_prompts(bench: Make, loaded: CanvasModel) -> None:
+    """The network keeps its K/V to itself: a page of the pool holds none that another request could read."""
+    b: Bench = bench(loaded, watch=False, prefix_cache=True)
+    first, second = (b.ask(gemma(name, "a red circle " * 4)) for name in "ab")
+    assert second.usage.prompt_tokens > 2 * b.engine.config.page_size
+    assert second.usage.cached_tokens == 0 and told(second) == told(first)
+
+
+def test_it_neither_has_nor_is_a_companion(loaded: CanvasModel) -> None:
+    with pytest.raises(ConfigError, match="denoises random tokens takes none"):
+        accompany(loaded, tiny_model(vision=False))
+    with pytest.raises(ConfigError, match="it is no autoregressive model"):
+        accompany(tiny_model(vision=False), loaded)
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.decoder.self_conditioning.pre_norm.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"self_conditioning\.pre_norm\.weight"):
+        load_model(ModelConfig(path=str(broken), device="cpu"))
+
+
+def test_a_pass_that_failed_can_be_repeated(bench: Make, loaded: CanvasModel, monkeypatch: Any) -> None:
+    """Also where the network had already read a finished canvas into its cache."""
+    stages = bench(loaded, started=False, watch=False).engine.stages
+    decoder, request = stages.decoder, gemma("f", "a red circle", max_new_tokens=3 * LENGTH, seed=2)
+
+    def run(again: bool) -> tuple[str, int]:
+        [encoded] = stages.encoder.encode([request])
+        [prefilled] = decoder.prefill([(request, decoder.begin(request, encoded, PageTable(tuple(range(9)))))])
+        d, text, outcome = decoder.open(request, prefilled), "", None
+        while outcome is None or outcome.reason is None:
+            if again and d.logits_LV is None and d.read < d.canvas.block_start:
+                monkeypatch.setattr(loaded.network, "predict", lambda *_given: 1 / 0)
+                read = loaded.network.read
+                monkeypatch.setattr(loaded.network, "read", lambda *given, read=read: (read(*given), 1 / 0))
+                with pytest.raises(ZeroDivisionError):
+                    decoder.propose([d])
+                monkeypatch.undo()
+            decoder.propose([d])
+            outcome = decoder.commit(d)
+            text += outcome.delta
+        return text, d.forwards
+
+    assert run(again=True) == run(again=False)

@@ -1,0 +1,99 @@
+"""What tests of constraints share: grammars over one token a byte, and what they accept."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import mmserve
+from mmserve.constraint.findings import Refused
+from mmserve.constraint.grammar import Grammar, grammar_of
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.vocabulary import BYTES, Vocabulary, trie_of
+from mmserve.core.constraint import ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema
+
+STRICT = ConstraintMode.STRICT
+
+
+@cache
+def byte_trie() -> Any:
+    return trie_of(BYTES)
+
+
+@cache
+def bundled_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(Path(mmserve.__file__).parent / "assets" / "reference")
+
+
+def bundled_vocabulary() -> Vocabulary:
+    """The bundled tokenizer's tokens as bytes; special ones have none."""
+    tokenizer = bundled_tokenizer()
+    back = {char: byte for byte, char in bytes_to_unicode().items()}
+    special = set(tokenizer.all_special_ids)
+    tokens = []
+    for index, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
+        known = index not in special and all(char in back for char in token)
+        tokens.append(bytes(back[char] for char in token) if known else b"")
+    return Vocabulary(tuple(tokens), tokenizer.eos_token_id)
+
+
+def schema_text(schema: Any) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def grammar(kind: ConstraintKind, mode: ConstraintMode = STRICT) -> Grammar:
+    return grammar_of(ConstraintSpec(kind, mode))
+
+
+def matcher(kind: ConstraintKind, mode: ConstraintMode = STRICT) -> LLMatcher:
+    """A matcher at the beginning of the grammar of ``kind``; ``Refused`` also for what does not compile."""
+    made = LLMatcher(byte_trie(), grammar(kind, mode).text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    if made.is_error():
+        raise Refused.at("", "compile", made.get_error())
+    return made
+
+
+def schema_matcher(schema: Any, mode: ConstraintMode = STRICT) -> LLMatcher:
+    return matcher(JsonSchema(schema_text(schema)), mode)
+
+
+def accepts(at: LLMatcher, text: str) -> bool:
+    at = at.deep_copy()
+    tokens = list(text.encode())
+    return at.try_consume_tokens(tokens) == len(tokens) and at.is_accepting()
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def sentence(at: LLMatcher, chance: random.Random, longest: int = 200) -> str | None:
+    """A random sentence of the grammar, None where none was found in ``longest`` bytes."""
+    at = at.deep_copy()
+    said = bytearray()
+    while len(said) < longest:
+        mask = at.compute_bitmask()
+        if at.is_error():
+            return None
+        allowed = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
+        if BYTES.end in allowed and (len(allowed) == 1 or chance.random() < 0.3):
+            return said.decode()
+        allowed = [token for token in allowed if token != BYTES.end]
+        if not allowed:
+            return None
+        closing = [token for token in allowed if token in b'"]}']
+        usual = [token for token in allowed if token in b'ab1"{}[],:0x.eE+-']
+        if len(said) > longest // 4 and closing and chance.random() < 0.8:
+            allowed = closing
+        elif usual and chance.random() < 0.8:
+            allowed = usual
+        said.append(chance.choice(allowed))
+        assert at.consume_token(said[-1])
+    return None

@@ -1,0 +1,130 @@
+"""A model that has a document in mind: candidates for a canvas that are a noisy copy of it, for tests and figures.
+
+It is surer near committed tokens, it slips (reads the document a token too far on, as models do before they know a
+text's length), and it does not know the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mmserve.decode.constraint.witness import Outcome, Witness, choose, follow, improve
+from mmserve.decode.paths.field import TopK
+from mmserve.decode.paths.lexicon import Lexicon
+
+
+@dataclass(frozen=True)
+class Copyist:
+    """Draws candidates for masked positions."""
+
+    document: Sequence[int]
+    end: int
+    rng: random.Random
+    accuracy: float = 0.7  # of the first choice, far from all committed tokens
+    slip: float = 0.15  # how often a run of positions is read one token too far on
+    k: int = 8
+
+    def candidates(self, known: np.ndarray, positions: np.ndarray) -> TopK:
+        rng, size = self.rng, len(known)
+        target = [*self.document, *[self.end] * (size + 2)]
+        words = [*set(self.document), self.end]
+        tokens, scores, moved = [], [], 0
+        for p in positions.tolist():
+            near = (known[max(0, p - 4) : p + 5] >= 0).mean()
+            if rng.random() < 0.2:
+                moved = rng.choice((-1, 1)) if rng.random() < self.slip * (1 - near) else 0
+            right = target[max(0, p + moved)]
+            good = rng.random() < min(0.985, self.accuracy + (1 - self.accuracy) * near)
+            row = [right] if good else [rng.choice(words), right] if rng.random() < 0.7 else [rng.choice(words)]
+            sure = rng.uniform(0.6, 0.99) if good else rng.uniform(0.3, 0.9)
+            while len(row := list(dict.fromkeys(row))) < self.k:
+                row.append(rng.choice(words) if len(words) > self.k else rng.randrange(1000))
+            rest = np.sort(np.array([rng.random() for _ in range(self.k - 1)]))[::-1]
+            tokens.append(row)
+            scores.append(np.log([sure, *((1 - sure) * 0.9 * rest / rest.sum())]))
+        return TopK(positions, np.array(tokens, np.int64), np.array(scores, np.float32))
+
+
+@dataclass
+class Decoded:
+    """What a decoding came to."""
+
+    known: np.ndarray
+    witness: Witness
+    outcomes: list[Outcome] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def text(self, lexicon: Lexicon) -> str:
+        return lexicon.text(self.known[: self.witness.length].tolist()).decode()
+
+
+def decode(
+    witness: Witness,
+    lexicon: Lexicon,
+    model: Copyist,
+    *,
+    block: int = 32,
+    threshold: float = 0.9,
+    clock: Callable[[], float] | None = None,
+    check: Callable[[Witness, np.ndarray], None] = lambda witness, known: None,
+) -> Decoded:
+    """Fill a canvas block by block, committing above a confidence; ``check`` sees every witness."""
+    size = len(witness.tokens)
+    known = np.full(size, -1, np.int64)
+    result = Decoded(known, witness)
+    for begin in range(0, size, block):
+        end = min(begin + block, size)
+        while (known[begin:end] < 0).any() and result.witness.known < result.witness.length + 1:
+            positions = begin + np.flatnonzero(known[begin:end] < 0)
+            top = model.candidates(known, positions)
+            started = clock() if clock else 0.0
+            grown, outcome = improve(result.witness, known, top, end, lexicon)
+            wanted = top.log_probabilities[:, 0] > np.log(threshold)
+            chosen = choose(grown, positions, top.tokens[:, 0], wanted, top)
+            known[positions[chosen]] = grown.tokens[positions[chosen]]
+            result.witness = follow(grown, known)
+            if clock:
+                result.seconds.append(clock() - started)
+            result.outcomes.append(outcome)
+            result.commits.append(int(chosen.sum()))
+            check(result.witness, known)
+    return result
+
+
+_WORDS = ("red", "green", "big", "small", "circle", "left", "of", "the", "picture")
+
+
+def draw(schema: dict[str, Any], rng: random.Random) -> Any:
+    """A document that obeys one of the plain schemas of these tests."""
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if "anyOf" in schema:
+        return draw(rng.choice(schema["anyOf"]), rng)
+    kind = schema["type"]
+    if kind == "object":
+        names = [n for n in schema["properties"] if n in schema["required"] or rng.random() < 0.5]
+        return {name: draw(schema["properties"][name], rng) for name in names}
+    if kind == "array":
+        low = schema.get("minItems", 0)
+        return [draw(schema["items"], rng) for _ in range(rng.randint(low, schema.get("maxItems", low + 4)))]
+    if kind == "string":
+        if "examples" in schema:
+            return rng.choice(schema["examples"])
+        return " ".join(rng.choice(_WORDS) for _ in range(3))
+    if kind == "integer":
+        return rng.randint(schema.get("minimum", 0), schema.get("maximum", 999))
+    return {"number": round(rng.uniform(-99, 99), 2), "boolean": rng.random() < 0.5, "null": None}[kind]
+
+
+def written(document: Any) -> str:
+    """The document as compact JSON."""
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,123 @@
+"""The least number of tokens to the end of a text, against brute force, and completions where that is too much."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher
+
+from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.paths.completion import completes
+from mmserve.decode.paths.least import Effort, quick_close, shortest_close
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.vocabulary import Vocabulary
+
+TOY = [b"a", b"b", b"ab", b"bba", b"-", b""]
+BYTES = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b'{"', b'":', b'","', b'"}', b'""', b"null", b""], {262})
+
+
+def oracle_least(pattern: str, pieces: list[bytes], longest: int) -> int | None:
+    """Fewest pieces whose concatenation matches the whole pattern."""
+    for n in range(longest + 1):
+        if any(re.fullmatch(pattern.encode(), b"".join(row)) for row in product(pieces, repeat=n)):
+            return n
+    return None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(ab)*", "a{3,5}b+", "(a|bb)+-(a|bb)+", "b*-?a{4}", "(ab|ba){2,3}-", "", "a?b?a?-a{2}", "(bba|-a){2}b{3}"],
+)
+def test_the_exact_search_agrees_with_brute_force(pattern: str) -> None:
+    vocabulary = Vocabulary.spelled(TOY, {5})
+    lexicon = Lexicon.of(vocabulary.token_bytes)
+    matcher = Grammar(f"start: /{pattern}/" if pattern else 'start: ""', vocabulary).start()
+    close = shortest_close(matcher, lexicon)
+    assert close is not None
+    assert close.exact
+    assert completes(matcher, close.tokens)
+    assert len(close.tokens) == oracle_least(pattern, TOY[:5], 7)
+    for token in range(5):  # and from every place one token on
+        if matcher.valid([token]):
+            fork = matcher.fork()
+            fork.consume([token])
+            rest = shortest_close(fork, lexicon)
+            assert rest is not None
+            assert len(rest.tokens) >= len(close.tokens) - 1
+
+
+@pytest.mark.parametrize("pattern", ["(ab)*", "a{3,5}b+", "b*-?a{4}", "(ab|ba){2,3}-", "a?b?a?-a{2}"])
+def test_the_search_by_bytes_is_an_upper_bound(pattern: str) -> None:
+    vocabulary = Vocabulary.spelled(TOY, {5})
+    lexicon = Lexicon.of(vocabulary.token_bytes)
+    matcher = Grammar(f"start: /{pattern}/", vocabulary).start()
+    close = shortest_close(matcher, lexicon, Effort(exact_choices=0))
+    exact = shortest_close(matcher, lexicon)
+    assert close is not None and exact is not None
+    assert completes(matcher, close.tokens)
+    assert len(close.tokens) >= len(exact.tokens)
+    if close.exact:
+        assert len(close.tokens) == len(exact.tokens)
+
+
+def of(**properties: object) -> dict[str, object]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        (of(a={"type": "string"}), 5),  # {" a ": "" }
+        (of(a={"type": "string"}, b={"type": "integer"}), 10),
+        ({"type": "array", "items": {"type": "string"}, "minItems": 5}, 11),
+        (of(a={"type": "array", "items": of(b={"type": "null"}), "minItems": 2}), 17),
+        ({"enum": ["aaaaaaaaaa", "xyz"]}, 5),
+        (of(a={"type": "string", "minLength": 20}), 25),
+        ({"type": "object"}, 2),
+        ({"anyOf": [of(kind={"const": "circle"}, r={"type": "number"}), of(w={"type": "number"})]}, 6),
+    ],
+)
+def test_short_documents_are_found(schema: dict[str, object], most: int) -> None:
+    lexicon = Lexicon.of(BYTES.token_bytes)
+    grammar = Grammar(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}), BYTES)
+    close = shortest_close(grammar.start(), lexicon)
+    assert close is not None
+    assert len(close.tokens) <= most
+    assert completes(grammar.start(), close.tokens)
+    document = lexicon.text(close.tokens).decode()
+    assert jsonschema_rs.is_valid(schema, json.loads(document))
+    quick = quick_close(grammar.start(), lexicon, 400)
+    assert quick is not None
+    assert completes(grammar.start(), quick)
+    assert len(quick) >= len(close.tokens)
+
+
+def test_a_rare_way_out_of_a_loop_is_found() -> None:
+    lexicon = Lexicon.of(BYTES.token_bytes)
+    close = shortest_close(Grammar("start: /[a-z]*q;/", BYTES).start(), lexicon)
+    assert close is not None
+    assert lexicon.text(close.tokens) == b"q;"
+
+
+def test_an_empty_language_has_no_completion() -> None:
+    lexicon = Lexicon.of(BYTES.token_bytes)
+    endless = Grammar('start: "a" start', BYTES).start()
+    assert shortest_close(endless, lexicon, Effort(exact_tokens=50, places=200)) is None
+    assert quick_close(endless, lexicon, 50) is None
+
+
+@pytest.mark.parametrize("text", [b"", b"abba", b"bbab-a", b"aabbbaab"])
+def test_cover_is_the_fewest_tokens(text: bytes) -> None:
+    lexicon = Lexicon.of(TOY)
+    tokens = lexicon.cover(text)
+    assert tokens is not None
+    assert lexicon.text(tokens) == text
+    assert not any(b"".join(row) == text for n in range(len(tokens)) for row in product(TOY[:5], repeat=n))
+
+
+def test_cover_of_bytes_that_no_token_has() -> None:
+    assert Lexicon.of(TOY).cover(b"ax") is None

@@ -1,0 +1,148 @@
+"""Regular expressions, choices and grammars: read as ECMAScript, GBNF or Lark, they match what they say."""
+
+from __future__ import annotations
+
+import re
+
+import jsonschema_rs
+import pytest
+from grammars import accepts, compact, matcher, schema_matcher
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmserve.constraint import charsets
+from mmserve.constraint.excluded import all_but
+from mmserve.constraint.findings import Refused
+from mmserve.constraint.pattern import BadPattern, searched, whole
+from mmserve.core.constraint import Choice, Gbnf, Lark, Regex
+
+atoms = st.sampled_from(["a", "b", "é", "\\d", "\\w", "\\s", ".", "[ab]", "[^a]", "[a-c\\d]", "\\.", "\\n", "\\u00e9"])
+repeats = st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{1,2}", "{1,}", "*?"])
+pieces = st.builds(lambda atom, repeat: atom + repeat, atoms, repeats)
+rows = st.lists(pieces, max_size=3).map("".join)
+groups = st.builds(lambda one, two, repeat: f"({one}|{two}){repeat}", rows, rows, st.sampled_from(["", "?", "*"]))
+patterns = st.builds(
+    lambda start, body, end: start + body + end,
+    st.sampled_from(["", "^"]),
+    st.one_of(rows, groups, st.builds("{}{}".format, rows, groups), st.builds("{}|{}".format, rows, rows)),
+    st.sampled_from(["", "$"]),
+)
+texts = st.text(alphabet="ab1_é .\n\u00a0\u2028٣", max_size=5)
+
+
+@settings(deadline=None, max_examples=150)
+@given(patterns, st.lists(texts, min_size=1, max_size=8))
+def test_patterns_are_searched_as_the_judge_searches(pattern: str, tried: list[str]) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    judge = jsonschema_rs.validator_for(schema)
+    at = schema_matcher(schema)
+    for text in tried:
+        if judge.is_valid(text) != accepts(at, compact(text)):
+            assert set(text) & set("\u2028\u00a0٣\n"), (pattern, text)  # dialects differ there: ECMA-262 is followed
+
+
+ECMA = [
+    (r"^\d$", "1", "٣"),
+    (r"^\w$", "_", "é"),
+    (r"^\s$", "\u00a0", "a"),
+    (r"^\s$", "\ufeff", "\u200b"),
+    (r"^.$", "\u200b", "\u2028"),
+    (r"^.$", "\U0001f600", "\r"),
+    (r"^[^\d]$", "٣", "1"),
+    (r"^[\s\S]$", "\n", "ab"),
+    (r"^\u{1F600}$", "\U0001f600", "x"),
+    (r"^\ud83d\ude00$", "\U0001f600", "x"),
+    (r"^[\b]$", "\b", "b"),
+    (r"^a{2}?$", "aa", "a"),
+    (r"^(?<name>a)$", "a", "b"),
+    (r"^\/\-\.$", "/-.", "a"),
+    (r"^[a\]-]$", "]", "b"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "taken", "refused"), ECMA)
+def test_classes_are_ecmascripts(pattern: str, taken: str, refused: str) -> None:
+    at = schema_matcher({"type": "string", "pattern": pattern})
+    assert accepts(at, compact(taken))
+    assert not accepts(at, compact(refused))
+
+
+BAD = ["(", ")", "a)", "[", "[a", "a**", "*a", "a{2,1}", "a{", "{1}", "\\", "\\k", "\\1", "(?i)a", "(?=a)", "(?!a)"]
+BAD += ["(?<=a)", "(?<!a)", "\\b", "\\p{L}", "[z-a]", "[[:alpha:]]", "[a&&b]", "a^", "a$b", "(^a|b)c", "[]", "[^]"]
+BAD += ["\\ud800", "\\u{110000}", "\\x4", "a{100001}", "((a{1000}){1000})", "(" * 500, "^*", "a++", "[\\d-z]"]
+
+
+@pytest.mark.parametrize("pattern", BAD)
+def test_what_cannot_be_enforced_is_refused(pattern: str) -> None:
+    with pytest.raises(BadPattern):
+        whole(pattern)
+    with pytest.raises(BadPattern):
+        searched(pattern)
+
+
+def test_a_regex_matches_the_whole_answer() -> None:
+    at = matcher(Regex("[a-z/]+\\d{2}"))
+    assert accepts(at, "ab/12")
+    assert not accepts(at, "xab/123") and not accepts(at, "ab/1")
+    either = matcher(Regex("^a|b$"))
+    assert accepts(either, "a") and accepts(either, "b") and not accepts(either, "ab")
+
+
+def test_choices_are_taken_letter_for_letter() -> None:
+    options = ("yes", 'a/b\n"é\\', "(", "yes, but", "[x]*", "\U0001f600")
+    at = matcher(Choice(options))
+    assert all(accepts(at, option) for option in options)
+    assert not any(accepts(at, text) for text in ("", "ye", "yes,", "xx", "YES"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sets(st.text("abé", max_size=4), min_size=1, max_size=5), st.lists(st.text("abé", max_size=5), max_size=8))
+def test_all_but_some_words(words: set[str], tried: list[str]) -> None:
+    at = schema_matcher({"type": "string", "pattern": all_but(words)})
+    for text in [*words, *tried]:
+        assert accepts(at, compact(text)) is (text not in words)
+
+
+@given(st.lists(st.tuples(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF)).map(lambda r: (min(r), max(r)))))
+def test_sets_of_characters_and_their_complements_share_nothing(ranges: list[tuple[int, int]]) -> None:
+    one = charsets.union(*((r,) for r in ranges))
+    other = charsets.complement(one)
+    assert charsets.union(one, other) == charsets.union(charsets.EVERY)
+    assert charsets.complement(other) == one
+    assert sum(b - a + 1 for a, b in (*one, *other)) == 0x110000 - 0x800
+
+
+GBNF = r"""
+root ::= "say" ws ( greeting | number )? "." # a comment
+greeting ::= "hello" | "good\tbye" | "\"" [^"\n]* "\""
+number ::= "-"? [0-9]+ ("/" [1-9] [0-9]{0,2})?
+ws ::= [ \t]*
+"""
+
+
+def test_gbnf_is_converted() -> None:
+    at = matcher(Gbnf(GBNF))
+    for text in ("say.", "say hello.", "say good\tbye.", 'say "a/b".', "say -12/345."):
+        assert accepts(at, text), text
+    for text in ("say", "say hell.", 'say "\n".', "say 1/0.", "say 1/2345."):
+        assert not accepts(at, text), text
+
+
+def test_gbnf_recursion() -> None:
+    at = matcher(Gbnf('root ::= list\nlist ::= "[" (list ("," list)*)? "]"\n'))
+    assert accepts(at, "[[],[[]]]") and not accepts(at, "[[]")
+
+
+def test_lark_is_passed_on() -> None:
+    at = matcher(Lark('start: word ("," word)*\nword: /[a-z]+/ // <not a token>, %json neither\n'))
+    assert accepts(at, "a,bc") and not accepts(at, "a,")
+    assert accepts(matcher(Lark('start: "<b>" "@" "%json"')), "<b>@%json")
+
+
+@pytest.mark.parametrize(
+    "text", ['start: "a" <|eos|>', "start: @x", "start: %json {}", "%import common.INT\nstart: INT"]
+)
+def test_lark_reaches_nothing_else(text: str) -> None:
+    with pytest.raises(Refused) as caught:
+        matcher(Lark(text))
+    assert re.fullmatch(r"/\d+", caught.value.findings[0].pointer)

@@ -1,0 +1,257 @@
+"""Schemas that are enforced exactly: what the grammar takes and what it does not, and an independent judge agrees."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from fractions import Fraction
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from grammars import accepts, compact, grammar, schema_matcher, sentence
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mmserve.constraint.findings import Refused
+from mmserve.core.constraint import JsonSchema
+
+KINDS = {"enum": ["a", "b"]}
+TAGGED = {
+    "type": "object",
+    "properties": {"k": KINDS, "v": {"type": ["integer", "string"]}},
+    "required": ["k", "v"],
+    "additionalProperties": False,
+}
+AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CLOSED = {**AB, "additionalProperties": False}
+LIST = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/n"}}, "required": ["v"]}
+
+
+def branch(tag: str, **more: Any) -> Any:
+    return {"type": "object", "properties": {"t": {"const": tag}, **more}, "required": ["t"]}
+
+
+#: Schema, values it takes, values it does not.
+EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "not_enum": ({"type": "string", "not": KINDS}, ["", "c", "ab", "é"], ["a", "b"]),
+    "not_const_of_any_type": ({"not": {"const": "a"}}, ["b", 1, None, {}], ["a"]),
+    "not_a_number": ({"type": "integer", "not": {"const": 3}}, [2, 4, -3, 33], [3]),
+    "not_type": ({"not": {"type": ["string", "null"]}}, [1, [], True], ["a", None]),
+    "not_required": ({**AB, "not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}]),
+    "not_any_of": ({"type": "integer", "not": {"anyOf": [{"const": 1}, {"const": 2}]}}, [0, 3], [1, 2]),
+    "if_then_else": (
+        {
+            **TAGGED,
+            "if": {"properties": {"k": {"const": "a"}}, "required": ["k"]},
+            "then": {"properties": {"v": {"type": "integer"}}},
+            "else": {"properties": {"v": {"type": "string"}}},
+        },
+        [{"k": "a", "v": 1}, {"k": "b", "v": "x"}],
+        [{"k": "a", "v": "x"}, {"k": "b", "v": 1}],
+    ),
+    "dependent_required": ({**CLOSED, "dependentRequired": {"a": ["b"]}}, [{}, {"b": 1}, {"a": 1, "b": 2}], [{"a": 1}]),
+    "dependencies": (
+        {**CLOSED, "$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}},
+        [{}, {"a": 1, "b": 2}],
+        [{"a": 1}],
+    ),
+    "dependent_schemas": (
+        {**CLOSED, "dependentSchemas": {"a": {"properties": {"b": {"minimum": 5}}, "required": ["b"]}}},
+        [{"b": 1}, {"a": 1, "b": 5}],
+        [{"a": 1}, {"a": 1, "b": 4}],
+    ),
+    "unique_items": (
+        {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True, "minItems": 1},
+        [[1], [3, 1, 2]],
+        [[], [1, 1], [1, 2, 1]],
+    ),
+    "one_of_by_constant": (
+        {"oneOf": [branch("x", n={"type": "integer"}), branch("y")]},
+        [{"t": "x", "n": 1}, {"t": "y"}],
+        [{"t": "z"}, {"t": "x", "n": "a"}],
+    ),
+    "one_of_by_type": ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ["a", 1], [1.5, None]),
+    "one_of_by_range": (
+        {"oneOf": [{"type": "integer", "maximum": 1}, {"type": "number", "minimum": 2}]},
+        [0, 2.5],
+        [1.5],
+    ),
+    "one_of_split": (
+        {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 5}]},
+        [-1, 6],
+        [0, 5],
+    ),
+    "one_of_through_references": (
+        {"oneOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": {"x": branch("x"), "y": branch("y")}},
+        [{"t": "x"}, {"t": "y"}],
+        [{"t": "z"}],
+    ),
+    "at_least_one": ({**CLOSED, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}], [{}]),
+    "at_most_one": ({**CLOSED, "maxProperties": 1}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+    "map_of_at_least_one": ({"type": "object", "minProperties": 1}, [{"x": 1}, {"x": 1, "y": 2}], [{}]),
+    "names_by_pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "integer"}},
+        [{}, {"ab": 1}],
+        [{"A": 1}, {"a": "x"}],
+    ),
+    "names_by_enum": ({"type": "object", "propertyNames": {"enum": ["x", "y"]}}, [{}, {"x": 1, "y": []}], [{"z": 1}]),
+    "unevaluated": ({**AB, "unevaluatedProperties": False}, [{"a": 1}], [{"c": 1}]),
+    "recursion": ({"$ref": "#/$defs/n", "$defs": {"n": LIST}}, [{"v": 1, "next": {"v": 2}}], [{"next": {"v": 2}}]),
+    "endless_but_optional": (
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/n"}},
+            "additionalProperties": False,
+            "$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}},
+        },
+        [{}],
+        [{"a": {}}, {"a": {"n": {}}}],
+    ),
+    "rows_of_old_drafts": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "items": [{"type": "integer"}],
+            "additionalItems": False,
+        },
+        [[], [1], "not an array"],
+        [["a"], [1, 2]],
+    ),
+    "exclusive_of_draft_4": (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "integer",
+            "minimum": 3,
+            "exclusiveMinimum": True,
+        },
+        [4],
+        [3],
+    ),
+    "siblings_of_an_old_reference": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"s": {"type": "string"}},
+            "properties": {"a": {"$ref": "#/definitions/s", "maxLength": 1}},
+        },
+        [{"a": "long"}],
+        [{"a": 1}],
+    ),
+    "constants": ({"enum": ["a", 1, None, [1, {"x": 2}], 1.5]}, ["a", 1, None, [1, {"x": 2}], 1.5], [2, True, [1]]),
+    "constant_with_a_fraction_of_zero": ({"const": 1.0}, [1], [2]),
+    "anchors_of_alternatives": ({"type": "string", "pattern": "^a|b$"}, ["ax", "xb"], ["xa", "bx"]),
+    "search": ({"type": "string", "pattern": "[0-9]{2}"}, ["x12y"], ["1x2"]),
+    "types": ({"type": ["string", "null"], "maxLength": 3}, ["abc", None], ["abcd", 1]),
+    "bounds_that_llguidance_misses": (
+        {"type": "number", "exclusiveMinimum": 1, "maximum": 1.25},
+        [1.1, 1.25],
+        [1, 1.26],
+    ),
+    "not_above_zero": ({"type": "number", "exclusiveMaximum": 0.05, "exclusiveMinimum": 0}, [0.01], [0, 0.05]),
+    "items_beside_rows_of_others": (
+        {"type": "array", "prefixItems": [True], "anyOf": [{"items": {"type": "integer"}}]},
+        [[], [1]],
+        [["a"]],
+    ),
+    "more_properties_beside_those_of_others": (
+        {**AB, "properties": {"a": True}, "anyOf": [{"additionalProperties": {"type": "integer"}}]},
+        [{"a": 1}, {"b": 1}],
+        [{"a": "x"}],
+    ),
+    "multiples": ({"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 2}, [0.25, 1.75], [0.3, 2.25]),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_schema_is_enforced_exactly(name: str) -> None:
+    schema, taken, refused = EXACT[name]
+    judge = jsonschema_rs.validator_for(schema)
+    at = schema_matcher(schema)
+    for value, right in [*((v, True) for v in taken), *((v, False) for v in refused)]:
+        assert judge.is_valid(value) is right, f"the test is wrong about {value}"
+        assert accepts(at, compact(value)) is right, value
+
+
+FORMATS = {
+    "date": (["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2024-04-31", "24-01-01"]),
+    "time": (["10:00:00Z", "23:59:59.5+02:00"], ["24:00:00Z", "10:00:00", "10:60:00Z"]),
+    "date-time": (["2024-02-29T10:00:00Z"], ["2023-02-29T10:00:00Z", "2024-02-29 10:00:00Z"]),
+    "duration": (["P1D", "PT5M", "P1Y2M3DT4H", "P2W"], ["P", "PT", "P1Y3D", "1D"]),
+    "ipv4": (["0.0.0.0", "255.1.20.3"], ["256.0.0.1", "01.2.3.4", "1.2.3"]),
+    "ipv6": (["::", "::1", "1:2:3:4:5:6:7:8", "fe80::1:2"], ["1::2::3", ":1", "1:2:3:4:5:6:7"]),
+    "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+    "hostname": (["example.com", "a-b.c"], ["-a", "a..b", "a_b"]),
+    "email": (["a.b+c@example.com"], ["a@", "@b.c", "a b@c.d"]),
+    "uri": (["http://a.b:80/c?x=1#y"], ["a", "http//a"]),
+    "json-pointer": (["", "/a/~0b"], ["a", "/~2"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_patterns(name: str) -> None:
+    judge = jsonschema_rs.validator_for({"format": name}, validate_formats=True)
+    at = schema_matcher({"type": "string", "format": name})
+    good, bad = FORMATS[name]
+    for text in good:
+        assert judge.is_valid(text), "the test is wrong"
+        assert accepts(at, compact(text)), text
+    assert not any(accepts(at, compact(text)) for text in bad)
+    chance = random.Random(1)
+    for _ in range(20):
+        if (said := sentence(at, chance)) is not None:
+            assert judge.is_valid(json.loads(said)), said
+
+
+def test_a_named_property_does_not_come_again_under_an_escaped_name() -> None:
+    schema = {**AB, "additionalProperties": {"type": "string"}}
+    assert not jsonschema_rs.is_valid(schema, json.loads('{"\\u0061":"x"}'))
+    assert not accepts(schema_matcher(schema), '{"\\u0061":"x"}')
+
+
+def test_members_are_counted_by_name() -> None:
+    """llguidance counts {"a":1,"a":1} as two: it is not asked for two."""
+    with pytest.raises(Refused, match="minProperties"):
+        schema_matcher({"type": "object", "minProperties": 2})
+
+
+def test_users_cannot_loosen_the_grammar() -> None:
+    schema = {"type": "string", "maxLength": 1, "x-guidance": {"lenient": True}}
+    at = schema_matcher(schema)
+    assert accepts(at, '"a"') and not accepts(at, '"ab"')
+    assert any("x-guidance" in warning for warning in grammar(JsonSchema(json.dumps(schema))).warnings)
+
+
+def test_spaces_come_one_at_most() -> None:
+    at = schema_matcher(AB)
+    assert accepts(at, '{"a": 1, "b": 2}') and accepts(at, '{"a":1,"b":2}')
+    assert not accepts(at, '{"a":  1}') and not accepts(at, '{ "a":1}')
+
+
+BOUNDS = st.one_of(
+    st.integers(-1000, 1000),
+    st.sampled_from([0.1, 0.05, 1.25, -2.5, 123.456, 1e-3, 1e-7, 2.999, 1e15, 0.30000000000000004]),
+)
+KEYWORDS = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.dictionaries(st.sampled_from(KEYWORDS), BOUNDS, min_size=1),
+    st.sampled_from(["number", "integer"]),
+    st.sampled_from([None, None, 1, 3, 0.5, 0.1, 7]),
+)
+def test_bounds_of_numbers_are_sound(bounds: dict[str, float], kind: str, step: float | None) -> None:
+    schema = {"type": kind, **bounds, **({} if step is None else {"multipleOf": step})}
+    judge = jsonschema_rs.validator_for(schema)
+    try:
+        at = schema_matcher(schema)
+    except Refused:
+        assume(False)
+    for bound in bounds.values():
+        for near in ("0", "1", "-1", "0.5", "0.1", "-0.1", "0.001", "-0.00001", "0.00000000000000001"):
+            exact = Fraction(repr(bound)) + Fraction(near)
+            text = str(int(exact)) if exact.denominator == 1 else f"{float(exact):.18f}".rstrip("0")
+            if accepts(at, text) and abs(exact) < 2**50:
+                assert judge.is_valid(json.loads(text)), text
+            if accepts(at, text) and not math.isclose(exact, bound):
+                assert judge.is_valid(json.loads(text)), text

@@ -1,0 +1,181 @@
+"""Every canvas that can be reached over a toy vocabulary, against an independent brute-force oracle."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.constraint.witness import Infeasible, Witness, admit, choose, follow, improve
+from mmserve.decode.paths.field import TopK
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.search import Beam
+from mmserve.decode.paths.vocabulary import Vocabulary
+
+END = 5
+
+
+def balanced(text: str) -> bool:
+    depth = 0
+    for c in text:
+        depth += 1 if c == "(" else -1
+        if depth < 0:
+            return False
+    return depth == 0 and len(text) > 0
+
+
+def doubled(text: str) -> bool:
+    """a^n b^n, n at least 1."""
+    n = len(text) // 2
+    return n > 0 and text == "a" * n + "b" * n
+
+
+def matching(pattern: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(pattern, text) is not None
+
+
+#: Grammar, what it means in plain Python, and the five tokens with bytes.
+TOYS: dict[str, tuple[str, Callable[[str], bool], tuple[str, ...]]] = {
+    "pairs": ("start: /(ab)*c/", matching("(ab)*c"), ("a", "b", "c", "ab", "ba")),
+    "counted": ("start: /a{2,4}b?c{2}/", matching("a{2,4}b?c{2}"), ("a", "b", "c", "aa", "cc")),
+    "either": ("start: /(aab|abb|b+c)/", matching("aab|abb|b+c"), ("a", "b", "c", "ab", "bb")),
+    "balanced": ('start: "(" start? ")" start?', balanced, ("(", ")", "()", "((", "))")),
+    "doubled": ('start: "a" start? "b"', doubled, ("a", "b", "ab", "aa", "bb")),
+    "string": ('start: /"[ab]*"/', matching('"[ab]*"'), ('"', "a", "b", '""', 'a"')),
+}
+
+
+@cache
+def setting(name: str) -> tuple[Grammar, Lexicon]:
+    source, _means, pieces = TOYS[name]
+    vocabulary = Vocabulary.spelled([*(piece.encode() for piece in pieces), b""], {END})
+    return Grammar(source, vocabulary), Lexicon.of(vocabulary.token_bytes)
+
+
+@cache
+def valid_rows(name: str, size: int) -> np.ndarray:
+    """All valid canvases of ``size`` positions (int64 ``[n, size]``): an answer, and the end of text behind it."""
+    _source, means, pieces = TOYS[name]
+    rows = [
+        [*row, *[END] * (size - n)]
+        for n in range(size + 1)
+        for row in product(range(5), repeat=n)
+        if means("".join(pieces[t] for t in row))
+    ]
+    return np.array(rows, np.int64).reshape(-1, size)
+
+
+def completable(name: str, known: np.ndarray) -> bool:
+    rows = valid_rows(name, len(known))
+    return bool(((known < 0) | (rows == known)).all(1).any())
+
+
+def drawn(rng: random.Random, positions: np.ndarray, k: int) -> TopK:
+    """Candidates of a model that knows nothing, surer at some positions than at others."""
+    tokens = np.array([rng.sample(range(6), k) for _ in positions], np.int64).reshape(-1, k)
+    weights = np.array([sorted((rng.random() ** 3 + 1e-3 for _ in range(k)), reverse=True) for _ in positions])
+    return TopK(positions, tokens, np.log(weights / weights.sum(1, keepdims=True)).astype(np.float32).reshape(-1, k))
+
+
+def check(name: str, witness: Witness, known: np.ndarray) -> None:
+    rows = valid_rows(name, len(known))
+    assert (rows == witness.tokens).all(1).any(), "the witness is no valid canvas"
+    assert ((known < 0) | (known == witness.tokens)).all(), "the witness disagrees with what is committed"
+    assert completable(name, known)
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_budget_is_refused_exactly_where_no_answer_fits(name: str, size: int) -> None:
+    grammar, lexicon = setting(name)
+    feasible = len(valid_rows(name, min(size, 6))) > 0
+    try:
+        witness = admit(grammar, lexicon, size)
+    except Infeasible as refused:
+        assert not feasible
+        assert refused.needed is not None
+        assert len(valid_rows(name, refused.needed)) > 0
+        assert len(valid_rows(name, refused.needed - 1)) == 0
+    else:
+        assert feasible
+        assert witness.length <= size
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(("size", "block"), [(4, 2), (5, 5), (6, 3)])
+def test_every_subset_of_every_witness_can_be_committed(name: str, size: int, block: int) -> None:
+    """All canvases reachable from the empty one are visited, by any part of any witness found on the way."""
+    grammar, lexicon = setting(name)
+    if not len(valid_rows(name, size)):
+        with pytest.raises(Infeasible):
+            admit(grammar, lexicon, size)
+        return
+    rng = random.Random(f"{name} {size}")
+    begun = follow(admit(grammar, lexicon, size), np.full(size, -1))
+    stack = [(begun, np.full(size, -1, np.int64))]
+    seen = {(tuple(stack[0][1]), tuple(begun.tokens))}
+    ended = 0
+    while stack and len(seen) < 6000:
+        old, known = stack.pop()
+        check(name, old, known)
+        masked = np.flatnonzero(known < 0)
+        if not len(masked):
+            ended += 1
+            continue
+        begin = int(masked[0]) // block * block
+        end = min(begin + block, size)
+        here = masked[masked < end]
+        for k in (1, 3):
+            witness, _outcome = improve(old, known, drawn(rng, here, k), end, lexicon, seconds=60)
+            check(name, witness, known)
+            for subset in range(1, 1 << len(here)):
+                part = here[[bool(subset >> i & 1) for i in range(len(here))]]
+                grown = known.copy()
+                grown[part] = witness.tokens[part]
+                key = (tuple(grown), tuple(witness.tokens))
+                if key not in seen:
+                    seen.add(key)
+                    stack.append((follow(witness, grown), grown))
+    assert ended
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_whole_canvases_filled_in_any_order_end_in_the_language(name: str) -> None:
+    grammar, lexicon = setting(name)
+    rng = random.Random(name)
+    for _ in range(12):
+        size = rng.randint(5, 7)
+        known = np.full(size, -1, np.int64)
+        witness = admit(grammar, lexicon, size)
+        while (known < 0).any():
+            masked = np.flatnonzero(known < 0)
+            top = drawn(rng, masked, rng.randint(1, 5))
+            witness, _outcome = improve(witness, known, top, size, lexicon, seconds=60)
+            wanted = np.array([rng.random() < 0.3 for _ in masked])
+            chosen = choose(witness, masked, top.tokens[:, 0], wanted, top)
+            assert chosen.any()
+            known[masked[chosen]] = witness.tokens[masked[chosen]]
+            witness = follow(witness, known)
+            check(name, witness, known)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_the_best_path_is_found_where_the_beam_is_wide(name: str) -> None:
+    """With candidates for every token, and room for every fork, the search finds what brute force finds."""
+    grammar, lexicon = setting(name)
+    rng, size = random.Random(name), 5
+    for _ in range(20):
+        top = drawn(rng, np.arange(size), 6)
+        scores = np.zeros((size, 6))
+        np.put_along_axis(scores, top.tokens, top.log_probabilities.astype(float), 1)
+        begun = admit(grammar, lexicon, size)
+        wide = Beam(width=1000, clear=100.0)
+        witness, _outcome = improve(begun, np.full(size, -1), top, size, lexicon, beam=wide, seconds=60)
+        best = scores[np.arange(size), valid_rows(name, size)].sum(-1).max()
+        assert scores[np.arange(size), witness.tokens].sum() == pytest.approx(best, abs=1e-4)

@@ -133,7 +133,8 @@ def test_the_clients_own_deadline_frees_a_request_that_a_stage_holds(narrow: Run
     for future in asked:
         assert isinstance(failure(future), DeadlineExceeded)
     wait_for(
-        "only the one that the gate holds", lambda: set(narrow.stages()) == narrow.doomed() and len(narrow.doomed()) <= 1
+        "only the one that the gate holds",
+        lambda: set(narrow.stages()) == narrow.doomed() and len(narrow.doomed()) <= 1,
     )
 
 

@@ -41,6 +41,16 @@ MIXES: dict[str, dict[str, float]] = {
         "pair": 0.09,
         "cells": 0.05,
     },
+    "finishing": {
+        "image": 0.17,
+        "listing": 0.03,
+        "json": 0.18,
+        "video": 0.2,
+        "narration": 0.07,
+        "text": 0.14,
+        "pair": 0.16,
+        "cells": 0.05,
+    },
 }
 
 

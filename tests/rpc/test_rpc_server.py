@@ -185,7 +185,7 @@ def test_drain_lets_running_requests_end() -> None:
             assert [(await w.read()).status for w in watches] == [SERVING] * 3
             watches[0].cancel()  # one watcher gone, the others are still told
             running = asyncio.create_task(client.generate("word " * 40))
-            assert await asyncio.to_thread(engine.run_seen.wait, 5)
+            assert await asyncio.to_thread(engine.run_seen.wait, 30)
             draining = asyncio.create_task(server.drain())
             assert [(await w.read()).status for w in watches[1:]] == [NOT_SERVING] * 2
             assert (await stub.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
@@ -208,7 +208,7 @@ def test_drain_ends_what_takes_too_long() -> None:
         settings = config({"drain_seconds": 0.2})
         async with served(engine, settings) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
             running = asyncio.create_task(client.generate("word " * 500))
-            assert await asyncio.to_thread(engine.run_seen.wait, 5)
+            assert await asyncio.to_thread(engine.run_seen.wait, 30)
             await server.drain()
             with pytest.raises(Unavailable, match="the server stops"):
                 await running
@@ -226,14 +226,14 @@ def test_signals() -> None:
         async with AsyncClient(f"127.0.0.1:{await server.start()}") as client:
             serving = asyncio.create_task(server.serve_until_signal())
             running = asyncio.create_task(client.generate("word " * 2000))
-            assert await asyncio.to_thread(engine.run_seen.wait, 5)
+            assert await asyncio.to_thread(engine.run_seen.wait, 30)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.3)
             assert not running.done() and not serving.done()
             os.kill(os.getpid(), signal.SIGINT)
             with pytest.raises(Unavailable):
                 await running
-            await asyncio.wait_for(serving, 5)
+            await asyncio.wait_for(serving, 30)
 
     asyncio.run(main())
     assert engine.calls == ["start", "drain 60", "drain 0", "stop"]
@@ -246,7 +246,7 @@ def test_serving_ends_when_the_server_is_stopped_otherwise(engine: EchoEngine) -
             serving = asyncio.create_task(server.serve_until_signal())
             await asyncio.sleep(0.05)
             await server.drain()
-            await asyncio.wait_for(serving, 5)
+            await asyncio.wait_for(serving, 30)
 
     asyncio.run(main())
 

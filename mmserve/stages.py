@@ -144,8 +144,6 @@ class Stages:
         commit_policy(request, self._offered)
         self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
-        if request.constraint is not None and request.diffusion.commit.name == "scheduler":
-            raise Unimplemented("the commit policy 'scheduler' takes no constraint: choose another, or none")
         if request.constraint is not None and self.model.spec.renoising is not None:
             raise Unimplemented(f"model {self.model.spec.name!r} decodes without constraints")
         if self.model.spec.renoising is not None:

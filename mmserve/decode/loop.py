@@ -142,14 +142,14 @@ class DiffusionDecoder:
         self, request: Request, commit: Commit, p: Pass, logits: Logits, constrained: Constrained | None
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
-        spec = self.model.spec
+        spec, sampling = self.model.spec, request.sampling
+        best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
         if isinstance(commit, Proposing):
-            return commit.propose(logits.whole(), p.canvas, request.sampling, spec.mask_id, spec.banned_ids)
-        if constrained is None:
-            return candidates(logits, p.targets, p.canvas, request.sampling, spec.banned_ids)
-        best = constrained.asks(p.canvas, p.targets, causal=spec.causal)
-        found = candidates(logits, p.targets, p.canvas, request.sampling, spec.banned_ids, best)
-        constrained.ranked = best.ranked()
+            found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
+        else:
+            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best)
+        if constrained is not None and best is not None:
+            constrained.ranked = best.ranked()
         return found
 
     def _commit(self, d: Decoding, positions: np.ndarray, tokens: np.ndarray) -> int:

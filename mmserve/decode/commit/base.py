@@ -122,12 +122,18 @@ class Proposing(Protocol):
     """A commit policy that makes its own candidates of the block's logits."""
 
     def propose(
-        self, logits_nV: Tensor, canvas: Canvas, sampling: Sampling, mask_id: int, banned: tuple[int, ...]
+        self,
+        logits_nV: Tensor,
+        canvas: Canvas,
+        sampling: Sampling,
+        mask_id: int,
+        banned: tuple[int, ...],
+        best: Best | None = None,
     ) -> Candidates:
-        """Candidates for the positions of the current block, from their logits ``[block, V]``.
+        """Candidates for positions of the current block, from the logits ``[block, V]`` of all of them.
 
-        ``mask_id`` stands at masked positions; tokens of ``banned`` are never proposed. The same for the same request
-        and canvas, whoever else is served.
+        ``mask_id`` stands at masked positions; tokens of ``banned`` are never proposed. ``best`` notes more of each
+        row, and may rule tokens out first. The same for the same request and canvas, whoever else is served.
         """
         ...
 

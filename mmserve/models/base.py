@@ -152,6 +152,11 @@ class CanvasModel:
         """None: the model says itself when a canvas is final."""
 
     @property
+    def vocab_size(self) -> int:
+        """Logits of a position."""
+        return self.network.vocab_size
+
+    @property
     def parameters(self) -> int:
         """Parameters of the network."""
         return sum(p.numel() for p in self.network.parameters())
@@ -173,6 +178,11 @@ class LoadedModel:
     device: torch.device
     companion: LoadedModel | None = None
     commit_filter: CommitFilter | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a position."""
+        return self.decoder.config.vocab_size
 
     @property
     def parameters(self) -> int:

@@ -8,19 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from harness import Bench, Call
-from helpers import ask, tiny_model, tokenizer
+from gemma_checkpoints import LENGTH, entropy, gemma, prompt_of, row_of, save_gemma, transformers_own, watched
+from harness import Bench
+from helpers import tiny_model, tokenizer
 from safetensors.torch import load_file, save_file
 from test_samples import Samples, several, told
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
 from transformers.models.diffusion_gemma import EntropyBoundSamplerConfig
-from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 
 from mmserve.config import ModelConfig
-from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Snapshot
 from mmserve.core.request import ImagePart, Message, Policy, Request
 from mmserve.core.samples import samples
@@ -31,60 +28,7 @@ from mmserve.models.base import CanvasModel
 from mmserve.models.companion import accompany
 from mmserve.models.registry import load_model
 
-LENGTH, STEPS = 8, 6
-BLOCK = Policy(name="block")
 Make = Callable[..., Bench]
-
-
-def entropy(**options: float) -> Policy:
-    return Policy(name="entropy_bound", options=options)
-
-
-def gemma(name: str, text: str, **given: Any) -> Request:
-    return ask(name, text, recompute=BLOCK, commit=given.pop("commit", entropy()), **given)
-
-
-def save_gemma(path: Path, spread: float) -> Path:
-    """A tiny random checkpoint as transformers writes it, sliding window and experts included."""
-    text = DiffusionGemmaTextConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        global_head_dim=24,
-        num_global_key_value_heads=1,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        max_position_embeddings=512,
-        pad_token_id=0,
-        eos_token_id=len(tokenizer()) - 1,
-        bos_token_id=2,
-    )
-    vision = Gemma4VisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
-    )
-    config = DiffusionGemmaConfig(
-        text_config=text, vision_config=vision, canvas_length=LENGTH, boi_token_id=3, eoi_token_id=4, image_token_id=5
-    )
-    torch.manual_seed(3)
-    network = DiffusionGemmaForBlockDiffusion(config)
-    for weight in network.parameters():  # small weights would predict the same everywhere
-        if weight.dim() >= 2:
-            weight.data *= spread
-    network.generation_config.max_denoising_steps = STEPS
-    network.save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
-
-
-def transformers_own(folder: Path) -> Any:
-    return DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 @pytest.fixture(scope="module")
@@ -132,34 +76,6 @@ def expected(oracle: Any, prompt: list[int], new: int, seed: int, monkeypatch: A
     torch.set_rng_state(state)
     monkeypatch.undo()
     return row.tolist(), passes
-
-
-def prompt_of(bench: Bench, text: str) -> list[int]:
-    [encoded] = bench.engine.stages.encoder.encode([gemma("x", text)])
-    return encoded.ids.tolist()
-
-
-def row_of(bench: Bench, call: Call) -> list[int]:
-    prompt = call.finished().usage.prompt_tokens
-    return bench.canvases[call.request.id][0][prompt:].tolist()
-
-
-def watched(bench: Bench) -> Bench:
-    """Keeps each request's row as it was after its latest step; what is final must stay."""
-    commit = bench.engine.stages.decoder.commit
-
-    def kept(d: Any) -> Any:
-        outcome = commit(d)
-        tokens, at = d.canvas.tokens.copy(), d.canvas.committed_at.copy()
-        before = bench.canvases.get(d.request.id)
-        if before is not None:
-            final = before[1] < 1 << 30
-            assert np.array_equal(tokens[final], before[0][final]) and np.array_equal(at[final], before[1][final])
-        bench.canvases[d.request.id] = tokens, at
-        return outcome
-
-    bench.engine.stages.decoder.commit = kept
-    return bench
 
 
 def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> None:
@@ -281,11 +197,11 @@ def test_what_it_does_not_do_is_refused(bench: Make, loaded: CanvasModel) -> Non
     for field, given in (("temperature", 1.0), ("top_k", 3), ("repetition_penalty", 1.2)):
         with pytest.raises(InvalidArgument, match=f"sampling.{field}"):
             b.submit(gemma("x", "a", **{field: given}))
-    with pytest.raises(Unimplemented, match="decodes without constraints"):
-        b.submit(dataclasses.replace(gemma("x", "a"), constraint=ConstraintSpec(Regex("a"))))
     with pytest.raises(InvalidArgument, match=r"diffusion.block_length: must be 8"):
         b.submit(gemma("x", "a", block=4))
-    for name in ("threshold", "learned", "guided", "scheduler"):  # nothing that could be named or trained would help
+    with pytest.raises(Unimplemented, match=r"name one under \[schedulers.NAME\] of the server; it has entropy_bound$"):
+        b.submit(gemma("x", "a", commit=Policy(name="scheduler")))
+    for name in ("threshold", "learned", "guided"):  # nothing that could be named or trained would help
         with pytest.raises(Unimplemented, match=f"no commit policy '{name}'; it has entropy_bound$"):
             b.submit(gemma("x", "a", commit=Policy(name=name)))
     seen = Message("user", (ImagePart(b"x"),))

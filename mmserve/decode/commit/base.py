@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
+from mmserve.decode.constrained.best import Best
 
 
 @dataclass(frozen=True)

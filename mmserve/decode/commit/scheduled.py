@@ -75,8 +75,8 @@ class Scheduled(BlockWise):
         )
         tokens, open_L = out.prev_sample[0].clone(), sample == mask_id
         if bool(open_L.any()) and not bool((open_L & (tokens != sample)).any()):
-            best = torch.where(open_L, out.sampled_probs[0].float(), -1.0).argmax()
-            tokens[best] = out.sampled_tokens[0, best]
+            surest = torch.where(open_L, out.sampled_probs[0].float(), -1.0).argmax()
+            tokens[surest] = out.sampled_tokens[0, surest]
         changed = (tokens != sample) & (open_L | self.revises)
         return described(logits[changed], positions[changed.cpu().numpy()], tokens[changed])
 

@@ -1,7 +1,8 @@
 """Decoding of models that denoise canvases of random tokens (DiffusionGemma, huggingface/transformers).
 
 A canvas has no masks: until it is final, all of it may change at every step. Then it is read like the prompt, and the
-next one begins. Each request runs by itself and draws from its own seed, so a batch cannot change an answer.
+next one begins. Each request is read by itself and draws from its own seed; the network denoises the canvases of all
+together, and none of them can change the answer of another.
 Shapes in names: L positions of a canvas, V tokens of the vocabulary.
 """
 
@@ -22,6 +23,7 @@ from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.renoised import projected, settle
 from mmserve.decode.constrained.state import Constrained
+from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
 from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
@@ -29,7 +31,7 @@ from mmserve.decode.state import Encoded, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel, Renoising
+from mmserve.models.base import CanvasModel, OpenCanvas, Renoising
 
 #: What of a request's sampling has a say: the rest is the model's own schedule.
 _FREE = ("seed", "max_new_tokens", "stop", "n")
@@ -40,6 +42,7 @@ class CanvasPrefilled:
     """A request whose prompt is read, and what the network keeps of it."""
 
     canvas: Canvas
+    features: Tensor | None  # visual tokens [n, D] of the prompt's images
     past: Any = None
     run: int = 0  # positions read
     constrained: Constrained | None = None
@@ -51,6 +54,7 @@ class CanvasDecoding:
 
     request: Request
     canvas: Canvas
+    features: Tensor | None  # visual tokens [n, D] of the prompt's images
     past: Any
     read: int  # positions that ``past`` holds
     text: TextStream
@@ -64,6 +68,10 @@ class CanvasDecoding:
     still: int = 0  # steps in a row that predicted what the one before did
     forwards: int = 0
     edits: int = 0  # never: what is final stays
+
+    @property
+    def companion(self) -> None:
+        """None: see ``CanvasModel``."""
 
     @property
     def noise(self) -> Tensor:
@@ -92,6 +100,7 @@ class CanvasDecoder:
         assert model.spec.renoising is not None
         self.model, self._renoising = model, model.spec.renoising
         self._offered = offered or Offered.by(model)
+        model.network.set_row_floor(floor_of(model.network.products(), model.dtype, model.device))
 
     def begin(
         self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
@@ -102,7 +111,7 @@ class CanvasDecoder:
         canvas = Canvas.create(
             encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
         )
-        begun = CanvasPrefilled(canvas)
+        begun = CanvasPrefilled(canvas, encoded.features)
         if admitted is not None:
             begun.constrained = Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge)
         return begun
@@ -114,7 +123,7 @@ class CanvasDecoder:
 
     def _prefilled(self, begun: CanvasPrefilled) -> CanvasPrefilled:
         size = begun.canvas.prompt_length
-        past = self.model.network.read(self._tensor(begun.canvas.tokens[:size]), None)
+        past = self.model.network.read(self._tensor(begun.canvas.tokens[:size]), None, begun.features)
         return replace(begun, past=past, run=size)
 
     def open(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
@@ -122,6 +131,7 @@ class CanvasDecoder:
         d = CanvasDecoding(
             request,
             prefilled.canvas,
+            prefilled.features,
             prefilled.past,
             prefilled.run,
             TextStream(self.model.tokenizer, request.sampling.stop),
@@ -137,14 +147,14 @@ class CanvasDecoder:
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:
         """Logits for each request that has none; a request changes only once they are there, or by reading anew."""
-        for d in batch:
-            if d.logits_LV is None:
-                self._read(d)
-                before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
-                d.logits_LV = self.model.network.predict(d.noise.to(self.model.device), d.past, before)
-                d.canvas.count_forward()
-                d.forwards += 1
-                d.recomputed += len(d.noise)
+        waiting = [d for d in batch if d.logits_LV is None]
+        for d in waiting:
+            self._read(d)
+        for d, logits in zip(waiting, self.model.network.predict([self._open(d) for d in waiting]), strict=True):
+            d.logits_LV = logits
+            d.canvas.count_forward()
+            d.forwards += 1
+            d.recomputed += len(d.noise)
         return [None] * len(batch)
 
     @torch.inference_mode()
@@ -211,6 +221,10 @@ class CanvasDecoder:
             settle(d.constrained, d.canvas)
         self._begin_canvas(d)
 
+    def _open(self, d: CanvasDecoding) -> OpenCanvas:
+        before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
+        return OpenCanvas(d.noise.to(self.model.device), d.past, before)
+
     def _read(self, d: CanvasDecoding) -> None:
         """Read what became final since the last time; if that fails half-way, the next time reads everything.
 
@@ -219,8 +233,10 @@ class CanvasDecoder:
         past, d.past = d.past, None
         start = 0 if past is None else d.read
         while start < d.canvas.block_start:
-            end = d.canvas.prompt_length if start < d.canvas.prompt_length else start + d.canvas.block_length
-            past = self.model.network.read(self._tensor(d.canvas.tokens[start:end]), past)
+            prompt = start < d.canvas.prompt_length
+            end = d.canvas.prompt_length if prompt else start + d.canvas.block_length
+            ids = self._tensor(d.canvas.tokens[start:end])
+            past = self.model.network.read(ids, past, d.features if prompt else None)
             d.recomputed += end - start
             start = end
         d.past, d.read = past, start

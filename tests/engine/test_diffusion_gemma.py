@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemma_checkpoints import LENGTH, entropy, gemma, prompt_of, row_of, save_gemma, transformers_own, watched
+from gemma_checkpoints import LENGTH, entropy, expected, gemma, prompt_of, row_of, save_gemma, transformers_own, watched
 from harness import Bench
 from helpers import tiny_model, tokenizer
 from safetensors.torch import load_file, save_file
@@ -21,10 +21,9 @@ from mmserve.config import ModelConfig
 from mmserve.core.events import Snapshot
 from mmserve.core.request import ImagePart, Message, Policy, Request
 from mmserve.core.samples import samples
-from mmserve.decode.sampler import step_generator
 from mmserve.errors import ConfigError, FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel
+from mmserve.models.base import CanvasModel, OpenCanvas
 from mmserve.models.companion import accompany
 from mmserve.models.registry import load_model
 
@@ -48,36 +47,6 @@ def loaded(folder: Path) -> CanvasModel:
     return model
 
 
-def expected(oracle: Any, prompt: list[int], new: int, seed: int, monkeypatch: Any, **given: Any) -> tuple[list, int]:
-    """What transformers' ``generate`` gives where each step's random numbers are the server's; its passes too."""
-    passes, place = 0, len(prompt)
-    begin, step = oracle._prepare_denoiser_inputs, oracle._denoising_step
-
-    def seeded(number: int) -> None:
-        torch.set_rng_state(step_generator(seed, number, torch.device("cpu")).get_state())
-
-    def begun(**kwargs: Any) -> Any:
-        nonlocal place
-        seeded(-place)
-        place += LENGTH
-        return begin(**kwargs)
-
-    def stepped(**kwargs: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        seeded(passes)
-        return step(**kwargs)
-
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)  # imports a compiler for nothing
-    monkeypatch.setattr(oracle, "_prepare_denoiser_inputs", begun)
-    monkeypatch.setattr(oracle, "_denoising_step", stepped)
-    state = torch.get_rng_state()
-    row = oracle.generate(torch.tensor([prompt]), max_new_tokens=new, **given).sequences[0, len(prompt) :]
-    torch.set_rng_state(state)
-    monkeypatch.undo()
-    return row.tolist(), passes
-
-
 def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> None:
     torch.manual_seed(1)
     prompt, first = torch.randint(600, (21,)), torch.randint(600, (LENGTH,))
@@ -86,7 +55,7 @@ def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> N
         past = loaded.network.read(prompt, None)
         past = loaded.network.read(first, past)
         for said in (None, before):
-            mine = loaded.network.predict(first, past, said)
+            [mine] = loaded.network.predict([OpenCanvas(first, past, said)])
             theirs = oracle(
                 input_ids=torch.cat([prompt, first])[None],
                 decoder_input_ids=first[None],
@@ -95,6 +64,24 @@ def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> N
             assert mine.dtype == torch.float32
             assert (mine - theirs).abs().max() < 1e-4
         assert theirs.std() > 0.1
+
+
+def test_a_canvas_says_the_same_to_the_last_bit_whoever_is_beside_it(bench: Make, loaded: CanvasModel) -> None:
+    """Behind texts of any length, new ones among those that were told something, and more of them than a pass holds."""
+    bench(loaded, started=False, watch=False)  # it measures how few rows a product may have
+    generator = torch.Generator().manual_seed(1)
+    canvases = []
+    for i in range(11):
+        past = loaded.network.read(torch.randint(loaded.vocab_size, (3 + 7 * i,), generator=generator), None)
+        told = 5 * torch.randn(LENGTH, loaded.vocab_size, generator=generator) if i % 3 else None
+        tokens = torch.randint(loaded.vocab_size, (LENGTH,), generator=generator)
+        canvases.append(OpenCanvas(tokens, past, told))
+    with torch.inference_mode():
+        together = loaded.network.predict(canvases)
+        for count in (1, 2, 5):
+            for i in range(0, 11, count):
+                for mine, other in zip(loaded.network.predict(canvases[i : i + count]), together[i:], strict=False):
+                    assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("new", [LENGTH, 3 * LENGTH])

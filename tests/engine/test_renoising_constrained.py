@@ -20,7 +20,7 @@ from mmserve.core.request import Policy, Request
 from mmserve.decode import renoise
 from mmserve.decode.schedulers import load_schedulers
 from mmserve.errors import InvalidArgument
-from mmserve.models.base import CanvasModel
+from mmserve.models.base import CanvasModel, OpenCanvas
 from mmserve.models.registry import load_model
 
 Make = Callable[..., Bench]
@@ -53,8 +53,20 @@ class Network:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return iter(())
 
-    def read(self, ids_n: torch.Tensor, past: Any | None) -> Any:
+    def products(self) -> dict[tuple[int, int], Any]:
+        return {}
+
+    def set_row_floor(self, rows: int) -> None:
+        pass
+
+    def read(self, ids_n: torch.Tensor, past: Any | None, features: torch.Tensor | None = None) -> Any:
         return ids_n if past is None else torch.cat([past, ids_n])
+
+    def say(self, canvas_L: torch.Tensor, past: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def predict(self, canvases: list[OpenCanvas]) -> list[torch.Tensor]:
+        return [self.say(canvas.tokens_L, canvas.past) for canvas in canvases]
 
 
 @dataclasses.dataclass
@@ -66,7 +78,7 @@ class Adversary(Network):
     ends: float
     junk: float
 
-    def predict(self, canvas_L: torch.Tensor, past: Any, before_LV: torch.Tensor | None) -> torch.Tensor:
+    def say(self, canvas_L: torch.Tensor, past: Any) -> torch.Tensor:
         seed = hash((len(past), *canvas_L.tolist())) % (1 << 40)
         logits = torch.randn(len(canvas_L), self.vocab_size, generator=torch.Generator().manual_seed(seed))
         logits *= self.spread
@@ -82,7 +94,7 @@ class Sayer(Network):
     answer: list[int]
     prompt: int
 
-    def predict(self, canvas_L: torch.Tensor, past: Any, before_LV: torch.Tensor | None) -> torch.Tensor:
+    def say(self, canvas_L: torch.Tensor, past: Any) -> torch.Tensor:
         start = len(past) - self.prompt
         said = [*self.answer, *[self.vocab_size - 1] * (start + len(canvas_L))][start : start + len(canvas_L)]
         logits = torch.zeros(len(canvas_L), self.vocab_size)

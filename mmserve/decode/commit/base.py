@@ -139,6 +139,19 @@ class Proposing(Protocol):
         ...
 
 
+@runtime_checkable
+class Partial(Protocol):
+    """A commit policy of the whole canvas that mostly chooses from a part of it: the rest need not be scored before."""
+
+    def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
+        """Bool ``[n]``: which of the masked ``positions`` it looks at in any case."""
+        ...
+
+    def enough(self, canvas: Canvas, candidates: Candidates) -> bool:
+        """Whether it chooses from these ``candidates`` of needed positions and would choose no other."""
+        ...
+
+
 class Undrafted:
     """What policies share that draft nothing and, unless they say so, replace and close nothing."""
 

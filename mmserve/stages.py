@@ -65,6 +65,7 @@ class Answer:
     recomputed_tokens: int
     edits: int
     tokens: tuple[CommittedToken, ...]
+    companion_forwards: int
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
 
@@ -208,10 +209,11 @@ class Stages:
         state = self._decoding[request]
         tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
         counts = (state.text.tokens, state.forwards, state.recomputed, state.edits)
+        beside = 0 if state.companion is None else state.companion.forwards
         constrained = state.constrained
         if constrained is None:
-            return Answer(state.text.text, *counts, tokens)
-        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut)
+            return Answer(state.text.text, *counts, tokens, beside)
+        return Answer(state.text.text, *counts, tokens, beside, constrained.warnings, constrained.witness.cut)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""

@@ -65,6 +65,7 @@ class Answer:
     recomputed_tokens: int
     edits: int
     tokens: tuple[CommittedToken, ...]
+    companion_forwards: int
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
 
@@ -142,15 +143,11 @@ class Stages:
         ``Unimplemented`` for a policy that the model's kind of attention makes wrong.
         """
         self._require("commit", request.diffusion.commit.name, self._commit_policies)
-        commit_policy(request, self._offered)
+        commit = commit_policy(request, self._offered)
         self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
-        if request.constraint is not None and request.diffusion.commit.name == "scheduler":
-            raise Unimplemented("the commit policy 'scheduler' takes no constraint: choose another, or none")
-        if request.constraint is not None and self.model.spec.renoising is not None:
-            raise Unimplemented(f"model {self.model.spec.name!r} decodes without constraints")
         if self.model.spec.renoising is not None:
-            check_renoising(request, self.model.spec.block_length())
+            check_renoising(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
         if block and request.diffusion.block_length not in (0, block):
             why = "one token after another" if block == 1 else f"blocks of {block}"
@@ -213,10 +210,11 @@ class Stages:
         state = self._decoding[request]
         tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
         counts = (state.text.tokens, state.forwards, state.recomputed, state.edits)
+        beside = 0 if state.companion is None else state.companion.forwards
         constrained = state.constrained
         if constrained is None:
-            return Answer(state.text.text, *counts, tokens)
-        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut)
+            return Answer(state.text.text, *counts, tokens, beside)
+        return Answer(state.text.text, *counts, tokens, beside, constrained.warnings, constrained.witness.cut)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
@@ -258,9 +256,9 @@ class Stages:
     @property
     def _commit_policies(self) -> tuple[str, ...]:
         model = self.model
+        known: tuple[str, ...] = CAUSAL_COMMIT if model.spec.causal else DIFFUSION_COMMIT
         if model.spec.renoising is not None:
-            return RENOISING_COMMIT
-        known = CAUSAL_COMMIT if model.spec.causal else DIFFUSION_COMMIT
+            known = RENOISING_COMMIT
         absent = ACCOMPANIED if model.companion is None else frozenset()
         absent |= FILTERED if model.commit_filter is None else frozenset()
         added = ("scheduler",) if self._offered.schedulers else ()
@@ -318,7 +316,7 @@ class Stages:
 
 def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionDecoder | CanvasDecoder:
     if isinstance(model, CanvasModel):
-        return CanvasDecoder(model)
+        return CanvasDecoder(model, offered)
     beside = model.companion
     companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
     store = _store(model, engine)

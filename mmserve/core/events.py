@@ -95,6 +95,7 @@ class Finished:
     tokens: tuple[CommittedToken, ...] = field(default=())
     sample: int = 0
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
+    companion_forwards: int = 0  # passes that a companion made for it, which ``forwards`` does not count
 
     @property
     def tokens_per_forward(self) -> float:

@@ -55,8 +55,8 @@ def lacking(model: str, kind: str, policy: str, known: Sequence[str] = (), *, di
     """Why ``model`` cannot decode by a ``policy`` of this ``kind``, for its error; ``known``: the policies it has."""
     reasons = [f"model {model!r} has no {kind} policy {policy!r}"]
     suited, need = NEEDS.get(policy, (None, ""))
-    # Where open positions hold random tokens, nothing would help: of all models, those alone have no low_confidence.
-    helps = not known or "low_confidence" in known
+    # Where open positions hold random tokens, nothing else would help: those models alone have no low_confidence.
+    helps = not known or "low_confidence" in known or policy == "scheduler"
     reasons += [need] if helps and suited is diffusion else []
     reasons += [f"it has {', '.join(known)}"] if known else []
     return "; ".join(reasons)

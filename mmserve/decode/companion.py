@@ -139,6 +139,7 @@ class Companion:
         logits = forward(self.model, self.store, passes, self._floor)
         for part, p in zip(parts, passes, strict=True):
             part.state.seen[p.rows] = part.tokens[p.rows]
+            part.state.forwards += 1
         width = self._served.decoder.config.vocab_size
         cut = [rows.whole()[:, :width] for rows in logits]
         return [F.pad(rows, (0, width - rows.shape[-1]), value=-torch.inf) for rows in cut]

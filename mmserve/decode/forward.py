@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
 from mmserve.kv.store import KVStore
-from mmserve.models.base import LoadedModel
+from mmserve.models.base import LoadedModel, Products
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -22,28 +23,32 @@ ROW_FLOORS = (8, 16, 32, 64)
 PROBE_ROWS = 160
 
 
-@torch.inference_mode()
 def row_floor(model: LoadedModel) -> int:
+    """The ``floor_of`` the decoder's linear layers."""
+    modules = [m for m in model.decoder.modules() if isinstance(m, nn.Linear)]
+    return floor_of({(m.in_features, m.out_features): m for m in reversed(modules)}, model.dtype, model.device)
+
+
+@torch.inference_mode()
+def floor_of(products: Products, dtype: torch.dtype, device: torch.device) -> int:
     """The number of rows from which on a row's result no longer depends, bit for bit, on how many are beside it.
 
     For few rows the CPU's libraries switch to other kernels that add in another order: with one thread below 4 rows,
     with two below 12. That is not for this project to guess, so it is measured on the model's own weights.
     """
-    modules = [m for m in model.decoder.modules() if isinstance(m, nn.Linear)]
-    linears = list({(m.in_features, m.out_features): m for m in reversed(modules)}.values())  # one of each shape
     generator = torch.Generator().manual_seed(0)
     for floor in ROW_FLOORS:
         sizes = (*range(floor, 2 * floor + 8), PROBE_ROWS - 1)
-        if all(_stable(linear, sizes, generator, model) for linear in linears):
+        probes = (torch.randn(PROBE_ROWS, width, generator=generator).to(device, dtype) for width, _out in products)
+        if all(_stable(product, sizes, x) for product, x in zip(products.values(), probes, strict=True)):
             return floor
-    logger.warning("on %s the last bits of a result depend on the size of its batch", model.device)
+    logger.warning("on %s the last bits of a result depend on the size of its batch", device)
     return ROW_FLOORS[0]
 
 
-def _stable(linear: nn.Linear, sizes: tuple[int, ...], generator: torch.Generator, model: LoadedModel) -> bool:
-    x = torch.randn(PROBE_ROWS, linear.in_features, generator=generator).to(model.device, model.dtype)
-    whole = linear(x)
-    return all(torch.equal(linear(x[:size]), whole[:size]) for size in sizes)
+def _stable(product: Callable[[Tensor], Tensor], sizes: tuple[int, ...], x: Tensor) -> bool:
+    whole = product(x)
+    return all(torch.equal(product(x[:size]), whole[:size]) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,8 +27,12 @@ def slice_rows(vocabulary: int) -> int:
 class Logits:
     """Logits of one request's rows, read once and in order; neighbours in a batch share matrix products."""
 
-    def __init__(self, head: _Head, cuts: Sequence[tuple[int, int, int]]) -> None:
-        self._head, self._cuts = head, cuts
+    def __init__(self, head: _Head, cuts: Sequence[tuple[int, int, int]], start: int) -> None:
+        self._head, self._cuts, self._start = head, cuts, start
+
+    def only(self, rows: np.ndarray) -> Logits:
+        """The logits of some of the rows (int64, ascending): the others are not made."""
+        return self._head.only(self._start + rows)
 
     def slices(self) -> Iterator[Tensor]:
         """Logits ``[rows, V]`` of the next rows, in the model's dtype, to be changed at will; where a request is cut
@@ -47,6 +52,11 @@ class _Head:
     def __init__(self, decoder: Decoder, hidden_TD: Tensor, floor: int, bounds: Sequence[tuple[int, int]]) -> None:
         self._decoder, self._hidden, self._floor, self._bounds = decoder, hidden_TD, floor, bounds
         self._index, self._made = -1, hidden_TD[:0]
+
+    def only(self, rows: np.ndarray) -> Logits:
+        """The logits of some rows of the batch."""
+        hidden = self._hidden[torch.from_numpy(rows).to(self._hidden.device)]
+        return by_slices(self._decoder, hidden, [len(rows)], self._floor)[0]
 
     def none(self) -> Tensor:
         """Logits ``[0, V]`` of no row, fp32."""
@@ -72,9 +82,10 @@ def by_slices(decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor:
     most = slice_rows(decoder.config.vocab_size)
     bounds: list[tuple[int, int]] = []
     cuts: list[list[tuple[int, int, int]]] = []
-    offset = 0
+    offset, starts = 0, list[int]()
     for count in counts:
         cuts.append([])
+        starts.append(offset)
         for start in range(0, count, most):
             begin, end = offset + start, offset + min(start + most, count)
             if bounds and end - bounds[-1][0] <= most:
@@ -85,7 +96,7 @@ def by_slices(decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor:
             cuts[-1].append((len(bounds) - 1, begin - first, end - first))
         offset += count
     head = _Head(decoder, hidden_TD, floor, bounds)
-    return [Logits(head, own) for own in cuts]
+    return [Logits(head, own, start) for own, start in zip(cuts, starts, strict=True)]
 
 
 def slices(logits: Tensor | Logits) -> Iterator[Tensor]:

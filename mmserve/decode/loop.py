@@ -15,7 +15,7 @@ from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
-from mmserve.decode.commit.base import Proposing
+from mmserve.decode.commit.base import Partial, Proposing
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.state import Constrained
@@ -142,15 +142,31 @@ class DiffusionDecoder:
         self, request: Request, commit: Commit, p: Pass, logits: Logits, constrained: Constrained | None
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
-        spec = self.model.spec
+        spec, sampling = self.model.spec, request.sampling
+        best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
         if isinstance(commit, Proposing):
-            return commit.propose(logits.whole(), p.canvas, request.sampling, spec.mask_id, spec.banned_ids)
-        if constrained is None:
-            return candidates(logits, p.targets, p.canvas, request.sampling, spec.banned_ids)
-        best = constrained.asks(p.canvas, p.targets, causal=spec.causal)
-        found = candidates(logits, p.targets, p.canvas, request.sampling, spec.banned_ids, best)
-        constrained.ranked = best.ranked()
+            found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
+        elif isinstance(commit, Partial) and best is None:
+            found = self._in_part(commit, request, p, logits)
+        else:
+            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best)
+        if constrained is not None and best is not None:
+            constrained.ranked = best.ranked()
         return found
+
+    def _in_part(self, commit: Partial, request: Request, p: Pass, logits: Logits) -> Candidates:
+        """The candidates that the policy looks at, and the others only where it would choose of them."""
+        needed, counted = commit.needed(p.canvas, p.targets), replace(p.canvas, step=p.canvas.step + 1)
+
+        def of(which: np.ndarray) -> Candidates:
+            rows = logits.only(np.flatnonzero(which))
+            return candidates(rows, p.targets[which], p.canvas, request.sampling, self.model.spec.banned_ids)
+
+        found = of(needed)
+        if needed.all() or commit.enough(counted, found):
+            return found
+        found = found.and_then(of(~needed))
+        return found.where(np.argsort(found.positions))
 
     def _commit(self, d: Decoding, positions: np.ndarray, tokens: np.ndarray) -> int:
         """Fill masked positions, replace committed ones, and go on to the next block if this one is final.

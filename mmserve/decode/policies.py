@@ -35,9 +35,9 @@ class Offered:
 
     @classmethod
     def by(cls, model: Model, schedulers: Mapping[str, Discrete] = MappingProxyType({})) -> Self:
-        """What ``model`` offers, and those of the server's ``schedulers`` that fill its masks."""
-        masks = not model.spec.causal and model.spec.renoising is None
-        usable = {name: s for name, s in schedulers.items() if masks and s.serves(renoises=False)}
+        """What ``model`` offers, and those of the server's ``schedulers`` that are for its kind of canvas."""
+        renoises = model.spec.renoising is not None
+        usable = {name: s for name, s in schedulers.items() if not model.spec.causal and s.serves(renoises=renoises)}
         return cls(speller(model.tokenizer), model.commit_filter, usable)
 
 

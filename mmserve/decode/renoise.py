@@ -1,7 +1,8 @@
 """Decoding of models that denoise canvases of random tokens (DiffusionGemma, huggingface/transformers).
 
 A canvas has no masks: until it is final, all of it may change at every step. Then it is read like the prompt, and the
-next one begins. Each request runs by itself and draws from its own seed, so a batch cannot change an answer.
+next one begins. Each request is read by itself and draws from its own seed; the network denoises the canvases of all
+together, and none of them can change the answer of another.
 Shapes in names: L positions of a canvas, V tokens of the vocabulary.
 """
 
@@ -17,14 +18,20 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request, Sampling
+from mmserve.decode.commit import Commit
+from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.renoising import Step, accept, quiet
+from mmserve.decode.constrained.renoised import projected, settle
+from mmserve.decode.constrained.state import Constrained
+from mmserve.decode.forward import floor_of
+from mmserve.decode.policies import Offered, commit_policy
+from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
 from mmserve.decode.state import Encoded, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel, Renoising
+from mmserve.models.base import CanvasModel, OpenCanvas, Renoising
 
 #: What of a request's sampling has a say: the rest is the model's own schedule.
 _FREE = ("seed", "max_new_tokens", "stop", "n")
@@ -35,8 +42,10 @@ class CanvasPrefilled:
     """A request whose prompt is read, and what the network keeps of it."""
 
     canvas: Canvas
+    features: Tensor | None  # visual tokens [n, D] of the prompt's images
     past: Any = None
     run: int = 0  # positions read
+    constrained: Constrained | None = None
 
 
 @dataclass
@@ -45,12 +54,15 @@ class CanvasDecoding:
 
     request: Request
     canvas: Canvas
+    features: Tensor | None  # visual tokens [n, D] of the prompt's images
     past: Any
     read: int  # positions that ``past`` holds
     text: TextStream
     renoising: Renoising
+    sampler: CanvasSampler
     log_probabilities: np.ndarray  # float32 [N], of the final tokens of the answer
     recomputed: int
+    constrained: Constrained | None = None
     logits_LV: Tensor | None = None  # of the latest pass, until they are used
     step: Step | None = None  # the latest of the open canvas; None = it is still all noise
     still: int = 0  # steps in a row that predicted what the one before did
@@ -58,8 +70,8 @@ class CanvasDecoding:
     edits: int = 0  # never: what is final stays
 
     @property
-    def constrained(self) -> None:
-        """Nothing: constraints are refused for these models."""
+    def companion(self) -> None:
+        """None: see ``CanvasModel``."""
 
     @property
     def noise(self) -> Tensor:
@@ -67,12 +79,13 @@ class CanvasDecoding:
         return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
 
 
-def check_renoising(request: Request, canvas_length: int) -> None:
-    """``InvalidArgument`` for what the model's own schedule leaves no room for."""
+def check_renoising(request: Request, canvas_length: int, commit: Commit) -> None:
+    """``InvalidArgument`` for what the model's own schedule, or the scheduler of ``commit``, leaves no room for."""
+    free = {*_FREE, *(commit.scheduler.takes if isinstance(commit, Scheduled) else ())}
     wrong = [
         FieldViolation(f"sampling.{name}", "cannot be set: the model draws by a schedule of its own")
         for name, value in vars(Sampling()).items()
-        if name not in _FREE and getattr(request.sampling, name) != value
+        if name not in free and getattr(request.sampling, name) != value
     ]
     if request.diffusion.block_length not in (0, canvas_length):
         wrong.append(FieldViolation("diffusion.block_length", f"must be {canvas_length}: the model's canvas"))
@@ -83,9 +96,11 @@ def check_renoising(request: Request, canvas_length: int) -> None:
 class CanvasDecoder:
     """Prefill and decode of one model; holds no state of any request."""
 
-    def __init__(self, model: CanvasModel) -> None:
+    def __init__(self, model: CanvasModel, offered: Offered | None = None) -> None:
         assert model.spec.renoising is not None
         self.model, self._renoising = model, model.spec.renoising
+        self._offered = offered or Offered.by(model)
+        model.network.set_row_floor(floor_of(model.network.products(), model.dtype, model.device))
 
     def begin(
         self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
@@ -96,7 +111,10 @@ class CanvasDecoder:
         canvas = Canvas.create(
             encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
         )
-        return CanvasPrefilled(canvas)
+        begun = CanvasPrefilled(canvas, encoded.features)
+        if admitted is not None:
+            begun.constrained = Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge)
+        return begun
 
     @torch.inference_mode()
     def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled]:
@@ -105,21 +123,23 @@ class CanvasDecoder:
 
     def _prefilled(self, begun: CanvasPrefilled) -> CanvasPrefilled:
         size = begun.canvas.prompt_length
-        past = self.model.network.read(self._tensor(begun.canvas.tokens[:size]), None)
+        past = self.model.network.read(self._tensor(begun.canvas.tokens[:size]), None, begun.features)
         return replace(begun, past=past, run=size)
 
     def open(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
         """The decode state of a request whose prompt is read: its first canvas is noise."""
-        bound = request.diffusion.commit.options.get("bound", self._renoising.bound)
         d = CanvasDecoding(
             request,
             prefilled.canvas,
+            prefilled.features,
             prefilled.past,
             prefilled.run,
             TextStream(self.model.tokenizer, request.sampling.stop),
-            replace(self._renoising, bound=float(bound), steps=self._steps(request)),
+            self._renoising,
+            self._sampler(request),
             np.zeros(prefilled.canvas.size, np.float32),
             prefilled.run,
+            prefilled.constrained,
         )
         self._begin_canvas(d)
         return d
@@ -127,14 +147,14 @@ class CanvasDecoder:
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:
         """Logits for each request that has none; a request changes only once they are there, or by reading anew."""
-        for d in batch:
-            if d.logits_LV is None:
-                self._read(d)
-                before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
-                d.logits_LV = self.model.network.predict(d.noise.to(self.model.device), d.past, before)
-                d.canvas.count_forward()
-                d.forwards += 1
-                d.recomputed += len(d.noise)
+        waiting = [d for d in batch if d.logits_LV is None]
+        for d in waiting:
+            self._read(d)
+        for d, logits in zip(waiting, self.model.network.predict([self._open(d) for d in waiting]), strict=True):
+            d.logits_LV = logits
+            d.canvas.count_forward()
+            d.forwards += 1
+            d.recomputed += len(d.noise)
         return [None] * len(batch)
 
     @torch.inference_mode()
@@ -144,29 +164,43 @@ class CanvasDecoder:
         if logits is None:
             raise ValueError("commit before propose")
         generator = step_generator(d.request.sampling.seed, d.canvas.step, logits.device)
-        step = accept(logits, d.canvas.block_step - 1, d.renoising, generator)
+        step = d.sampler.step(logits, d.noise.to(logits.device), d.canvas.block_step - 1, generator)
+        if d.constrained is not None:
+            step = projected(d.constrained, d.canvas, logits, step)
         same = d.step is not None and bool(torch.equal(step.predicted_L, d.step.predicted_L))
         d.still = d.still + 1 if same else 0
         d.step = step
         ended = d.still >= d.renoising.stable and quiet(step, d.renoising)
-        if ended or d.canvas.block_step >= d.renoising.steps:
-            self._finish_canvas(d, logits, step)
+        if ended or d.canvas.block_step >= d.sampler.steps:
+            self._finish_canvas(d, logits, step.predicted_L if ended else step.last_L)
         else:
             d.canvas.tokens[d.canvas.block()] = step.noise_L.cpu().numpy()
         new = d.request.sampling.max_new_tokens
         answer, complete = d.canvas.answer(self.model.spec.end_ids)
         delta, reason = d.text.advance(answer[:new], complete or len(answer) >= new, new)
+        if reason == "length" and d.constrained is not None:
+            reason = "end"  # a constrained answer is whole
         return Stepped(delta, self._snapshot(d, step) if d.request.streaming.snapshots else None, reason)
 
     def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they became final, as far as its text goes."""
         return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
 
-    def _steps(self, request: Request) -> int:
-        """Most steps a canvas: the model's, or the share of those that the request has for all of them."""
+    def _sampler(self, request: Request) -> CanvasSampler:
+        """What makes the request's steps: the scheduler that it names, or the model's own rule, with its own bound."""
+        commit = commit_policy(request, self._offered)
+        if isinstance(commit, Scheduled):
+            steps = self._steps(request, commit.scheduler.steps)
+            return ScheduledSampler(commit.scheduler, steps, request.sampling)
+        bound = request.diffusion.commit.options.get("bound", self._renoising.bound)
+        steps = self._steps(request, self._renoising.steps)
+        return EntropyBoundSampler(replace(self._renoising, bound=float(bound), steps=steps))
+
+    def _steps(self, request: Request, own: int) -> int:
+        """Most steps a canvas: ``own``, or the share of those that the request has for all of them."""
         canvases = -(-request.sampling.max_new_tokens // self.model.spec.block_length())
         asked = request.diffusion.steps
-        return max(1, asked // canvases) if asked else self._renoising.steps
+        return max(1, asked // canvases) if asked else own
 
     def _begin_canvas(self, d: CanvasDecoding) -> None:
         block = d.canvas.block()
@@ -178,12 +212,18 @@ class CanvasDecoder:
             d.canvas.tokens[block] = noise.cpu().numpy()
         d.step, d.still = None, 0
 
-    def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, step: Step) -> None:
-        block, final = d.canvas.block(), step.predicted_L
+    def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:
+        block = d.canvas.block()
         chosen = logits_LV.float().log_softmax(-1).gather(-1, final[:, None])[:, 0]
         d.log_probabilities[block] = chosen.cpu().numpy()
         d.canvas.commit(block, final.cpu().numpy())
+        if d.constrained is not None:
+            settle(d.constrained, d.canvas)
         self._begin_canvas(d)
+
+    def _open(self, d: CanvasDecoding) -> OpenCanvas:
+        before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
+        return OpenCanvas(d.noise.to(self.model.device), d.past, before)
 
     def _read(self, d: CanvasDecoding) -> None:
         """Read what became final since the last time; if that fails half-way, the next time reads everything.
@@ -193,8 +233,10 @@ class CanvasDecoder:
         past, d.past = d.past, None
         start = 0 if past is None else d.read
         while start < d.canvas.block_start:
-            end = d.canvas.prompt_length if start < d.canvas.prompt_length else start + d.canvas.block_length
-            past = self.model.network.read(self._tensor(d.canvas.tokens[start:end]), past)
+            prompt = start < d.canvas.prompt_length
+            end = d.canvas.prompt_length if prompt else start + d.canvas.block_length
+            ids = self._tensor(d.canvas.tokens[start:end])
+            past = self.model.network.read(ids, past, d.features if prompt else None)
             d.recomputed += end - start
             start = end
         d.past, d.read = past, start

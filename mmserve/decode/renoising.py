@@ -1,17 +1,20 @@
-"""One step over a canvas of random tokens: DiffusionGemma's sampler (arXiv 2505.24857; huggingface/transformers,
-generation_diffusion_gemma.py).
+"""One step over a canvas of random tokens, by the model's own sampler or by a scheduler that a configuration names.
 
-The positions of lowest entropy take a drawn token as long as the entropies, but for the largest, sum to at most the
-bound; every other position gets a random token again.
+The model's own is DiffusionGemma's (arXiv 2505.24857; huggingface/transformers, generation_diffusion_gemma.py): the
+positions of lowest entropy take a drawn token as long as the entropies, but for the largest, sum to at most the bound;
+every other position gets a random token again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mmserve.core.request import Sampling
+from mmserve.decode.schedulers import Discrete
 from mmserve.models.base import Renoising
 
 
@@ -19,30 +22,85 @@ from mmserve.models.base import Renoising
 class Step:
     """What a step made of a canvas."""
 
-    noise_L: Tensor  # int64: the canvas to go on with, drawn tokens where it is sure and random ones elsewhere
-    predicted_L: Tensor  # int64: the most probable token of each position, which is what becomes final
-    shaped_LV: Tensor  # fp32: logits over the step's temperature; the next step is told them
-    entropy: float  # nats, mean over positions
+    noise_L: Tensor  # int64: the canvas to go on with, drawn tokens where it is sure and noise elsewhere
+    sure_L: Tensor  # bool: where ``noise_L`` holds what the step drew
+    predicted_L: Tensor  # int64: the most probable token of each position; final, if the canvas comes to rest
+    last_L: Tensor  # int64: what becomes final if there is no step left
+    shaped_LV: Tensor  # fp32: logits as the step drew from them; the next step is told them
+    entropy: float  # nats, of the shaped logits, mean over positions
 
 
-def accept(logits_LV: Tensor, index: int, rule: Renoising, generator: torch.Generator) -> Step:
-    """Step number ``index`` (from 0) of ``rule.steps``; the tokens drawn come first from ``generator``, then the noise.
+class CanvasSampler(Protocol):
+    """Makes the steps over one request's canvases; holds no state of them."""
 
-    The temperature falls evenly from ``rule.t_max`` towards ``rule.t_min``.
+    @property
+    def steps(self) -> int:
+        """Most steps a canvas."""
+        ...
+
+    def step(self, logits_LV: Tensor, noise_L: Tensor, index: int, generator: torch.Generator) -> Step:
+        """Step number ``index`` (from 0) over the canvas ``noise_L`` (int64), from its logits (fp32)."""
+        ...
+
+
+@dataclass(frozen=True)
+class EntropyBoundSampler:
+    """The model's own rule; its temperature falls evenly from ``rule.t_max`` towards ``rule.t_min``."""
+
+    rule: Renoising
+
+    @property
+    def steps(self) -> int:
+        return self.rule.steps
+
+    def step(self, logits_LV: Tensor, noise_L: Tensor, index: int, generator: torch.Generator) -> Step:
+        rule = self.rule
+        left = (rule.steps - index) / rule.steps
+        shaped = logits_LV.float() / (rule.t_min + (rule.t_max - rule.t_min) * left)
+        length, vocabulary = shaped.shape
+        drawn = torch.multinomial(shaped.softmax(-1), 1, generator=generator)[:, 0]
+        entropy = _entropy(shaped)
+        ordered, order = entropy.sort()
+        sure = torch.zeros(length, dtype=torch.bool, device=shaped.device)
+        sure[order] = ordered.cumsum(-1) - ordered <= rule.bound
+        random = torch.randint(vocabulary, (length,), generator=generator, device=shaped.device)
+        best = shaped.argmax(-1)
+        return Step(torch.where(sure, drawn, random), sure, best, best, shaped, float(entropy.mean()))
+
+
+@dataclass(frozen=True)
+class ScheduledSampler:
+    """A discrete scheduler for models without masks, as in diffusers' ``DiffusionGemmaPipeline``.
+
+    Where its last step leaves a canvas with noise, the most probable token is final and not, as in the pipeline, the
+    noise.
     """
-    left = (rule.steps - index) / rule.steps
-    shaped = logits_LV.float() / (rule.t_min + (rule.t_max - rule.t_min) * left)
-    length, vocabulary = shaped.shape
-    drawn = torch.multinomial(shaped.softmax(-1), 1, generator=generator)[:, 0]
-    log_p = shaped.log_softmax(-1)
-    entropy = torch.special.entr(log_p.exp()).sum(-1)
-    ordered, order = entropy.sort()
-    sure = torch.zeros(length, dtype=torch.bool, device=shaped.device)
-    sure[order] = ordered.cumsum(-1) - ordered <= rule.bound
-    random = torch.randint(vocabulary, (length,), generator=generator, device=shaped.device)
-    return Step(torch.where(sure, drawn, random), shaped.argmax(-1), shaped, float(entropy.mean()))
+
+    scheduler: Discrete
+    steps: int
+    sampling: Sampling
+
+    def step(self, logits_LV: Tensor, noise_L: Tensor, index: int, generator: torch.Generator) -> Step:
+        out = self.scheduler.step(
+            logits_LV,
+            noise_L,
+            index,
+            steps=self.steps,
+            mask_id=None,
+            sampling=self.sampling,
+            generator=generator,
+        )
+        noise, told = out.prev_sample[0], getattr(out, "pred_logits", None)
+        shaped = logits_LV if told is None else told[0].float()
+        sure, best = noise == out.sampled_tokens[0], shaped.argmax(-1)
+        return Step(noise, sure, best, torch.where(sure, noise, best), shaped, float(_entropy(shaped).mean()))
 
 
 def quiet(step: Step, rule: Renoising) -> bool:
     """Whether the step is sure enough of the whole canvas to be the last, if it also predicts what the last one did."""
     return step.entropy < rule.confident
+
+
+def _entropy(shaped_LV: Tensor) -> Tensor:
+    """Nats, fp32 ``[L]``."""
+    return torch.special.entr(shaped_LV.log_softmax(-1).exp()).sum(-1)

@@ -103,6 +103,8 @@ def _load(config: SchedulerConfig) -> Discrete:
         raise ConfigError(f"{where} has no key {unknown[0]!r}; {config.kind} has {sorted(known)}")
     try:
         scheduler = kind(**config.numbers)
+        if getattr(scheduler.config, "corrector_steps", 0):
+            raise ConfigError("cannot be corrected between its steps here: leave corrector_steps at 0")
         steps, edits = int(scheduler.num_inference_steps), _edits(scheduler)
         masks = "mask_token_id" in takes
         if masks:

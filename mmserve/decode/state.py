@@ -44,6 +44,7 @@ class CompanionState:
     seen: np.ndarray  # int64 [N], the token behind the K/V of each position; -1 = none, or of another prefix
     drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are judged by it
     verdict: Verdict | None = None  # on the candidates, until they are chosen from
+    forwards: int = 0  # passes made
 
 
 @dataclass

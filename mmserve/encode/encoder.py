@@ -77,8 +77,12 @@ class Encoder:
         )
 
     def _image_rows(self, features: Tensor, beside: Tensor | None = None) -> _Rows:
-        rows = len(features)
-        return _Rows(np.full(rows, self.model.spec.image_id), np.ones(rows, dtype=bool), features, beside)
+        spec = self.model.spec
+        before, behind = spec.image_frame
+        ids = np.array([*before, *[spec.image_id] * len(features), *behind], dtype=np.int64)
+        visual = np.zeros(len(ids), dtype=bool)
+        visual[len(before) : len(before) + len(features)] = True
+        return _Rows(ids, visual, features, beside)
 
     def _videos(self, request: Request) -> list[_Rows]:
         videos = [(f"{path}.video", part.data) for path, part in _parts(request) if isinstance(part, VideoPart)]

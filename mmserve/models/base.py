@@ -5,7 +5,7 @@ Policies and stages ask the spec, never the model's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -55,6 +55,7 @@ class ModelSpec:
     padding_id: int | None = None  # one of them that fills the canvas behind an answer's end; None = whatever ended it
     banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
+    image_frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # tokens in front of an image's own, and behind
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
@@ -111,8 +112,24 @@ class VisionEncoder(nn.Module):
         return ""
 
 
+#: Products of rows with a model's weights, one of each shape: widths of a row before and after.
+Products = Mapping[tuple[int, int], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class OpenCanvas:
+    """A canvas of random tokens before a step."""
+
+    tokens_L: Tensor  # int64
+    past: Any  # what the network keeps of all that stands in front of it
+    before_LV: Tensor | None  # shaped logits of the step before; None at the first
+
+
 class CanvasNetwork(Protocol):
-    """The network of a model that denoises canvases of random tokens; it keeps its own K/V, one cache a request."""
+    """The network of a model that denoises canvases of random tokens; it keeps its own K/V, one cache a request.
+
+    What it says of a canvas does not depend on the others of a call.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -123,12 +140,23 @@ class CanvasNetwork(Protocol):
         """Its weights."""
         ...
 
-    def read(self, ids_n: Tensor, past: Any | None) -> Any:
-        """``past`` (None = nothing yet) with final tokens (int64) added behind it."""
+    def products(self) -> Products:
+        """What ``predict`` multiplies rows with."""
         ...
 
-    def predict(self, canvas_L: Tensor, past: Any, before_LV: Tensor | None) -> Tensor:
-        """Logits (fp32 ``[L, V]``) of a canvas behind ``past``; ``before_LV``: what the step before predicted."""
+    def set_row_floor(self, rows: int) -> None:
+        """No product of ``predict`` shall have fewer rows: with more, none depends on how many there are."""
+        ...
+
+    def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
+        """``past`` (None = nothing yet) with final tokens (int64) added behind it.
+
+        ``features``: the visual tokens ``[n, D]`` that stand where ``ids_n`` has the image placeholder.
+        """
+        ...
+
+    def predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
+        """Logits (fp32 ``[L, V]``) of each canvas, all of one length."""
         ...
 
 
@@ -152,6 +180,11 @@ class CanvasModel:
         """None: the model says itself when a canvas is final."""
 
     @property
+    def vocab_size(self) -> int:
+        """Logits of a position."""
+        return self.network.vocab_size
+
+    @property
     def parameters(self) -> int:
         """Parameters of the network."""
         return sum(p.numel() for p in self.network.parameters())
@@ -173,6 +206,11 @@ class LoadedModel:
     device: torch.device
     companion: LoadedModel | None = None
     commit_filter: CommitFilter | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a position."""
+        return self.decoder.config.vocab_size
 
     @property
     def parameters(self) -> int:

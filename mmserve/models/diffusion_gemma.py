@@ -7,29 +7,45 @@ in head size and look through windows, so its keys and values stay in transforme
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, CanvasModel, ModelSpec, Renoising
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.base import Attention, CanvasModel, ModelSpec, OpenCanvas, Products, Renoising
+from mmserve.models.chat import IMAGE, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.gemma_batch import ATTENTION, EXPERTS, NoCache
+from mmserve.models.gemma_vision import load_gemma_vision
 from mmserve.models.keys import Keys
 
 #: Of ``generation_config.json``, where it does not say (``_get_default_generation_params`` in transformers).
 _STEPS, _BOUND, _T_MAX, _T_MIN, _STABLE, _CONFIDENT = 48, 0.1, 0.8, 0.4, 1, 0.005
 
+#: Canvases of a pass: each has a row of logits for every position, and what the step before said besides.
+_AT_ONCE = 8
+
 
 def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
-    """Load a checkpoint in transformers' layout; raises ``ConfigError`` naming what is wrong. Images are not taken."""
+    """Load a checkpoint in transformers' layout; raises ``ConfigError`` naming what is wrong.
+
+    Images are taken where it says how they are prepared.
+    """
     tokenizer = load_tokenizer(checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=False, videos=False, vicuna=False)
     try:
         network, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
-            checkpoint.folder, dtype=target.dtype, local_files_only=True, output_loading_info=True
+            checkpoint.folder,
+            dtype=target.dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation={"text_config": ATTENTION},
+            experts_implementation=EXPERTS if target.device.type == "cpu" else None,
         )
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"{checkpoint.folder} cannot be read: {error}") from error
@@ -42,17 +58,45 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
             f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, "
             f"the model embeds only {config.text_config.vocab_size}"
         )
-    spec = _spec(checkpoint, config, target.name)
     module = GemmaCanvas(network).to(target.device).eval().requires_grad_(False)
-    return CanvasModel(spec, module, tokenizer, target.dtype, target.device)
+    vision = load_gemma_vision(checkpoint.folder, network.model.encoder)
+    image = tokenizer.convert_ids_to_tokens(config.image_token_id) if vision is not None else IMAGE
+    adapt_chat_template(
+        tokenizer, checkpoint.folder, images=vision is not None, videos=False, vicuna=False, image=image
+    )
+    spec = _spec(checkpoint, config, target.name, images=vision is not None)
+    return CanvasModel(spec, module, tokenizer, target.dtype, target.device, vision)
 
 
 class GemmaCanvas(nn.Module):
-    """transformers' network for one request at a time: what a request gets cannot depend on who else is served."""
+    """transformers' network: what a request gets does not depend on who else is served.
+
+    On the CPU not even in the last bits: no matrix product has fewer than ``row_floor`` rows.
+    """
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
+        self.set_row_floor(1)
+
+    def products(self) -> Products:
+        """The linear layers that canvases run through, the experts, and the embedding of what the step before said."""
+        found: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}
+        embed = self.network.model.decoder.embed_tokens.weight
+        found[embed.shape[0], embed.shape[1]] = lambda x: x @ embed
+        for module in (*self.network.model.decoder.modules(), self.network.lm_head):
+            if isinstance(module, nn.Linear):
+                found[module.in_features, module.out_features] = module
+        for layer in self.network.model.decoder.layers:
+            for weight in (layer.experts.gate_up_proj[0], layer.experts.down_proj[0]):
+                found[weight.shape[1], weight.shape[0]] = partial(F.linear, weight=weight)
+        return found
+
+    def set_row_floor(self, rows: int) -> None:
+        """See ``CanvasNetwork``: canvases are repeated and experts' rows filled with zeros until there are enough."""
+        self._floor = rows
+        for layer in (*self.network.model.decoder.layers, *self.network.model.encoder.language_model.layers):
+            layer.experts.row_floor = rows
 
     @property
     def vocab_size(self) -> int:
@@ -60,31 +104,63 @@ class GemmaCanvas(nn.Module):
         size: int = self.network.config.text_config.vocab_size
         return size
 
-    def read(self, ids_n: Tensor, past: Any | None) -> Any:
-        """``past`` (None = nothing yet) with the keys and values of ``ids_n`` (int64), which follow it, added."""
+    def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
+        """``past`` (None = nothing yet) with the keys and values of ``ids_n`` (int64), which follow it, added.
+
+        ``features``: the visual tokens ``[n, D]`` at the image placeholders. Where the configuration says so, those of
+        one image see each other; transformers' own forward pass leaves that to its caller.
+        """
         past = DynamicCache(config=self.network.config.get_text_config(decoder=True)) if past is None else past
         start = past.get_seq_length()
         positions = torch.arange(start, start + len(ids_n), device=ids_n.device)[None]
+        seen: dict[str, Any] = {}
+        if features is not None:
+            seen["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=features)}
+            seen["attention_mask"] = self.network.model.encoder.create_masks_for_generate(
+                config=self.network.config,
+                inputs_embeds=features.new_empty(1, len(ids_n), 0),
+                attention_mask=None,
+                past_key_values=past,
+                position_ids=positions,
+                mm_token_type_ids=(ids_n == self.network.config.image_token_id).long()[None],
+            )
         return self.network.model.encoder(
-            input_ids=ids_n[None], past_key_values=past, position_ids=positions
+            input_ids=ids_n[None], past_key_values=past, position_ids=positions, **seen
         ).past_key_values
 
-    def predict(self, canvas_L: Tensor, past: Any, before_LV: Tensor | None) -> Tensor:
-        """Logits ``[L, V]`` (fp32) of ``canvas_L`` (int64), which follows ``past``.
+    def predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
+        """Logits ``[L, V]`` (fp32) of each canvas; so many at once as memory is meant for."""
+        return [
+            logits for i in range(0, len(canvases), _AT_ONCE) for logits in self._predict(canvases[i : i + _AT_ONCE])
+        ]
 
-        ``before_LV``: the shaped logits of the step before; None at the first.
-        """
-        start = past.get_seq_length()
-        logits: Tensor = self.network(
-            decoder_input_ids=canvas_L[None],
-            past_key_values=past,
-            self_conditioning_logits=None if before_LV is None else before_LV[None],
-            decoder_position_ids=torch.arange(start, start + len(canvas_L), device=canvas_L.device)[None],
-        ).logits[0]
-        return logits
+    def _predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
+        length, count = len(canvases[0].tokens_L), len(canvases)
+        padded = [*canvases, *canvases[:1] * (-(-self._floor // length) - count)]
+        told = [canvas.before_LV for canvas in padded]
+        known = next((before for before in told if before is not None), None)
+        starts = torch.tensor([canvas.past.get_seq_length() for canvas in padded], device=padded[0].tokens_L.device)
+        hidden_BLD = self.network.model.decoder(
+            decoder_input_ids=torch.stack([canvas.tokens_L for canvas in padded]),
+            past_key_values=NoCache(canvases[0].past, len(padded)),
+            self_conditioning_logits=None
+            if known is None
+            else torch.stack([torch.zeros_like(known) if before is None else before for before in told]),
+            self_conditioning_mask=torch.tensor([before is not None for before in told], device=starts.device),
+            decoder_position_ids=starts[:, None] + torch.arange(length, device=starts.device),
+            pasts=[canvas.past for canvas in padded],
+        ).last_hidden_state
+        return [self._logits(hidden_LD) for hidden_LD in hidden_BLD[:count]]
+
+    def _logits(self, hidden_LD: Tensor) -> Tensor:
+        """As ``DiffusionGemmaForBlockDiffusion`` makes them, of one canvas at a time."""
+        cap = self.network.final_logit_softcapping
+        rows = F.pad(hidden_LD, (0, 0, 0, -len(hidden_LD) % self._floor))
+        logits: Tensor = self.network.lm_head(rows)[: len(hidden_LD)].float()
+        return torch.tanh(logits / cap) * cap
 
 
-def _spec(checkpoint: Checkpoint, config: Any, name: str) -> ModelSpec:
+def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> ModelSpec:
     text, given = config.text_config, Keys(checkpoint.generation, checkpoint.folder / "generation_config.json")
     ends: set[int] = set()
     for value in (checkpoint.generation.get("eos_token_id"), text.eos_token_id):
@@ -99,7 +175,8 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str) -> ModelSpec:
         mask_id=text.pad_token_id or 0,
         end_ids=frozenset(ends),
         banned_ids=(),
-        image_id=None,
+        image_id=config.image_token_id if images else None,
+        image_frame=(_known(config.boi_token_id), _known(config.eoi_token_id)),
         max_tokens=text.max_position_embeddings - config.canvas_length,  # the last canvas is always whole
         default_block_length=config.canvas_length,
         renoising=Renoising(
@@ -111,3 +188,7 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str) -> ModelSpec:
             confident=given.number("confidence_threshold", default=_CONFIDENT),
         ),
     )
+
+
+def _known(token: int | None) -> tuple[int, ...]:
+    return () if token is None else (token,)

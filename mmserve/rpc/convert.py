@@ -362,6 +362,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             for t in event.tokens
         ],
         closed_by_budget=event.closed_by_budget,
+        companion_forwards=event.companion_forwards,
     )
 
 
@@ -386,4 +387,5 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
         tokens=tuple(events.CommittedToken(t.id, t.text, t.log_probability, t.step) for t in message.tokens),
         sample=sample,
         closed_by_budget=message.closed_by_budget,
+        companion_forwards=message.companion_forwards,
     )

@@ -139,11 +139,15 @@ class Plain:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_do_not_change_the_plain_greedy_tokens(bench: Make, target: LoadedModel, kind: str, length: int) -> None:
     b = bench(accompanied(target, kind), stages="inline")
-    saved = 0
+    companion, passes, saved = b.engine.stages.decoder._companion, list[int](), 0
+    run = companion._forward
+    companion._forward = lambda parts: passes.append(len(parts)) or run(parts)
     for i, prompt in enumerate(PROMPTS):
         given: dict[str, Any] = {"images": (picture(i),) * (i % 2), "max_new_tokens": 23, "recompute": LAST}
         plain = b.ask(ask(f"p{i}", prompt, **given))
+        passes.clear()
         fast = b.ask(ask(f"f{i}", prompt, commit=draft(length), **given))
+        assert (plain.companion_forwards, fast.companion_forwards) == (0, sum(passes))
         assert tokens_of(b, f"f{i}") == tokens_of(b, f"p{i}")
         assert fast.text == plain.text and plain.forwards == 23
         saved += plain.forwards - fast.forwards

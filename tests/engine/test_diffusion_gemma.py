@@ -8,83 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from harness import Bench, Call
-from helpers import ask, tiny_model, tokenizer
+from gemma_checkpoints import LENGTH, entropy, expected, gemma, prompt_of, row_of, save_gemma, transformers_own, watched
+from harness import Bench
+from helpers import tiny_model, tokenizer
 from safetensors.torch import load_file, save_file
 from test_samples import Samples, several, told
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
 from transformers.models.diffusion_gemma import EntropyBoundSamplerConfig
-from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 
 from mmserve.config import ModelConfig
-from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Snapshot
 from mmserve.core.request import ImagePart, Message, Policy, Request
 from mmserve.core.samples import samples
-from mmserve.decode.sampler import step_generator
 from mmserve.errors import ConfigError, FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel
+from mmserve.models.base import CanvasModel, OpenCanvas
 from mmserve.models.companion import accompany
 from mmserve.models.registry import load_model
 
-LENGTH, STEPS = 8, 6
-BLOCK = Policy(name="block")
 Make = Callable[..., Bench]
-
-
-def entropy(**options: float) -> Policy:
-    return Policy(name="entropy_bound", options=options)
-
-
-def gemma(name: str, text: str, **given: Any) -> Request:
-    return ask(name, text, recompute=BLOCK, commit=given.pop("commit", entropy()), **given)
-
-
-def save_gemma(path: Path, spread: float) -> Path:
-    """A tiny random checkpoint as transformers writes it, sliding window and experts included."""
-    text = DiffusionGemmaTextConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        global_head_dim=24,
-        num_global_key_value_heads=1,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        max_position_embeddings=512,
-        pad_token_id=0,
-        eos_token_id=len(tokenizer()) - 1,
-        bos_token_id=2,
-    )
-    vision = Gemma4VisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
-    )
-    config = DiffusionGemmaConfig(
-        text_config=text, vision_config=vision, canvas_length=LENGTH, boi_token_id=3, eoi_token_id=4, image_token_id=5
-    )
-    torch.manual_seed(3)
-    network = DiffusionGemmaForBlockDiffusion(config)
-    for weight in network.parameters():  # small weights would predict the same everywhere
-        if weight.dim() >= 2:
-            weight.data *= spread
-    network.generation_config.max_denoising_steps = STEPS
-    network.save_pretrained(path)
-    tokenizer().save_pretrained(path)
-    return path
-
-
-def transformers_own(folder: Path) -> Any:
-    return DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
 
 @pytest.fixture(scope="module")
@@ -104,64 +47,6 @@ def loaded(folder: Path) -> CanvasModel:
     return model
 
 
-def expected(oracle: Any, prompt: list[int], new: int, seed: int, monkeypatch: Any, **given: Any) -> tuple[list, int]:
-    """What transformers' ``generate`` gives where each step's random numbers are the server's; its passes too."""
-    passes, place = 0, len(prompt)
-    begin, step = oracle._prepare_denoiser_inputs, oracle._denoising_step
-
-    def seeded(number: int) -> None:
-        torch.set_rng_state(step_generator(seed, number, torch.device("cpu")).get_state())
-
-    def begun(**kwargs: Any) -> Any:
-        nonlocal place
-        seeded(-place)
-        place += LENGTH
-        return begin(**kwargs)
-
-    def stepped(**kwargs: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        seeded(passes)
-        return step(**kwargs)
-
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)  # imports a compiler for nothing
-    monkeypatch.setattr(oracle, "_prepare_denoiser_inputs", begun)
-    monkeypatch.setattr(oracle, "_denoising_step", stepped)
-    state = torch.get_rng_state()
-    row = oracle.generate(torch.tensor([prompt]), max_new_tokens=new, **given).sequences[0, len(prompt) :]
-    torch.set_rng_state(state)
-    monkeypatch.undo()
-    return row.tolist(), passes
-
-
-def prompt_of(bench: Bench, text: str) -> list[int]:
-    [encoded] = bench.engine.stages.encoder.encode([gemma("x", text)])
-    return encoded.ids.tolist()
-
-
-def row_of(bench: Bench, call: Call) -> list[int]:
-    prompt = call.finished().usage.prompt_tokens
-    return bench.canvases[call.request.id][0][prompt:].tolist()
-
-
-def watched(bench: Bench) -> Bench:
-    """Keeps each request's row as it was after its latest step; what is final must stay."""
-    commit = bench.engine.stages.decoder.commit
-
-    def kept(d: Any) -> Any:
-        outcome = commit(d)
-        tokens, at = d.canvas.tokens.copy(), d.canvas.committed_at.copy()
-        before = bench.canvases.get(d.request.id)
-        if before is not None:
-            final = before[1] < 1 << 30
-            assert np.array_equal(tokens[final], before[0][final]) and np.array_equal(at[final], before[1][final])
-        bench.canvases[d.request.id] = tokens, at
-        return outcome
-
-    bench.engine.stages.decoder.commit = kept
-    return bench
-
-
 def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> None:
     torch.manual_seed(1)
     prompt, first = torch.randint(600, (21,)), torch.randint(600, (LENGTH,))
@@ -170,7 +55,7 @@ def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> N
         past = loaded.network.read(prompt, None)
         past = loaded.network.read(first, past)
         for said in (None, before):
-            mine = loaded.network.predict(first, past, said)
+            [mine] = loaded.network.predict([OpenCanvas(first, past, said)])
             theirs = oracle(
                 input_ids=torch.cat([prompt, first])[None],
                 decoder_input_ids=first[None],
@@ -179,6 +64,24 @@ def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> N
             assert mine.dtype == torch.float32
             assert (mine - theirs).abs().max() < 1e-4
         assert theirs.std() > 0.1
+
+
+def test_a_canvas_says_the_same_to_the_last_bit_whoever_is_beside_it(bench: Make, loaded: CanvasModel) -> None:
+    """Behind texts of any length, new ones among those that were told something, and more of them than a pass holds."""
+    bench(loaded, started=False, watch=False)  # it measures how few rows a product may have
+    generator = torch.Generator().manual_seed(1)
+    canvases = []
+    for i in range(11):
+        past = loaded.network.read(torch.randint(loaded.vocab_size, (3 + 7 * i,), generator=generator), None)
+        told = 5 * torch.randn(LENGTH, loaded.vocab_size, generator=generator) if i % 3 else None
+        tokens = torch.randint(loaded.vocab_size, (LENGTH,), generator=generator)
+        canvases.append(OpenCanvas(tokens, past, told))
+    with torch.inference_mode():
+        together = loaded.network.predict(canvases)
+        for count in (1, 2, 5):
+            for i in range(0, 11, count):
+                for mine, other in zip(loaded.network.predict(canvases[i : i + count]), together[i:], strict=False):
+                    assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("new", [LENGTH, 3 * LENGTH])
@@ -281,11 +184,11 @@ def test_what_it_does_not_do_is_refused(bench: Make, loaded: CanvasModel) -> Non
     for field, given in (("temperature", 1.0), ("top_k", 3), ("repetition_penalty", 1.2)):
         with pytest.raises(InvalidArgument, match=f"sampling.{field}"):
             b.submit(gemma("x", "a", **{field: given}))
-    with pytest.raises(Unimplemented, match="decodes without constraints"):
-        b.submit(dataclasses.replace(gemma("x", "a"), constraint=ConstraintSpec(Regex("a"))))
     with pytest.raises(InvalidArgument, match=r"diffusion.block_length: must be 8"):
         b.submit(gemma("x", "a", block=4))
-    for name in ("threshold", "learned", "guided", "scheduler"):  # nothing that could be named or trained would help
+    with pytest.raises(Unimplemented, match=r"name one under \[schedulers.NAME\] of the server; it has entropy_bound$"):
+        b.submit(gemma("x", "a", commit=Policy(name="scheduler")))
+    for name in ("threshold", "learned", "guided"):  # nothing that could be named or trained would help
         with pytest.raises(Unimplemented, match=f"no commit policy '{name}'; it has entropy_bound$"):
             b.submit(gemma("x", "a", commit=Policy(name=name)))
     seen = Message("user", (ImagePart(b"x"),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,36 @@ def test_an_accepted_end_settles_all_to_its_right(bench: Make, filtered: LoadedM
     filled = np.arange(NEW) > accepted
     assert (tokens[filled & (at == at[accepted])] == model.spec.padding_id).all()
     assert filled.any()
+
+
+def test_an_end_changes_nothing_that_is_final_and_leaves_what_is_left_of_it_open(
+    bench: Make, filtered: LoadedModel
+) -> None:
+    """What is still open left of an end sees padding instead of masks from then on, and may become other tokens."""
+    b = bench(filtered, stages="inline")
+    b.ask(asked("a1", learned()))
+    model = ending(filtered, b.canvases["a1"][0][-NEW:])
+    b = bench(model, stages="inline")  # watches that what is final stays
+    commit, open_left, final_right = b.engine.stages.decoder.commit, 0, 0
+
+    def looked(d: Any) -> Any:
+        nonlocal open_left, final_right
+        was_open, tokens = d.canvas.masked.copy(), d.canvas.tokens.copy()
+        outcome = commit(d)
+        new = np.flatnonzero(was_open & ~d.canvas.masked)
+        ends = new[np.isin(d.canvas.tokens[new], list(model.spec.end_ids))]
+        assert np.array_equal(d.canvas.tokens[~was_open], tokens[~was_open])
+        if len(ends):
+            assert not d.canvas.masked[ends[0] :].any()
+            open_left += int(d.canvas.masked[: ends[0]].sum())
+            final_right += int((~was_open[ends[0] :]).sum())
+        return outcome
+
+    b.engine.stages.decoder.commit = looked
+    for seed in range(8):
+        done = b.ask(asked(f"s{seed}", learned(threshold=2.0), temperature=1.0, seed=seed))
+        assert done.edits == 0
+    assert open_left and final_right, "an end is accepted between open and final positions"
 
 
 def test_without_it_what_is_right_of_an_end_stays_open(bench: Make, filtered: LoadedModel) -> None:

@@ -390,3 +390,19 @@ def test_strangers_change_nothing(bench: Make, alone: dict[str, Any], order: str
         assert of(b, call) == alone[call.request.id], call.request
     assert max(map(len, b.batches)) >= (8 if gate else 2), "they did share batches"
     b.await_nothing_left()
+
+
+def test_early_commit_scores_its_block_and_the_answer_until_it_is_sure(
+    bench: Make, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then once all that is left; until then the rest of a long canvas costs no logits."""
+    scored: list[int] = []
+    real = model.decoder.logits
+    monkeypatch.setattr(model.decoder, "logits", lambda hidden: scored.append(len(hidden)) or real(hidden))
+    b: Bench = bench(stages="inline", watch=False)
+    for gap, last in ((1e9, 0), (-1e9, 56)):
+        answer = policy("early_commit", early=1e9, middle=1e9, late=gap, answer_start=60, answer_length=4)
+        scored.clear()
+        done = b.ask(ask(f"{gap}", max_new_tokens=64, block=4, steps=64, commit=answer))
+        assert done.forwards == (64 if not last else 43)
+        assert sum(scored) <= 16 * done.forwards + last, "the fewest rows of a product may be 16"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from llada2_checkpoints import glm
 from llada2_checkpoints import save as save_llada2
 from llama_checkpoints import load
 from qwen_checkpoints import MASK_ID
+from test_constrained import SCHEMAS, check, constrained, needed
 from test_masked_families import BLOCK, TEXTS, Judge, Make, answer, endless, prompt_of
 from test_samples import Samples, several, told
 
 from mmserve.config import SchedulerConfig
-from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.request import Policy, Request
 from mmserve.core.samples import samples
 from mmserve.decode.sampler import step_generator
@@ -183,14 +182,52 @@ def test_what_does_not_fit_is_refused(bench: Make) -> None:
         b.submit(ask("x", commit=scheduler("refine"), min_p=0.1))
     with pytest.raises(InvalidArgument, match=r"repetition_penalty"):
         b.submit(ask("x", commit=scheduler("refine"), repetition_penalty=1.1))
-    with pytest.raises(Unimplemented, match="'scheduler' takes no constraint"):
-        b.submit(dataclasses.replace(ask("x", commit=scheduler("refine")), constraint=ConstraintSpec(Regex("a"))))
     plain: Bench = bench(tiny_model(vision=False))
     assert "scheduler" not in plain.engine.info.commit_policies
     with pytest.raises(Unimplemented, match=r"needs a scheduler: name one under \[schedulers.NAME\].*it has low_conf"):
         plain.submit(ask("x", commit=scheduler("refine")))
     with pytest.raises(InvalidArgument, match="there is no policy 'scheduler'"):  # its own candidates would be lost
         b.submit(ask("x", commit=Policy(name="early_commit", base=scheduler("refine"))))
+
+
+def test_a_constrained_answer_obeys_and_is_the_same_among_strangers(bench: Make) -> None:
+    """Over a model that babbles, from the least budget on; what the scheduler would commit the witness fills."""
+    made = schedulers(
+        one={"threshold": 2.0}, sure={"threshold": 0.2}, edits={"threshold": 0.2, "editing_threshold": 0.1}
+    )
+    b: Bench = bench(tiny_model(vision=False), schedulers=made, watch=False)
+    least = [needed(b, schema) for schema in SCHEMAS]
+    requests = [
+        constrained(
+            ask(
+                f"{name} {n} {seed}",
+                max_new_tokens=least[n] + (0, 1, 9)[(n + seed) % 3],
+                block=(4, 8)[n % 2],
+                commit=scheduler(name),
+                recompute=Policy(name=("none", "dual", "dkv_decode")[seed]),
+                temperature=(0.0, 0.8, 2.0)[seed],
+                seed=seed,
+            ),
+            schema,
+        )
+        for name in made
+        for n, schema in enumerate(SCHEMAS)
+        for seed in range(3)
+    ]
+    calls = b.submit(*requests)
+    for call, schema in zip(calls, [s for _ in made for s in SCHEMAS for _ in range(3)], strict=True):
+        check(call, schema)
+        assert call.finished().edits == 0 or call.request.diffusion.commit == scheduler("edits")
+    for call in calls[::7]:
+        again = b.ask(replace(call.request, id="alone"))
+        assert (again.text, again.forwards, again.edits) == (
+            call.finished().text,
+            call.finished().forwards,
+            call.finished().edits,
+        )
+    one = [call.finished() for call in calls if call.request.diffusion.commit == scheduler("one")]
+    assert all(done.forwards <= done.usage.completion_tokens + 1 for done in one)
+    assert max(done.tokens_per_forward for call in calls for done in [call.finished()]) > 2
 
 
 def test_a_sample_is_the_answer_to_a_request_with_its_seed(bench: Make) -> None:

@@ -132,8 +132,8 @@ def test_what_the_sdk_refuses_to_send(given: dict[str, Any], field: str) -> None
     assert [v.field for v in caught.value.violations] == [field]
 
 
-def test_that_a_budget_cut_it_short_goes_over_the_wire() -> None:
-    done = Finished("end", "{}", Usage(1, 0, 1), 1, 1, StageTimes(), closed_by_budget=True)
+def test_that_a_budget_cut_it_short_and_a_companions_passes_go_over_the_wire() -> None:
+    done = Finished("end", "{}", Usage(1, 0, 1), 1, 1, StageTimes(), closed_by_budget=True, companion_forwards=3)
     assert from_response(to_response(done, "id")) == done
 
 

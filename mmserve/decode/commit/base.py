@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
+from mmserve.decode.constrained.best import Best
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,32 @@ class Proposing(Protocol):
     """A commit policy that makes its own candidates of the block's logits."""
 
     def propose(
-        self, logits_nV: Tensor, canvas: Canvas, sampling: Sampling, mask_id: int, banned: tuple[int, ...]
+        self,
+        logits_nV: Tensor,
+        canvas: Canvas,
+        sampling: Sampling,
+        mask_id: int,
+        banned: tuple[int, ...],
+        best: Best | None = None,
     ) -> Candidates:
-        """Candidates for the positions of the current block, from their logits ``[block, V]``.
+        """Candidates for positions of the current block, from the logits ``[block, V]`` of all of them.
 
-        ``mask_id`` stands at masked positions; tokens of ``banned`` are never proposed. The same for the same request
-        and canvas, whoever else is served.
+        ``mask_id`` stands at masked positions; tokens of ``banned`` are never proposed. ``best`` notes more of each
+        row, and may rule tokens out first. The same for the same request and canvas, whoever else is served.
         """
+        ...
+
+
+@runtime_checkable
+class Partial(Protocol):
+    """A commit policy of the whole canvas that mostly chooses from a part of it: the rest need not be scored before."""
+
+    def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
+        """Bool ``[n]``: which of the masked ``positions`` it looks at in any case."""
+        ...
+
+    def enough(self, canvas: Canvas, candidates: Candidates) -> bool:
+        """Whether it chooses from these ``candidates`` of needed positions and would choose no other."""
         ...
 
 

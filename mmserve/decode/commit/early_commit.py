@@ -67,20 +67,31 @@ class EarlyCommit(Undrafted):
         """Where the policy it builds on does."""
         return self.base.closes
 
+    def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
+        start, end = self._region(canvas)
+        inside = (positions < canvas.block_end) | ((positions >= start) & (positions < end))
+        return inside | self.base.whole_canvas
+
+    def enough(self, canvas: Canvas, candidates: Candidates) -> bool:
+        return not self.answer_length or not self._sure(canvas, candidates)
+
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         block = candidates.positions < canvas.block_end
-        start, end = self._region(canvas)
-        region = (candidates.positions >= start) & (candidates.positions < end)
-        open_there = int(canvas.masked[start:end].sum())
-        # A region past the canvas says nothing, nor does one of which a recompute policy left some out of this pass.
-        judged = start < end and int(region.sum()) == open_there
-        if judged and (not open_there or float(candidates.gap[region].mean()) >= self._needed(canvas)):
+        if self._sure(canvas, candidates):
             return np.ones_like(block) if self.answer_length else block
         if self.base.whole_canvas:
             return self.base.choose(canvas, candidates)
         chosen = np.zeros_like(block)
         chosen[block] = self.base.choose(canvas, candidates.where(block))
         return chosen
+
+    def _sure(self, canvas: Canvas, candidates: Candidates) -> bool:
+        start, end = self._region(canvas)
+        region = (candidates.positions >= start) & (candidates.positions < end)
+        open_there = int(canvas.masked[start:end].sum())
+        # A region past the canvas says nothing, nor does one of which a recompute policy left some out of this pass.
+        judged = start < end and int(region.sum()) == open_there
+        return judged and (not open_there or float(candidates.gap[region].mean()) >= self._needed(canvas))
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
         """First position of the answer, and the first behind it."""

@@ -20,7 +20,8 @@ class Learned(BlockWise):
     schedule alone would end with. A ``threshold`` of 1 or more leaves the schedule's: ``low_confidence``.
 
     ``end_of_text`` (EoTP): with an end of text that becomes final everything right of it does too, as padding. The text
-    would have ended there anyway, and what is still open left of it sees what a model is trained to find behind an end.
+    would have ended there anyway. Nothing final changes by it, but what is still open left of the end may become other
+    tokens than without it: from then on it sees there what a model is trained to find behind an end, and no masks.
     The reference also cuts the canvas at the most probable candidate for an end, accepted or not; that may cut an
     answer short, so only ends that are accepted count here.
     """

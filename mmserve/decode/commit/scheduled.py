@@ -1,7 +1,8 @@
 """A discrete scheduler of diffusers as a commit policy: it draws the tokens itself, and says which become final.
 
 Its steps are those of one block, as in diffusers' ``LLaDA2Pipeline``; it sees the logits of the block and nothing else.
-Where it is sure of no masked position, its most probable token is committed all the same.
+Where it is sure of no masked position, its most probable token is committed all the same. Its candidates are the tokens
+that it would commit or replace and no others; a constrained request commits its witness's tokens at their positions.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit.base import BlockWise, Candidates
+from mmserve.decode.constrained.best import Best
 from mmserve.decode.pace import steps_of_block
 from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.schedulers import Discrete
@@ -46,15 +48,21 @@ class Scheduled(BlockWise):
         return canvas.full_passes >= PASSES or (edited == 0 and canvas.full_passes > 0)
 
     def propose(
-        self, logits_nV: Tensor, canvas: Canvas, sampling: Sampling, mask_id: int, banned: tuple[int, ...]
+        self,
+        logits_nV: Tensor,
+        canvas: Canvas,
+        sampling: Sampling,
+        mask_id: int,
+        banned: tuple[int, ...],
+        best: Best | None = None,
     ) -> Candidates:
-        """What the scheduler makes of the block, from the logits of its positions.
-
-        A position whose token it leaves as it is has that token as its candidate, masks their mask.
-        """
-        positions = canvas.block()
+        """Where and by what the scheduler changes the block, from the logits of all of its positions."""
         logits = logits_nV.float().clone()
         logits[:, list(banned)] = -torch.inf
+        if best is not None:
+            best.restrict(logits)
+            best.take(logits, None)
+        positions = canvas.block()
         sample = torch.from_numpy(canvas.tokens[positions]).to(logits.device)
         out = self.scheduler.step(
             logits,
@@ -67,11 +75,10 @@ class Scheduled(BlockWise):
         )
         tokens, open_L = out.prev_sample[0].clone(), sample == mask_id
         if bool(open_L.any()) and not bool((open_L & (tokens != sample)).any()):
-            best = torch.where(open_L, out.sampled_probs[0].float(), -1.0).argmax()
-            tokens[best] = out.sampled_tokens[0, best]
-        return described(logits, positions, tokens)
+            surest = torch.where(open_L, out.sampled_probs[0].float(), -1.0).argmax()
+            tokens[surest] = out.sampled_tokens[0, surest]
+        changed = (tokens != sample) & (open_L | self.revises)
+        return described(logits[changed], positions[changed.cpu().numpy()], tokens[changed])
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
-        masked = canvas.committed_at[candidates.positions] == MASKED
-        changed = candidates.tokens != canvas.tokens[candidates.positions]
-        return changed & (masked | self.revises)
+        return np.ones(len(candidates.positions), dtype=bool)

@@ -21,7 +21,7 @@ from mmserve.decode.constraint.witness import Infeasible, Witness, admit
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary, spell
 from mmserve.errors import InvalidArgument, Unavailable, Unimplemented
-from mmserve.models.base import CanvasModel, Model
+from mmserve.models.base import Model
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -96,10 +96,8 @@ class Admission:
 
 
 def _language(model: Model) -> _Language:
-    if isinstance(model, CanvasModel):
-        raise Unimplemented(f"model {model.spec.name!r} decodes without constraints: its tokens are never masked")
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
-    size = model.decoder.config.vocab_size
+    size = model.vocab_size
     try:
         spelled = spell(tokenizer)
     except ValueError as error:

@@ -1,0 +1,66 @@
+"""Images for DiffusionGemma: Gemma 4's own image processor, tower and projection, from transformers.
+
+An image keeps its shape and becomes as many patches as fit the processor's budget, so its tokens depend on its shape.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import Gemma4ImageProcessorPil
+
+from mmserve.errors import ConfigError
+from mmserve.models.base import VisionEncoder
+
+#: Where a checkpoint keeps its image processor's settings, by themselves or among those of the other processors.
+_SETTINGS = ("preprocessor_config.json", "processor_config.json")
+
+
+class GemmaVision(VisionEncoder):
+    """The tower within ``encoder``, which is ``DiffusionGemmaEncoderModel`` of transformers."""
+
+    tokens_per_image = 0
+
+    def __init__(self, encoder: Any, processor: Any) -> None:
+        super().__init__()
+        self._encoder, self._processor = encoder, processor
+
+    def prepare(self, image: Image.Image) -> Tensor:
+        """Pixels ``[3, height, width]`` fp32 of an RGB image, both sides whole numbers of patches."""
+        made = self._processor(images=[image], return_tensors="pt")
+        patches_nP, places_n2 = made["pixel_values"][0], made["image_position_ids"][0]
+        kept = places_n2[:, 0] >= 0  # the rest is padding
+        columns, rows = (places_n2[kept].amax(0) + 1).tolist()
+        side = self._processor.patch_size
+        grid = patches_nP[kept].float().reshape(rows, columns, side, side, 3)
+        return grid.permute(4, 0, 2, 1, 3).reshape(3, rows * side, columns * side)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Visual tokens ``[B, n, D]`` of ``pixels [B, 3, height, width]``, images of one shape."""
+        side = self._processor.patch_size
+        count, rows, columns = len(pixels), pixels.shape[2] // side, pixels.shape[3] // side
+        grid = pixels.reshape(count, 3, rows, side, columns, side)
+        patches = grid.permute(0, 2, 4, 3, 5, 1).reshape(count, rows * columns, -1)
+        y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        places = torch.stack([x, y], -1).reshape(1, -1, 2).expand(count, -1, -1).to(pixels.device)
+        features: Tensor = self._encoder.get_image_features(patches, places).pooler_output
+        return features.reshape(count, -1, features.shape[-1])
+
+
+def load_gemma_vision(folder: Path, encoder: Any) -> GemmaVision | None:
+    """The checkpoint's vision; None where it has no settings of an image processor, ``ConfigError`` for wrong ones."""
+    if not any((folder / name).is_file() for name in _SETTINGS):
+        return None
+    try:
+        processor = Gemma4ImageProcessorPil.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder}: the image processor's settings cannot be read: {error}") from error
+    config = encoder.config.vision_config
+    for name in ("patch_size", "pooling_kernel_size"):
+        if getattr(processor, name) != getattr(config, name):
+            raise ConfigError(f"{folder}: the image processor's {name} must be the tower's {getattr(config, name)}")
+    return GemmaVision(encoder, processor)

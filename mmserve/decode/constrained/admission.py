@@ -5,6 +5,7 @@ Runs on a worker of its own: a grammar takes milliseconds, a bad one two seconds
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass
@@ -79,8 +80,13 @@ class Admission:
             raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
         return Admitted(witness, language.lexicon, grammar.warnings, judge)
 
+    def warm(self) -> None:
+        """Make ready now what the first constraint would wait for; for a model without constraints, nothing."""
+        with contextlib.suppress(Unimplemented, Unavailable):  # whoever asks is told
+            self._made()
+
     def close(self) -> None:
-        """End the process that compiles; nothing is admitted any more."""
+        """End the processes that compile; nothing is admitted any more."""
         with self._lock:
             self._closed = True
             if self._language is not None:

@@ -51,7 +51,7 @@ class Child:
         self.ask(wire.from_vocabulary(vocabulary), START_SECONDS)
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """The answer to ``message``. Raises ``TimeoutError`` after ``seconds``, ``Overdue`` once the child has ended."""
+        """The answer to ``message``. Raises ``TimeoutError`` after ``seconds``, ``Overdue`` where the child ends."""
         assert self._process.stdin is not None and self._process.stdout is not None
         into, out = self._process.stdin.fileno(), self._process.stdout.fileno()
         deadline = time.monotonic() + seconds

@@ -71,7 +71,8 @@ class Admission:
         except Infeasible as error:
             if error.needed is None:
                 raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
-            why = f"must be at least {error.needed} for an answer that obeys the constraint, not {budget}"
+            known = "the shortest answer" if error.exact else "the shortest answer found"
+            why = f"must be at least {error.needed} for {known} that obeys the constraint, not {budget}"
             raise InvalidArgument.of("sampling.max_new_tokens", why) from error
         except (KeyboardInterrupt, SystemExit):
             raise

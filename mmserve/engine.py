@@ -100,6 +100,10 @@ class Engine:
         self._refusal = ""
         self._thread.start()
 
+    def warm(self) -> None:
+        """Have what the first constrained request needs made ready in the background, for servers that stay."""
+        threading.Thread(target=self.stages.warm, name="mmserve-warm", daemon=True).start()
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Take a request in, or refuse it at once with a typed error.
 

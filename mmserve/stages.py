@@ -227,6 +227,10 @@ class Stages:
             self.searches += ended.constrained.searches
             self.fallbacks += ended.constrained.fallbacks
 
+    def warm(self) -> None:
+        """Make ready what the first constrained request would wait for: seconds. Blocks, for less than that."""
+        self._admission.warm()
+
     def close(self) -> None:
         """End what runs beside the stages."""
         self._admission.close()

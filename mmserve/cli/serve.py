@@ -20,6 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = read_config(arguments)
     engines = build_engines(settings)
+    for engine in engines.values():
+        engine.warm()
 
     async def serve() -> None:
         server = Server(settings, engines)

@@ -14,6 +14,7 @@ MAX_ENUM_VALUES = 10_000  # all ``enum`` values of a schema together
 MAX_ENUM_BYTES = 256 << 10
 MAX_REPEAT = 100_000  # bounds of lengths and items, and of a regular expression written out
 MAX_INTEGER = 2**53  # beyond, llguidance rounds: 9007199254740993 becomes 9007199254740992
+LARGEST = 9 * 10**18  # of numbers with one bound, on the other side; llguidance counts in 64 bits
 DIGITS = 15  # significant; with more, two decimals may be one double, and llguidance takes one for the other
 SMALLEST = 1e-12  # bounds are written out in digits, never with an exponent
 MAX_MULTIPLE = 10_000  # an automaton has one state a remainder: 10,000 compile in 0.1 s, 100,000 in 2 s

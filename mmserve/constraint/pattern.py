@@ -60,12 +60,12 @@ def whole(pattern: str) -> str:
 
     Raises ``BadPattern``.
     """
-    return _alternatives(_parsed(pattern), search=False)
+    return _alternatives(parsed(pattern), search=False)
 
 
 def searched(pattern: str) -> str:
     """The expression that matches every string in which ``pattern`` is found somewhere. Raises ``BadPattern``."""
-    return _alternatives(_parsed(pattern), search=True)
+    return _alternatives(parsed(pattern), search=True)
 
 
 def literal(text: str) -> str:
@@ -73,7 +73,8 @@ def literal(text: str) -> str:
     return "".join(charsets.text_of(charsets.single(ord(char))) for char in text)
 
 
-def _parsed(pattern: str) -> Group:
+def parsed(pattern: str) -> Group:
+    """The expression's parts. Raises ``BadPattern``."""
     if len(pattern.encode()) > MAX_REGEX_BYTES:
         raise BadPattern(f"must be at most {MAX_REGEX_BYTES} bytes")
     parser = _Parser(pattern)

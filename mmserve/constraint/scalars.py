@@ -9,9 +9,10 @@ from math import lcm
 from typing import Any
 
 from mmserve.constraint.formats import FORMATS
-from mmserve.constraint.limits import DIGITS, MAX_MULTIPLE, SMALLEST
+from mmserve.constraint.limits import DIGITS, LARGEST, MAX_MULTIPLE, SMALLEST
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.pattern import BadPattern, searched, whole
+from mmserve.constraint.values import types_of
 
 Schema = dict[str, Any]
 
@@ -45,6 +46,9 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     llguidance accepts 1 where ``exclusiveMinimum`` is 1 and ``maximum`` 1.25; 0.10000000000000001 where
     ``exclusiveMinimum`` is 0.1, which every reader takes for 0.1; and reads bounds of more than 15 digits as their
     neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
+
+    With a bound, llguidance writes numbers without exponents. With one bound alone it would take any number of digits,
+    which many readers make an infinity of: such numbers end at ±``LARGEST``. Integers do not: readers have them exact.
     """
     part: Schema = {}
     for keyword, bound, strictly in (
@@ -61,6 +65,8 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
         value = _inward(node[keyword], up=bound == "minimum", strictly=strictly)
         tighter = min if bound == "maximum" else max
         part[bound] = tighter(part[bound], value) if bound in part else value
+    if part and "number" in types_of({"type": node["type"]} if "type" in node else {}):
+        part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)
     elif "multipleOf" in node:

@@ -55,7 +55,7 @@ def test_the_search_by_bytes_is_an_upper_bound(pattern: str) -> None:
     vocabulary = Vocabulary.spelled(TOY, {5})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     matcher = Grammar(f"start: /{pattern}/", vocabulary).start()
-    close = shortest_close(matcher, lexicon, Effort(exact_choices=0))
+    close = shortest_close(matcher, lexicon, Effort(exact_tokens=0, patient_tokens=0))
     exact = shortest_close(matcher, lexicon)
     assert close is not None and exact is not None
     assert completes(matcher, close.tokens)
@@ -106,7 +106,7 @@ def test_a_rare_way_out_of_a_loop_is_found() -> None:
 def test_an_empty_language_has_no_completion() -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
     endless = Grammar('start: "a" start', BYTES).start()
-    assert shortest_close(endless, lexicon, Effort(exact_tokens=50, places=200)) is None
+    assert shortest_close(endless, lexicon, Effort(exact_tokens=50, patient_tokens=50, places=200)) is None
     assert quick_close(endless, lexicon, 50) is None
 
 

@@ -87,15 +87,6 @@ def test_a_child_that_dies_is_replaced(compiler: Compiler) -> None:
     assert isinstance(outcome, Grammar)
 
 
-def test_a_stopped_child_is_overdue(compiler: Compiler) -> None:
-    compiler.compile(spec(Regex("a+")))
-    assert compiler.pid is not None
-    os.kill(compiler.pid, signal.SIGSTOP)
-    outcome, lasting = compiler.compile(spec(Regex("b+")))
-    assert isinstance(outcome, Refused) and not lasting
-    assert isinstance(compiler.compile(spec(Regex("b+")))[0], Grammar)
-
-
 def test_memory_is_limited(compiler: Compiler) -> None:
     compiler.compile(spec(Regex("a")))
     limits = Path(f"/proc/{compiler.pid}/limits").read_text().splitlines()
@@ -118,6 +109,64 @@ def test_closing_ends_the_child(compiler: Compiler) -> None:
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(Unavailable):
         compiler.compile(spec(Regex("a")))
+
+
+def standing_by(compiler: Compiler) -> int:
+    """The process id of the child that stands by, once it does."""
+    end = time.monotonic() + PATIENCE
+    while compiler.standby is None:
+        assert time.monotonic() < end, "no child stands by"
+        time.sleep(0.005)
+    return compiler.standby
+
+
+def test_a_killed_child_is_replaced_by_one_that_stood_by(compiler: Compiler) -> None:
+    compiler.compile(spec(Regex("a")))
+    first, second = compiler.pid, standing_by(compiler)
+    assert first is not None and first != second
+    os.kill(first, signal.SIGSTOP)
+    outcome, lasting = compiler.compile(spec(Regex("b")))
+    assert isinstance(outcome, Refused) and not lasting
+    assert not Path(f"/proc/{first}").exists()
+    assert isinstance(compiler.compile(spec(Regex("b")))[0], Grammar)
+    assert compiler.pid == second, "it had read the vocabulary already"
+    assert standing_by(compiler) not in (first, second)
+
+
+def test_a_standby_that_dies_is_not_asked(compiler: Compiler) -> None:
+    compiler.compile(spec(Regex("a")))
+    assert compiler.pid is not None
+    for pid in (standing_by(compiler), compiler.pid):
+        os.kill(pid, signal.SIGKILL)
+    outcomes = [compiler.compile(spec(Regex("b")))[0] for _ in range(3)]  # each may be noticed when asked, or before
+    assert isinstance(outcomes[-1], Grammar)
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_closing_does_not_wait_for_a_child_that_hangs(starting: bool) -> None:
+    made = Compiler(BYTES, 600.0)
+    ended: list[object] = []
+
+    def ask() -> None:
+        try:
+            ended.append(made.compile(spec(Regex("b"))))
+        except Unavailable as error:
+            ended.append(error)
+
+    if not starting:
+        made.compile(spec(Regex("a")))
+        standing_by(made)
+        assert made.pid is not None
+        os.kill(made.pid, signal.SIGSTOP)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.05)  # it waits for the child to start, or for its answer
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 5
+    asking.join(PATIENCE)
+    assert len(ended) == 1 and isinstance(ended[0], Unavailable)
+    assert made.pid is None and made.standby is None
 
 
 def test_many_threads_may_ask_at_once(grammars: Grammars) -> None:

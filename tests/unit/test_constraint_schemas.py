@@ -255,3 +255,23 @@ def test_bounds_of_numbers_are_sound(bounds: dict[str, float], kind: str, step: 
                 assert judge.is_valid(json.loads(text)), text
             if accepts(at, text) and not math.isclose(exact, bound):
                 assert judge.is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"minimum": 0}, {"maximum": 9}, {"exclusiveMinimum": -2}, {"minimum": 1, "maximum": 9}]
+)
+@pytest.mark.parametrize("step", [{}, {"multipleOf": 0.5}])
+def test_a_bounded_number_is_never_read_as_an_infinity(bounds: dict[str, float], step: dict[str, float]) -> None:
+    at = schema_matcher({"type": "number", **bounds, **step})
+    assert accepts(at, "5") or accepts(at, "5.0")
+    for text in ("1e999", "1E999", "1e5", "-1e999", "1e-999", "0e0", "9" * 400, f"-{'9' * 400}", f"{'9' * 400}.5"):
+        assert not accepts(at, text), text
+    chance = random.Random(0)
+    for said in filter(None, (sentence(at, chance, 600) for _ in range(5))):
+        assert math.isfinite(float(said)), said
+
+
+def test_integers_may_have_any_number_of_digits() -> None:
+    """Readers have them exact, however many."""
+    for kind in ("integer", ["integer", "null"]):
+        assert accepts(schema_matcher({"type": kind, "minimum": 0}), "9" * 60)

@@ -151,7 +151,7 @@ def test_too_small_a_budget_is_refused_with_the_number_needed(n: int) -> None:
 def test_a_language_without_an_end_is_refused() -> None:
     endless = Grammar('start: "a" start', vocabulary()[0])
     with pytest.raises(Infeasible, match="no answer") as refused:
-        admit(endless, vocabulary()[1], 50, Effort(exact_tokens=50, places=100))
+        admit(endless, vocabulary()[1], 50, Effort(exact_tokens=50, patient_tokens=50, places=100))
     assert refused.value.needed is None
 
 

@@ -5,6 +5,7 @@ Runs on a worker of its own: a grammar takes milliseconds, a bad one two seconds
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class Admission:
         except Infeasible as error:
             if error.needed is None:
                 raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
-            why = f"must be at least {error.needed} for an answer that obeys the constraint, not {budget}"
+            known = "the shortest answer" if error.exact else "the shortest answer found"
+            why = f"must be at least {error.needed} for {known} that obeys the constraint, not {budget}"
             raise InvalidArgument.of("sampling.max_new_tokens", why) from error
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -79,8 +81,13 @@ class Admission:
             raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
         return Admitted(witness, language.lexicon, grammar.warnings, judge)
 
+    def warm(self) -> None:
+        """Make ready now what the first constraint would wait for; for a model without constraints, nothing."""
+        with contextlib.suppress(Unimplemented, Unavailable):  # whoever asks is told
+            self._made()
+
     def close(self) -> None:
-        """End the process that compiles; nothing is admitted any more."""
+        """End the processes that compile; nothing is admitted any more."""
         with self._lock:
             self._closed = True
             if self._language is not None:

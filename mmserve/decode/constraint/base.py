@@ -7,6 +7,8 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from mmserve.constraint.likeness import Kinds
+
 
 class Matcher(Protocol):
     """A place in a constraint's language: the tokens consumed so far, and what may follow them.
@@ -56,6 +58,10 @@ class Constraint(Protocol):
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text."""
+        ...
+
+    def kinds(self) -> Kinds:
+        """Classes of the beginnings of texts: what may follow one of a class may follow all of it."""
         ...
 
     def start(self) -> Matcher:

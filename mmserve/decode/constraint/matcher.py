@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
+from mmserve.constraint.likeness import Kinds, kinds_of
 from mmserve.decode.paths.vocabulary import Vocabulary
 
 
@@ -39,6 +40,10 @@ class Grammar:
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text."""
         return self.vocabulary.end_ids
+
+    def kinds(self) -> Kinds:
+        """Classes of the beginnings of texts that the grammar cannot tell apart."""
+        return kinds_of(self.source)
 
     def start(self) -> GrammarMatcher:
         """A matcher in front of the first token."""

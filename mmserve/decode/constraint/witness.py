@@ -26,11 +26,14 @@ _REMEMBERED = 8
 
 
 class Infeasible(ValueError):
-    """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none)."""
+    """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none).
 
-    def __init__(self, needed: int | None) -> None:
+    ``exact``: whether fewer are known to be too few.
+    """
+
+    def __init__(self, needed: int | None, *, exact: bool = False) -> None:
         super().__init__("no answer was found" if needed is None else f"at least {needed} tokens are needed")
-        self.needed = needed
+        self.needed, self.exact = needed, exact
 
 
 class Outcome(Enum):
@@ -61,9 +64,11 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
         Infeasible: the shortest answer found is longer.
     """
     matcher = constraint.start()
-    close = shortest_close(matcher, lexicon, effort)
-    if close is None or len(close.tokens) > budget:
-        raise Infeasible(None if close is None else len(close.tokens))
+    close = shortest_close(matcher, lexicon, effort, kinds=constraint.kinds, room=budget)
+    if close is None:
+        raise Infeasible(None)
+    if len(close.tokens) > budget:
+        raise Infeasible(len(close.tokens), exact=close.exact)
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
     return Witness(tokens, len(close.tokens), matcher, 0, constraint.end_ids)

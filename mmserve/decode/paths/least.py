@@ -1,14 +1,16 @@
 """The least number of tokens that brings a text to its end.
 
-The exact search tries every token that may follow, level by level, and tells places apart by the bytes behind them (a
-parser knows nothing else). It gives up where very many tokens may follow, as within a free string; then the shortest
-completion that ``completion`` finds is an upper bound, and one that is known to exist.
+The exact search tries every token that may follow, level by level, and goes on from one of the places that the
+constraint cannot tell apart (``constraint.likeness``). It gives up when it has tried very many tokens; then the
+shortest completion that ``completion`` finds is an upper bound, and one that is known to exist.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import Walk, Work, after, cheapest, completes, improve, walk
 from mmserve.decode.paths.lexicon import Lexicon
@@ -19,7 +21,8 @@ class Effort:
     """How much a search may do, counted in places of the parser and in tokens tried there."""
 
     exact_tokens: int = 2000
-    exact_choices: int = 64  # tokens that may follow, above which the exact search gives up
+    patient_tokens: int = 200_000  # where it is the exact number that decides; a microsecond each
+    patient_places: int = 3000
     places: int = 4000  # about 10 microseconds each
     alternatives: int = 12
     similar: int = 3
@@ -33,24 +36,49 @@ class Close:
     exact: bool
 
 
-def shortest_close(matcher: Matcher, lexicon: Lexicon, effort: Effort | None = None) -> Close | None:
-    """The shortest completion found from where ``matcher`` is; None if none was found."""
+def shortest_close(
+    matcher: Matcher,
+    lexicon: Lexicon,
+    effort: Effort | None = None,
+    *,
+    kinds: Callable[[], Kinds] = Texts,
+    room: int = 0,
+) -> Close | None:
+    """The shortest completion found from where ``matcher`` is; None if none was found.
+
+    Args:
+        kinds: makes classes of texts, from the one behind ``matcher`` on; otherwise every text is its own class.
+        room: tokens that are few enough: above, an exact answer is worth a far longer search.
+    """
     effort = effort or Effort()
-    exact, at_least = _by_tokens(matcher, lexicon, effort)
+    exact, at_least = _by_tokens(matcher, lexicon, Texts(), effort.exact_tokens, effort.exact_tokens)
     if exact is not None:
         return Close(exact, True)
+    bound = _bound(matcher, lexicon, effort)
+    if bound is not None and len(bound) <= max(at_least, room):
+        return Close(bound, len(bound) <= at_least)
+    try:
+        exact, far = _by_tokens(matcher, lexicon, kinds(), effort.patient_tokens, effort.patient_places, bound)
+    except ValueError:  # too much for the classes
+        far = at_least
+    at_least = max(at_least, far)
+    if exact is not None:
+        return Close(exact, True)
+    return None if bound is None else Close(bound, len(bound) <= at_least)
+
+
+def _bound(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> tuple[int, ...] | None:
+    """A completion that is short, found by bytes."""
     begun = walk(matcher, lexicon, Work(effort.places), keep=True)
     found = (
         _searched(matcher, lexicon, effort)
         if begun is None
         else improve(begun, lexicon, Work(effort.places), alternatives=effort.alternatives)
     )
-    if found is None or not completes(matcher, found):
-        # a grammar that speaks of tokens rather than bytes may not take another spelling of the same text
-        if begun is None:
-            return None
-        found = list(begun.tokens)
-    return Close(tuple(found), len(found) <= at_least)
+    if found is not None and completes(matcher, found):
+        return tuple(found)
+    # a grammar that speaks of tokens rather than bytes may not take another spelling of the same text
+    return None if begun is None else begun.tokens
 
 
 def quick_close(matcher: Matcher, lexicon: Lexicon, places: int) -> tuple[int, ...] | None:
@@ -71,26 +99,40 @@ def _searched(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> list[int] |
     return None
 
 
-def _by_tokens(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> tuple[tuple[int, ...] | None, int]:
-    """A completion of the least length, or None and a length below which there is none."""
-    level: dict[bytes, tuple[Matcher, tuple[int, ...]]] = {b"": (matcher, ())}
-    depth = tried = 0
+def _by_tokens(
+    matcher: Matcher,
+    lexicon: Lexicon,
+    kinds: Kinds,
+    most: int,
+    places: int,
+    bound: tuple[int, ...] | None = None,
+) -> tuple[tuple[int, ...] | None, int]:
+    """A completion of the least length, or None and a length below which there is none.
+
+    ``most`` tokens are tried, at ``places``; none farther on than would be shorter than the completion ``bound``.
+    """
+    level: list[tuple[Hashable, Matcher, tuple[int, ...]]] = [(kinds.begun(), matcher, ())]
+    seen = {kinds.begun()}
+    depth = 0
     while level:
-        for at, tokens in level.values():
+        for _kind, at, tokens in level:
             if at.accepting:
                 return tokens, depth
-        following: dict[bytes, tuple[Matcher, tuple[int, ...]]] = {}
-        for text, (at, tokens) in level.items():
+        if bound is not None and depth + 1 == len(bound):
+            return bound, depth + 1
+        following: list[tuple[Hashable, Matcher, tuple[int, ...]]] = []
+        for kind, at, tokens in level:
             allowed = at.allowed()
-            tried += len(allowed)
-            if len(allowed) > effort.exact_choices or tried > effort.exact_tokens:
+            most -= len(allowed)
+            if most < 0 or len(seen) > places:
                 return None, depth + 1
             for token in allowed.tolist():
-                grown = text + lexicon.spelled[token]
-                if grown not in following:
+                grown = kinds.after(kind, lexicon.spelled[token])
+                if grown not in seen:
+                    seen.add(grown)
                     fork = after(at, [token])
                     if fork is None:  # the parser's limits: what lies behind is not known
                         return None, depth + 1
-                    following[grown] = fork, (*tokens, token)
+                    following.append((grown, fork, (*tokens, token)))
         level, depth = following, depth + 1
     return None, 0

@@ -1,0 +1,101 @@
+"""One child process that compiles: started, asked within a time, ended from whichever thread."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mmserve
+from mmserve.constraint import wire
+from mmserve.constraint.limits import REPLY_BYTES, START_SECONDS
+from mmserve.constraint.vocabulary import Vocabulary
+
+
+class Overdue(Exception):
+    """No answer any more: the child has ended."""
+
+
+class Child:
+    """``mmserve.constraint.worker`` in a process of its own, of one owner; ``kill`` alone is for any thread."""
+
+    def __init__(self, seconds: float) -> None:
+        root = str(Path(mmserve.__file__).parents[1])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mmserve.constraint.worker", str(seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # a terminal's Ctrl-C is for the server to handle
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        """Have it read ``vocabulary``, as the first thing. Raises ``TimeoutError`` or ``Overdue``."""
+        self.ask(wire.from_vocabulary(vocabulary), START_SECONDS)
+
+    def ask(self, message: Any, seconds: float) -> Any:
+        """The answer to ``message``. Raises ``TimeoutError`` after ``seconds``, ``Overdue`` where the child ends."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        into, out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        deadline = time.monotonic() + seconds
+        data = memoryview(wire.packed(message))
+        os.set_blocking(into, False)
+        try:
+            while data:
+                _wait(into, select.POLLOUT, deadline)
+                data = data[os.write(into, data) :]
+        except OSError as error:
+            raise error if isinstance(error, TimeoutError) else Overdue from error
+        size = int.from_bytes(_exactly(out, wire.HEADER, deadline), "big")
+        if size > 2 * REPLY_BYTES:
+            raise Overdue
+        return wire.unpacked(_exactly(out, size, deadline))
+
+    def kill(self) -> None:
+        """End the process; its owner, should it be asking, hears ``Overdue`` at once."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """End the process and give back what belongs to it. May be called twice, by the owner."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
+
+
+def _exactly(descriptor: int, size: int, deadline: float) -> bytes:
+    """The next ``size`` bytes that can be read."""
+    parts, missing = [], size
+    while missing:
+        _wait(descriptor, select.POLLIN, deadline)
+        part = os.read(descriptor, missing)
+        if not part:
+            raise Overdue
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

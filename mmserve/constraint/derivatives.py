@@ -1,0 +1,73 @@
+"""What is left of a regular expression behind a text, by partial derivatives (Antimirov 1996).
+
+Two texts behind which the same is left may be followed by the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
+
+#: Items that are still to be matched, one after another.
+Row = tuple[Item, ...]
+#: Rows of which one must match; none: nothing may follow.
+Rest = frozenset[Row]
+
+_MOST_ROWS = 64
+_MOST_DERIVED = 4096
+_EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that ``pattern`` writes, and what it reads for it
+
+
+def beginning(expression: str) -> Rest:
+    """What is left in front of the first character of ``expression``, an output of ``pattern`` without anchors.
+
+    Raises ``BadPattern``.
+    """
+    return frozenset({(parsed(expression.replace(*_EVERYTHING)),)})
+
+
+def behind(rest: Rest, char: str) -> Rest:
+    """What is left of ``rest`` behind ``char``. Raises ``BadPattern`` where that is too much to follow."""
+    derived = list(islice((each for row in rest for each in _derived(row, ord(char))), _MOST_DERIVED))
+    found = frozenset(derived)
+    if len(found) > _MOST_ROWS or len(derived) == _MOST_DERIVED:
+        raise BadPattern("has too many ways through it")
+    return found
+
+
+def ends(rest: Rest) -> bool:
+    """Whether nothing more need follow."""
+    return any(all(map(_nullable, row)) for row in rest)
+
+
+def _derived(row: Row, code: int) -> Iterator[Row]:
+    for i, item in enumerate(row):
+        for begun in _begun(item, code):
+            yield begun + row[i + 1 :]
+        if not _nullable(item):
+            return
+
+
+def _begun(item: Item, code: int) -> Iterator[Row]:
+    """What may be left of ``item`` behind the character ``code``."""
+    match item:
+        case Chars(ranges) if any(low <= code <= high for low, high in ranges):
+            yield ()
+        case Group(branches):
+            for branch in branches:
+                yield from _derived(branch, code)
+        case Repeat(inner, low, high) if high != 0:
+            again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
+            for begun in _begun(inner, code):
+                yield begun if again.high == 0 else (*begun, again)
+
+
+def _nullable(item: Item) -> bool:
+    match item:
+        case Group(branches):
+            return any(all(map(_nullable, branch)) for branch in branches)
+        case Repeat(inner, low, _high):
+            return low == 0 or _nullable(inner)
+    return False

@@ -1,0 +1,64 @@
+"""Registers, shared memory and spills of every kernel variant on every target, compiled without a GPU.
+
+``python kernels/bench/compile_table.py`` prints a table in Markdown, with ``--json`` one object a line.
+Ends with 1 if a variant spills or wants more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import import_module
+
+os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is first imported
+
+from mmserve_kernels.aot import TARGETS, Target, Variant, compile_for
+from mmserve_kernels.dispatch import OPS
+
+
+def variants(only: str | None = None) -> Iterator[tuple[str, Variant]]:
+    """Every op's variants, each module's once; ``only``: those of one op."""
+    modules = dict.fromkeys(op.package for name, op in OPS.items() if only in (None, name))
+    for package in modules:
+        for variant in import_module(f"{package}.kernel").variants():
+            yield package.rpartition(".")[2], variant
+
+
+def rows(only: str | None = None) -> Iterator[dict[str, object]]:
+    """One record a variant and target; ``fits`` says that nothing is spilled and shared memory suffices."""
+    for op, variant in variants(only):
+        for target in TARGETS:
+            yield _row(op, variant, target)
+
+
+def _row(op: str, variant: Variant, target: Target) -> dict[str, object]:
+    used = compile_for(variant, target)
+    fits = used.shared <= target.shared_limit and not used.spilled
+    settings = {"warps": variant.num_warps, "stages": variant.num_stages}
+    return {"op": op, "variant": variant.name, "target": target.name, **settings, **asdict(used), "fits": fits}
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--op", choices=sorted(OPS), help="only this one")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    fits = True
+    for i, row in enumerate(rows(arguments.op)):
+        fits &= bool(row["fits"])
+        if arguments.json:
+            print(json.dumps(row), flush=True)
+            continue
+        if not i:
+            print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
+        print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Which implementation of an op runs: asked once, when a model or its K/V store is built, and told.
+
+An op ``NAME`` is a function of that name in ``reference.py`` (PyTorch: the specification, and what runs on a CPU) and,
+with the same signature, in ``kernel.py`` (Triton) of its package. Nothing is replaced when a module is imported, and
+nothing falls back in the middle of a pass: what cannot run is known from device, dtype and head size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("mmserve.kernels")
+
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+#: Compute capability from which on a GPU has what the kernels use (bf16 matrix products); AMD's numbers are above it.
+MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Op:
+    """Where an op lies, and what its kernel takes."""
+
+    package: str
+    dtypes: frozenset[torch.dtype] = FLOATS
+    max_head_size: int | None = None  # None = heads do not matter
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A chosen implementation. ``path``: ``triton`` or ``pytorch``; ``reason``: why it was chosen, for the log."""
+
+    op: str
+    path: str
+    reason: str
+    run: Callable[..., Any]
+
+
+#: Every op by the name of its function. To add one: a package with both files, and a line here.
+OPS: dict[str, Op] = {
+    "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256),
+}
+
+
+def pick(op: str, device: torch.device, dtype: torch.dtype, head_size: int | None = None) -> Implementation:
+    """The implementation of ``op`` for tensors of ``dtype`` on ``device``, whose heads have ``head_size`` dimensions.
+
+    On a GPU that is the kernel; where it cannot take what it is asked for, the reference runs on that GPU and a
+    warning says why. ``ValueError`` for an op that does not exist.
+    """
+    if op not in OPS:
+        raise ValueError(f"no op is called {op!r}; there are {', '.join(sorted(OPS))}")
+    lacking = _lacking(OPS[op], device, dtype, head_size)
+    path, module = ("pytorch", "reference") if lacking else ("triton", "kernel")
+    level = logging.WARNING if lacking and device.type == "cuda" else logging.INFO
+    reason = lacking or _gpu_name(device)
+    logger.log(level, "%s runs as %s: %s", op, path, reason)
+    return Implementation(op, path, reason, getattr(import_module(f"{OPS[op].package}.{module}"), op))
+
+
+def _lacking(op: Op, device: torch.device, dtype: torch.dtype, head_size: int | None) -> str:
+    """Why the kernel cannot run; empty = it can."""
+    if device.type != "cuda":
+        return f"kernels run on GPUs, and the device is {device.type}"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 would run kernels on the CPU; unset it"
+    if dtype not in op.dtypes:
+        return f"the kernel does not take {str(dtype).removeprefix('torch.')}"
+    if op.max_head_size is not None and (head_size is None or not 0 < head_size <= op.max_head_size):
+        return f"the kernel takes heads of up to {op.max_head_size} dimensions, not {head_size}"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"{_gpu_name(device)} is older than compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+    return ""
+
+
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)

@@ -47,6 +47,7 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True  # a product and a sum rounded once
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,11 @@ def compile_for(variant: Variant, target: Target) -> Resources:
     compiled = triton.compile(
         ASTSource(variant.function, signature, constants, aligned),
         target=target.gpu,
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+        options={
+            "num_warps": variant.num_warps,
+            "num_stages": variant.num_stages,
+            "enable_fp_fusion": variant.fp_fusion,
+        },
     )
     registers, spilled = (_nvidia if target.gpu.backend == "cuda" else _amd)(compiled.asm, target)
     return Resources(registers, compiled.metadata.shared, spilled)

@@ -3,22 +3,26 @@
 A row is cut into chunks of the vocabulary, a program each, so that few rows still fill a GPU; a second kernel joins a
 row's chunks. How a row is cut depends on the vocabulary alone, so its result is bitwise the same in any batch.
 
-The k best travel as 64-bit keys: 32 bits that sort as the logit does, above 31 bits that sort as the id does, downwards.
+The k best travel as 64-bit keys: 32 bits that sort as the logit does, above 31 bits that sort as
+the id does, downwards.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmserve_kernels.aot import Variant
 from mmserve_kernels.commit_scores import noise
-from mmserve_kernels.commit_scores.reference import CommitScores, Draw, check, empty
+from mmserve_kernels.commit_scores.reference import LARGEST_K, CommitScores, Draw, check, empty
 
 #: Tokens of a chunk: 16 a thread, whose keys fill a quarter of its registers.
 _CHUNK = 4096
-_WARPS = 8
+_WARPS, _JOIN_WARPS = 8, 4
 
 _ROUND_A, _ROUND_B = tl.constexpr(noise.ROUND_A), tl.constexpr(noise.ROUND_B)
 _SQRT_HALF_BITS, _ONE_BITS = tl.constexpr(noise.SQRT_HALF_BITS), tl.constexpr(noise.ONE_BITS)
@@ -83,7 +87,7 @@ def commit_scores(
         CHUNKS=triton.next_power_of_2(chunks),
         KEYS=triton.next_power_of_2(chunks * width),
         DRAW=draw is not None,
-        num_warps=4,
+        num_warps=_JOIN_WARPS,
     )
     return out
 
@@ -91,6 +95,35 @@ def commit_scores(
 def chunk_size(vocabulary: int) -> int:
     """Tokens of a chunk, a power of two."""
     return max(16, min(_CHUNK, triton.next_power_of_2(vocabulary)))
+
+
+def variants() -> Iterator[Variant]:
+    """Every way in which the kernels are launched, for vocabularies above a chunk and the most best tokens."""
+    for name in ("fp32", "fp16", "bf16"):
+        for options in ("plain", "masked", "drawn", "shaped", "all"):
+            yield _chunk_variant(name, options)
+    for options in ("plain", "drawn", "shaped"):
+        drawn = {"logits": "*bf16", "inverse": "*fp32" if options == "shaped" else "constexpr"}
+        real = ("sums", "log_probs_out", "gap_out", "entropy_out", "token_log_probs_out")
+        whole = ("keys", "drawn", "ids_out", "tokens_out")
+        types = {**drawn, **dict.fromkeys(real, "*fp32"), **dict.fromkeys(whole, "*i64")}
+        types |= dict.fromkeys(("row_stride", "chunks", "k", "width"), "i32")
+        constants: dict[str, object] = {} if options == "shaped" else {"inverse": None}
+        constants |= {"CHUNKS": 64, "KEYS": 64 * LARGEST_K, "DRAW": options != "plain"}
+        yield Variant(f"join {options}", _join, types, constants, num_warps=_JOIN_WARPS)
+
+
+def _chunk_variant(dtype: str, options: str) -> Variant:
+    """``_chunk`` over logits of Triton's ``dtype``; ``options``: plain, masked, drawn, shaped or all."""
+    types = {"logits": f"*{dtype}", "sums": "*fp32", "keys": "*i64", "drawn": "*i64"}
+    types |= dict.fromkeys(("row_stride", "vocabulary", "n_banned", "width"), "i32")
+    present = {"masked": {"banned": "*i64", "allowed": "*i32"}}
+    present["drawn"] = present["shaped"] = {"seeds": "*i64", "inverse": "*fp32", "loud": "*fp32"}
+    present["all"] = present["masked"] | present["shaped"]
+    types |= present.get(options, {})
+    absent = {"banned", "allowed", "seeds", "inverse", "loud"} - set(types)
+    constants = {**dict.fromkeys(absent), "CHUNK": _CHUNK, "SHAPED": options in ("shaped", "all")}
+    return Variant(f"chunk {dtype} {options}", _chunk, types, constants, num_warps=_WARPS, fp_fusion=False)
 
 
 @triton.jit
@@ -169,12 +202,12 @@ def _chunk(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     there = ids < vocabulary
     x = _finite(tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf")))
-    if banned is not None:
-        for i in range(n_banned):
-            x = tl.where(ids == tl.load(banned + i), float("-inf"), x)
     if allowed is not None:
         words = tl.load(allowed + row * ((vocabulary + 31) // 32) + ids // 32, mask=there, other=0)
         x = tl.where((words >> (ids % 32)) & 1 != 0, x, float("-inf"))
+    if banned is not None:
+        for i in range(n_banned):
+            x = tl.where(ids == tl.load(banned + i), float("-inf"), x)
     at = row * chunks + chunk
     if seeds is not None:
         tempered = x * tl.load(inverse + row)

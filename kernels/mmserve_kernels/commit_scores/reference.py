@@ -6,6 +6,7 @@ Shapes in names: n rows, r rows of a slice, V tokens of the vocabulary, k best t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ LARGEST_K = 64
 GREEDY_BELOW = 1e-4
 #: Elements of a slice in fp32: 1 MiB, which stays in a core's cache.
 _SLICE_ELEMENTS = 1 << 18
-#: Tokens whose best is found first, before the best of all: a group that holds none of the k best is not looked at twice.
+#: Tokens whose best is found before the best of all: a group that holds none of those is not looked at twice.
 _GROUP = 64
 #: Exponentials below this are nothing, and the number is small enough to be multiplied with nothing.
 _NOTHING = -1e4
@@ -107,16 +108,9 @@ def commit_scores(
 
 def empty(rows: int, k: int, device: torch.device) -> CommitScores:
     """Room for the scores of ``rows`` rows."""
-    whole = {"dtype": torch.int64, "device": device}
-    real = {"dtype": torch.float32, "device": device}
-    return CommitScores(
-        ids=torch.empty(rows, k, **whole),
-        log_probs=torch.empty(rows, k, **real),
-        gap=torch.empty(rows, **real),
-        entropy=torch.empty(rows, **real),
-        tokens=torch.empty(rows, **whole),
-        token_log_probs=torch.empty(rows, **real),
-    )
+    whole = partial(torch.empty, dtype=torch.int64, device=device)
+    real = partial(torch.empty, dtype=torch.float32, device=device)
+    return CommitScores(whole(rows, k), real(rows, k), real(rows), real(rows), whole(rows), real(rows))
 
 
 def check(logits_nV: Tensor, k: int, banned: Tensor | None, allowed: Tensor | None, draw: Draw | None) -> None:

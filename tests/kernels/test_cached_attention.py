@@ -2,102 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from mmserve_kernels.cached_attention import Ragged, cached_attention, scatter
-
-HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (4, 1)}
-HEAD_DIM = 16
-
-#: (rows, kv length) of each request: odd sizes, partly filled last pages, no rows, one token, very uneven.
-BATCHES = {
-    "one row": [(1, 1)],
-    "one row of many": [(1, 333)],
-    "odd": [(63, 63), (100, 100)],
-    "all rows of a long one": [(333, 333)],
-    "empty among others": [(0, 40), (5, 17), (0, 1), (3, 3), (0, 16)],
-    "uneven": [(1, 333), (100, 101), (2, 2), (63, 200), (1, 1)],
-    "whole pages": [(32, 32), (16, 64)],
-}
-PAGE_SIZES = [1, 7, 16, 64]
-
-
-@dataclass
-class Case:
-    """A batch with its contiguous keys and values, and the pages they are written to."""
-
-    q: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
-    ragged: Ragged
-    rows: list[torch.Tensor]  # positions of each request's query rows
-
-
-def build(
-    batch: list[tuple[int, int]],
-    page_size: int,
-    heads: str,
-    *,
-    kv_limit: str | None = None,
-    seed: int = 0,
-    contents: list[int] | None = None,
-) -> Case:
-    """A random case. All pages start as NaN, in a random order, some of nobody; only what is written is not NaN.
-
-    ``contents`` numbers the requests' data, so that the same request can stand in several batches.
-    """
-    query_heads, kv_heads = HEADS[heads]
-    shuffle = torch.Generator().manual_seed(seed)
-    counts = [-(-length // page_size) for _rows, length in batch]
-    free = torch.randperm(sum(counts) + 5, generator=shuffle)
-    k_pages = torch.full((len(free), page_size, kv_heads, HEAD_DIM), torch.nan)
-    v_pages = k_pages.clone()
-    q, keys, values, slots, limits, tables, rows = [], [], [], [], [], [], []
-    for (row_count, length), pages, content in zip(batch, counts, contents or range(len(batch)), strict=True):
-        data = torch.Generator().manual_seed(1000 + content)
-        key = torch.randn(length, kv_heads, HEAD_DIM, generator=data)
-        value = torch.randn(length, kv_heads, HEAD_DIM, generator=data)
-        q.append(torch.randn(row_count, query_heads, HEAD_DIM, generator=data) * 2)
-        at = torch.randperm(length, generator=data)[:row_count].sort().values
-        table, free = free[:pages], free[pages:]
-        slot = table[torch.arange(length) // page_size] * page_size + torch.arange(length) % page_size
-        k_pages.view(-1, kv_heads, HEAD_DIM)[slot] = key
-        v_pages.view(-1, kv_heads, HEAD_DIM)[slot] = value
-        keys.append(key)
-        values.append(value)
-        slots.append(slot[at])
-        limits.append(at + 1 if kv_limit == "causal" else ((at // 32 + 1) * 32).clamp(max=length))
-        tables.append(table)
-        rows.append(at)
-    ragged = Ragged(
-        row_counts=tuple(r for r, _length in batch),
-        kv_lengths=tuple(length for _rows, length in batch),
-        page_tables=tuple(tables),
-        slots=torch.cat(slots),
-        kv_limit=torch.cat(limits) if kv_limit else None,
-    )
-    return Case(torch.cat(q), keys, values, k_pages, v_pages, ragged, rows)
-
-
-def plain(case: Case) -> torch.Tensor:
-    """Softmax attention in fp64, one query row and head at a time, from its definition."""
-    out = []
-    start = 0
-    for rows, key, value in zip(case.ragged.row_counts, case.keys, case.values, strict=True):
-        for row in range(start, start + rows):
-            limit = len(key) if case.ragged.kv_limit is None else int(case.ragged.kv_limit[row])
-            heads = []
-            for head, query in enumerate(case.q[row].double()):
-                shared = head * key.shape[1] // case.q.shape[1]
-                scores = key[:limit, shared].double() @ query / HEAD_DIM**0.5
-                heads.append(scores.softmax(0) @ value[:limit, shared].double())
-            out.append(torch.stack(heads))
-        start += rows
-    return torch.stack(out) if out else torch.empty(0, *case.q.shape[1:], dtype=torch.float64)
+from attention_cases import BATCHES, HEAD_DIM, HEADS, PAGE_SIZES, Case, build, plain, plain_lse
+from mmserve_kernels.cached_attention import cached_attention, scatter
 
 
 def attention(case: Case) -> torch.Tensor:
@@ -144,6 +52,16 @@ def test_the_order_of_the_pages_changes_no_bit() -> None:
     first, *others = [attention(build(BATCHES["odd"], 7, "gqa", seed=seed)) for seed in range(4)]
     for other in others:
         assert torch.equal(first, other)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv_limit", [None, "causal"])
+def test_the_log_sum_exp_of_each_row_on_demand(heads: str, kv_limit: str | None) -> None:
+    case = build(BATCHES["uneven"], 16, heads, kv_limit=kv_limit)
+    lse = torch.full(case.q.shape[:2], torch.nan)
+    out = cached_attention(case.q, case.k_pages, case.v_pages, case.ragged, lse_TH=lse)
+    assert torch.equal(out, attention(case))
+    torch.testing.assert_close(lse.double(), plain_lse(case), rtol=2e-5, atol=2e-6)
 
 
 def test_a_batch_without_rows_gives_nothing() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ragged:
     """Which rows of a batch are whose, and where each request's keys and values lie.
 
@@ -36,10 +36,13 @@ def scatter(k_TGK: Tensor, v_TGK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged
     v_PSGK.view(-1, *v_PSGK.shape[2:]).index_copy_(0, ragged.slots, v_TGK)
 
 
-def cached_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged) -> Tensor:
+def cached_attention(
+    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged, *, lse_TH: Tensor | None = None
+) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    Each request is computed by itself, so its result does not depend on who else is in the batch.
+    Each request is computed by itself, so its result does not depend on who else is in the batch. ``lse_TH`` (fp32,
+    if given) is filled with the natural log-sum-exp of each row's scaled scores.
     """
     out = torch.empty_like(q_THK)
     grouped = q_THK.shape[1] != k_PSGK.shape[2]
@@ -53,6 +56,8 @@ def cached_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
         mask = None
         if ragged.kv_limit is not None:
             mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[here, None]
+        if lse_TH is not None:
+            lse_TH[here] = _log_sum_exp(q_THK[here], k_LGK, mask)
         out[here] = F.scaled_dot_product_attention(
             q_THK[here].transpose(0, 1)[None],
             k_LGK.transpose(0, 1)[None],
@@ -62,3 +67,12 @@ def cached_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
         )[0].transpose(0, 1)
         start += rows
     return out
+
+
+def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:
+    """Log-sum-exp ``[R, H]`` of the scaled scores of R rows, in fp32."""
+    q_GRUK = q_RHK.float().unflatten(1, (k_LGK.shape[1], -1)).transpose(0, 1)
+    scores = torch.einsum("gruk,lgk->grul", q_GRUK, k_LGK.float()) * q_RHK.shape[-1] ** -0.5
+    if mask_RL is not None:
+        scores = scores.masked_fill(~mask_RL[:, None], -torch.inf)
+    return scores.logsumexp(-1).transpose(0, 1).flatten(1)

@@ -1,0 +1,199 @@
+"""``cached_attention`` in Triton: one pass over the pages for all query heads that share them.
+
+A row's bits depend on its query, its limit and its request's keys and values, and on nothing else: blocks and splits
+begin at fixed positions, what lies right of a row's limit adds exact zeros, and splits are folded in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmserve_kernels.aot import Variant
+from mmserve_kernels.cached_attention.reference import Ragged
+from mmserve_kernels.cached_attention.tiles import schedule, tiling
+
+
+@triton.jit
+def _fold(acc, top, total, acc_more, top_more, total_more):
+    """Two softmax sums as one: numerators ``[M, K]``, highest scores (base 2) and denominators ``[M]``."""
+    highest = tl.maximum(top, top_more)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    a, b = tl.exp2(top - safe), tl.exp2(top_more - safe)
+    total = tl.fma(total, a, total_more * b)
+    acc = tl.fma(acc, tl.broadcast_to(a[:, None], acc.shape), acc_more * b[:, None])
+    return acc, highest, total
+
+
+@triton.jit
+def _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K: tl.constexpr, HAS_LSE: tl.constexpr):
+    """Write a tile's results; rows that see nothing are zeros, with a log-sum-exp of -inf."""
+    blind = total == 0.0
+    rows = acc / tl.where(blind, 1.0, total)[:, None]
+    mask = live[:, None] & (channel < K)[None, :]
+    tl.store(out_ptr + at[:, None] * K + channel[None, :], rows.to(out_ptr.dtype.element_ty), mask=mask)
+    if HAS_LSE:
+        ln2: tl.constexpr = 0.6931471805599453
+        lse = (top + tl.log2(tl.where(blind, 1.0, total))) * ln2
+        tl.store(lse_ptr + at, tl.where(blind, float("-inf"), lse), mask=live)
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, programs_ptr, table_ptr, limit_ptr,
+    table_width, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows over one split or all of them. ``scale``: of the scores, in powers of two."""
+    GROUP: tl.constexpr = HEADS // GROUPS
+    record = programs_ptr + tl.program_id(0) * 8
+    group = tl.program_id(1)
+    first_row, rows, first, request = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    length, split_begin, split_end = tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
+    partial = tl.load(record + 7)
+
+    m = first + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_K)
+    row = m // GROUP
+    live = row < rows
+    at = (first_row + row).to(tl.int64) * HEADS + group * GROUP + m % GROUP
+    q = tl.load(q_ptr + at[:, None] * K + channel[None, :], mask=live[:, None] & (channel < K)[None, :], other=0.0)
+    limit = tl.where(live, length, 0)
+    if HAS_LIMIT:
+        limit = tl.minimum(limit, tl.load(limit_ptr + first_row + row, mask=live, other=0).to(tl.int32))
+    last = tl.max(limit, 0)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for split in range(split_begin, split_end):
+        acc_s = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        top_s = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total_s = tl.zeros((BLOCK_M,), tl.float32)
+        for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            seen = n < last
+            page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0)
+            place = ((page.to(tl.int64) * PAGE + n % PAGE) * GROUPS + group) * K
+            mask = seen[:, None] & (channel < K)[None, :]
+            k = tl.load(k_ptr + place[:, None] + channel[None, :], mask=mask, other=0.0)
+            v = tl.load(v_ptr + place[:, None] + channel[None, :], mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
+            highest = tl.maximum(top_s, tl.max(scores, 1))
+            safe = tl.where(highest == float("-inf"), 0.0, highest)
+            weights = tl.exp2(scores - safe[:, None])
+            shrink = tl.exp2(top_s - safe)
+            total_s = total_s * shrink + tl.sum(weights, 1)
+            acc_s = tl.dot(weights.to(v.dtype), v, acc_s * shrink[:, None], input_precision="ieee")
+            top_s = highest
+        acc, top, total = _fold(acc, top, total, acc_s, top_s, total_s)
+
+    if partial < 0:
+        _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K, HAS_LSE)
+    else:
+        here = (partial.to(tl.int64) * GROUPS + group) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(acc_ptr + here[:, None] * BLOCK_K + channel[None, :], acc, mask=live[:, None])
+        tl.store(stats_ptr + here * 2, top, mask=live)
+        tl.store(stats_ptr + here * 2 + 1, total, mask=live)
+
+
+@triton.jit
+def _combine(
+    out_ptr, lse_ptr, acc_ptr, stats_ptr, folds_ptr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile's splits in their order."""
+    GROUP: tl.constexpr = HEADS // GROUPS
+    record = folds_ptr + tl.program_id(0) * 8
+    group = tl.program_id(1)
+    first_row, rows, first = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    partial, count = tl.load(record + 3), tl.load(record + 4)
+    m = first + tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_K)
+    row = m // GROUP
+    live = row < rows
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for i in range(count):
+        here = ((partial + i).to(tl.int64) * GROUPS + group) * BLOCK_M + tl.arange(0, BLOCK_M)
+        acc_s = tl.load(acc_ptr + here[:, None] * BLOCK_K + channel[None, :], mask=live[:, None], other=0.0)
+        top_s = tl.load(stats_ptr + here * 2, mask=live, other=float("-inf"))
+        total_s = tl.load(stats_ptr + here * 2 + 1, mask=live, other=0.0)
+        acc, top, total = _fold(acc, top, total, acc_s, top_s, total_s)
+    at = (first_row + row).to(tl.int64) * HEADS + group * GROUP + m % GROUP
+    _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K, HAS_LSE)
+
+
+def cached_attention(
+    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged, *, lse_TH: Tensor | None = None
+) -> Tensor:
+    """See ``reference.cached_attention``."""
+    heads, head_size = q_THK.shape[1:]
+    page, groups = k_PSGK.shape[1:3]
+    sizes = tiling(q_THK.dtype, head_size)
+    plan = schedule(ragged, heads // groups, groups, sizes)
+    q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    block_k = max(16, triton.next_power_of_2(head_size))
+    partial = q_THK.new_empty((plan.partials, groups, sizes.block_m, block_k), dtype=torch.float32)
+    stats = q_THK.new_empty((plan.partials, groups, sizes.block_m, 2), dtype=torch.float32)
+    shared = {
+        "HEADS": heads,
+        "GROUPS": groups,
+        "K": head_size,
+        "HAS_LSE": lse_TH is not None,
+        "BLOCK_M": sizes.block_m,
+        "BLOCK_K": block_k,
+        "num_warps": sizes.num_warps,
+    }
+    if len(plan.programs):
+        _attend[(len(plan.programs), groups)](
+            q_THK, k_PSGK, v_PSGK, out, out if lse_TH is None else lse_TH, partial, stats,
+            plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit,
+            plan.table.shape[1], head_size**-0.5 / math.log(2),
+            PAGE=page, HAS_LIMIT=ragged.kv_limit is not None, BLOCK_N=sizes.block_n, SPLIT=sizes.split,
+            num_stages=sizes.num_stages, **shared,
+        )  # fmt: skip
+    if len(plan.folds):
+        _combine[(len(plan.folds), groups)](
+            out, out if lse_TH is None else lse_TH, partial, stats, plan.folds, num_stages=1, **shared
+        )
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        for head_size in (64, 128, 256):
+            sizes = tiling(dtype, head_size)
+            shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
+            shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
+            floats = dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32")
+            yield Variant(
+                f"attend {name} {head_size}",
+                _attend,
+                dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{name}")
+                | floats
+                | {"programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64"}
+                | {"table_width": "i32", "scale": "fp32"},
+                shared | {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split},
+                sizes.num_warps,
+                sizes.num_stages,
+            )
+            yield Variant(
+                f"combine {name} {head_size}",
+                _combine,
+                {"out_ptr": f"*{name}", "folds_ptr": "*i32"} | floats,
+                shared,
+                sizes.num_warps,
+                1,
+            )

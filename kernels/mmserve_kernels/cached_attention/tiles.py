@@ -1,0 +1,87 @@
+"""How the kernel of ``cached_attention`` is divided into programs. None of it changes a bit of any result.
+
+A tile is a number of query rows of one request, each row once for every query head that shares a key/value head. A
+split is ``Tiling.split`` positions of a request's keys and values, counted from its position 0. What a tile sees in one
+split is added up by itself, and the splits are folded in their order, by one program or by several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmserve_kernels.cached_attention.reference import Ragged
+
+#: From as many (tile, key/value head) pairs on, a program walks through all splits: the GPU is full without more.
+ENOUGH_PROGRAMS = 128
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the kernel's blocks. They set the order of additions, so they depend on dtype and head size alone."""
+
+    block_m: int  # rows of a tile
+    block_n: int  # positions of keys and values that are read at once
+    split: int  # positions that are added up by themselves: a multiple of ``block_n``
+    num_warps: int
+    num_stages: int
+
+
+def tiling(dtype: torch.dtype, head_size: int) -> Tiling:
+    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head."""
+    if dtype == torch.float32:
+        return Tiling(32, 16 if head_size > 64 else 32, 1024, 8, 1)
+    return Tiling(64, 16 if head_size > 128 else 64, 1024, 8 if head_size > 64 else 4, 2)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Programs of one batch; a record is eight int32.
+
+    ``programs``: first row of the request, its rows, first packed row of the tile, request, positions with K/V, first
+    split, end of splits, place of the partial result (-1 = the program finishes the tile). ``folds``: first row, rows,
+    first packed row, first partial result, number of them, and three of nothing. ``table``: int32 ``[requests, most
+    pages]``.
+    """
+
+    programs: Tensor
+    folds: Tensor
+    table: Tensor
+    partials: int
+
+
+@lru_cache(maxsize=4)
+def schedule(ragged: Ragged, group: int, groups: int, sizes: Tiling) -> Schedule:
+    """Programs for ``ragged`` where ``group`` query heads share each of ``groups`` key/value heads.
+
+    One batch goes through every layer of a model: the last few schedules are kept.
+    """
+    requests = np.flatnonzero(ragged.row_counts)
+    rows = np.asarray(ragged.row_counts, np.int32)[requests]
+    lengths = np.asarray(ragged.kv_lengths, np.int32)[requests]
+    starts = np.concatenate([[0], np.cumsum(ragged.row_counts)]).astype(np.int32)[requests]
+    tiles = -(-rows * group // sizes.block_m)
+    splits = -(-lengths // sizes.split)
+    whole = tiles.sum() * groups >= ENOUGH_PROGRAMS
+    programs, folds, partials = [], [], 0
+    for request, start, count, length, tiled, split in zip(requests, starts, rows, lengths, tiles, splits, strict=True):
+        for first in range(0, tiled * sizes.block_m, sizes.block_m):
+            tile = (start, count, first)
+            if whole or split == 1:
+                programs.append((*tile, request, length, 0, split, -1))
+                continue
+            programs += [(*tile, request, length, s, s + 1, partials + s) for s in range(split)]
+            folds.append((*tile, partials, split, 0, 0, 0))
+            partials += int(split)
+    device = ragged.slots.device
+    return Schedule(
+        torch.tensor(np.array(programs, np.int32).reshape(-1, 8), device=device),
+        torch.tensor(np.array(folds, np.int32).reshape(-1, 8), device=device),
+        pad_sequence(list(ragged.page_tables), batch_first=True).to(torch.int32),
+        partials,
+    )

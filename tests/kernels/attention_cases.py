@@ -1,0 +1,111 @@
+"""Random batches for attention over pages, poisoned where nothing was written, and their result in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mmserve_kernels.cached_attention import Ragged
+
+HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (4, 1)}
+HEAD_DIM = 16
+
+#: (rows, kv length) of each request: odd sizes, partly filled last pages, no rows, one token, very uneven.
+BATCHES = {
+    "one row": [(1, 1)],
+    "one row of many": [(1, 333)],
+    "odd": [(63, 63), (100, 100)],
+    "all rows of a long one": [(333, 333)],
+    "empty among others": [(0, 40), (5, 17), (0, 1), (3, 3), (0, 16)],
+    "uneven": [(1, 333), (100, 101), (2, 2), (63, 200), (1, 1)],
+    "whole pages": [(32, 32), (16, 64)],
+}
+PAGE_SIZES = [1, 7, 16, 64]
+
+
+@dataclass
+class Case:
+    """A batch with its contiguous keys and values, and the pages they are written to."""
+
+    q: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    ragged: Ragged
+    rows: list[torch.Tensor]  # positions of each request's query rows
+
+
+def build(
+    batch: list[tuple[int, int]],
+    page_size: int,
+    heads: str,
+    *,
+    kv_limit: str | None = None,
+    seed: int = 0,
+    contents: list[int] | None = None,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """A random case. All pages start as NaN, in a random order, some of nobody; only what is written is not NaN.
+
+    ``contents`` numbers the requests' data, so that the same request can stand in several batches. ``keys`` and
+    ``values`` are what ``dtype`` keeps of them, in fp32.
+    """
+    query_heads, kv_heads = HEADS[heads]
+    shuffle = torch.Generator().manual_seed(seed)
+    counts = [-(-length // page_size) for _rows, length in batch]
+    free = torch.randperm(sum(counts) + 5, generator=shuffle)
+    k_pages = torch.full((len(free), page_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+    v_pages = k_pages.clone()
+    q, keys, values, slots, limits, tables, rows = [], [], [], [], [], [], []
+    for (row_count, length), pages, content in zip(batch, counts, contents or range(len(batch)), strict=True):
+        data = torch.Generator().manual_seed(1000 + content)
+        key = torch.randn(length, kv_heads, head_dim, generator=data).to(dtype)
+        value = torch.randn(length, kv_heads, head_dim, generator=data).to(dtype)
+        q.append((torch.randn(row_count, query_heads, head_dim, generator=data) * 2).to(dtype))
+        at = torch.randperm(length, generator=data)[:row_count].sort().values
+        table, free = free[:pages], free[pages:]
+        slot = table[torch.arange(length) // page_size] * page_size + torch.arange(length) % page_size
+        k_pages.view(-1, kv_heads, head_dim)[slot] = key
+        v_pages.view(-1, kv_heads, head_dim)[slot] = value
+        keys.append(key.float())
+        values.append(value.float())
+        slots.append(slot[at])
+        limits.append(at + 1 if kv_limit == "causal" else ((at // 32 + 1) * 32).clamp(max=length))
+        tables.append(table)
+        rows.append(at)
+    ragged = Ragged(
+        row_counts=tuple(r for r, _length in batch),
+        kv_lengths=tuple(length for _rows, length in batch),
+        page_tables=tuple(tables),
+        slots=torch.cat(slots),
+        kv_limit=torch.cat(limits) if kv_limit else None,
+    )
+    return Case(torch.cat(q), keys, values, k_pages, v_pages, ragged, rows)
+
+
+def plain(case: Case) -> torch.Tensor:
+    """Softmax attention in fp64, one query row and head at a time, from its definition."""
+    return _plain(case)[0]
+
+
+def plain_lse(case: Case) -> torch.Tensor:
+    """Natural logarithm of the sum of exponentials of each row's scores, fp64 ``[T, H]``."""
+    return _plain(case)[1]
+
+
+def _plain(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    count, heads, head_dim = case.q.shape
+    out, sums = torch.empty(count, heads, head_dim).double(), torch.empty(count, heads).double()
+    start = 0
+    for rows, key, value in zip(case.ragged.row_counts, case.keys, case.values, strict=True):
+        for row in range(start, start + rows):
+            limit = len(key) if case.ragged.kv_limit is None else int(case.ragged.kv_limit[row])
+            for head, query in enumerate(case.q[row].double()):
+                shared = head * key.shape[1] // heads
+                scores = key[:limit, shared].double() @ query / head_dim**0.5
+                out[row, head] = scores.softmax(0) @ value[:limit, shared].double()
+                sums[row, head] = scores.logsumexp(0)
+        start += rows
+    return out, sums

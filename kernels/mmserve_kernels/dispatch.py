@@ -48,6 +48,7 @@ OPS: dict[str, Op] = {
     "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256),
     "commit_scores": Op("mmserve_kernels.commit_scores"),
     "rope_scatter": Op("mmserve_kernels.rope_scatter", max_head_size=256),
+    "sparse_attention": Op("mmserve_kernels.sparse_attention", max_head_size=256),
 }
 
 

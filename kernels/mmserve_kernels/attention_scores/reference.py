@@ -32,14 +32,14 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
         for start in range(row, row + rows, step):
             here = slice(start, min(start + step, row + rows))
             limit = None if ragged.kv_limit is None else ragged.kv_limit[here]
-            weights = _weights(q_THK[here], k_LGK, limit, None if lse_TH is None else lse_TH[here])
-            out[position : position + length] += weights.sum(1).T
+            summed = weights(q_THK[here], k_LGK, limit, None if lse_TH is None else lse_TH[here])
+            out[position : position + length] += summed.sum(1).T
         row += rows
         position += length
     return out
 
 
-def _weights(q_RHK: Tensor, k_LGK: Tensor, limit_R: Tensor | None, lse_RH: Tensor | None) -> Tensor:
+def weights(q_RHK: Tensor, k_LGK: Tensor, limit_R: Tensor | None, lse_RH: Tensor | None) -> Tensor:
     """Attention ``[H, R, L]`` in fp32."""
     q_GRUK = q_RHK.float().unflatten(1, (k_LGK.shape[1], -1)).transpose(0, 1)
     scores = torch.einsum("gruk,lgk->gurl", q_GRUK, k_LGK).flatten(0, 1) * q_RHK.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""Attention over chosen blocks against fp64: all blocks are dense attention, and few pages are chosen by their bounds."""
+"""Attention over chosen blocks against fp64: all blocks are dense attention, few pages are chosen by bounds."""
 
 from __future__ import annotations
 

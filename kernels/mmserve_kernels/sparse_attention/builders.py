@@ -91,21 +91,19 @@ def query_aware(
     """``[H, B, C]``: for each head the fewest blocks, or columns and diagonals, whose estimated attention adds up to
     ``share`` (FlexPrefill, arXiv 2502.20766).
 
+    The paper has columns reach the share and diagonals reach it too; here they do so together, which takes fewer.
     Means of blocks of queries and keys say how attention is spread over blocks. Where they say of the probes (see
     ``vertical_slash``) what the probes' own attention says, up to ``divergence`` (root of the Jensen-Shannon divergence
     in nats), blocks are taken by them; in other heads columns and diagonals are. The first block and those of a
     row's own position are always there.
     """
     weights_HRL, positions = _probed(q_RHK, k_LGK, rows, probes)
-    columns, diagonals = _lines(weights_HRL, positions)
-    lines = _touched(_by_share(columns, share), _by_share(diagonals, share), rows)
+    lines = _touched(*_lines_by_share(weights_HRL, positions, share), rows)
     means_CGK = _means(k_LGK, rows.kv_block)
     visible = rows.visible()
     estimate_HBC = _estimate(_means(q_RHK, rows.q_block), means_CGK, visible)
     blocks = _by_share(estimate_HBC.flatten(1), share).view_as(estimate_HBC)
-    probed = q_RHK[_probe_rows(rows, probes)].float().mean(0, keepdim=True)
-    seen = rows.block_starts() < rows.limits()[_probe_rows(rows, probes)].amax()
-    said = _estimate(probed, means_CGK, seen[None])[:, 0]
+    said = estimate_HBC[:, _probe_rows(rows, probes) // rows.q_block].mean(1)
     true = _padded_blocks(weights_HRL.mean(1), rows.kv_block).sum(-1)
     trusted = _jensen_shannon(said, true).sqrt() < divergence
     return torch.where(trusted[:, None, None], blocks, lines) & visible | sink_and_window(rows, 1, 1)
@@ -132,12 +130,31 @@ def _probed(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, probes: Tensor | None) -> 
     return weights(q_RHK[at], k_LGK.float(), rows.limits()[at], None), rows.positions[at]
 
 
+def _diagonals(positions: Tensor, length: int) -> Tensor:
+    """int64 ``[R, L]``: number of the diagonal of each of a row's weights, its position - position + L - 1."""
+    return positions[:, None] - torch.arange(length, device=positions.device) + length - 1
+
+
 def _lines(weights_HRL: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over columns ``[H, L]``, and over diagonals ``[H, 2 L - 1]``: row's position - position + L - 1."""
+    """Sums over columns ``[H, L]`` and over diagonals ``[H, 2 L - 1]``."""
     heads, _rows, length = weights_HRL.shape
-    offsets = positions[:, None] - torch.arange(length, device=positions.device) + length - 1
+    offsets = _diagonals(positions, length)
     diagonals = weights_HRL.new_zeros(heads, 2 * length - 1).index_add_(1, offsets.flatten(), weights_HRL.flatten(1))
     return weights_HRL.sum(1), diagonals
+
+
+def _lines_by_share(weights_HRL: Tensor, positions: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Booleans of columns ``[H, L]`` and of diagonals ``[H, 2 L - 1]``: the heaviest, until they hold ``share``."""
+    length = weights_HRL.shape[2]
+    lines = torch.cat(_lines(weights_HRL, positions), 1)
+    rank = lines.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    # A weight is held as soon as its column or its diagonal is.
+    held = torch.minimum(rank[:, None, :length], rank[:, length:][:, _diagonals(positions, length)]).flatten(1)
+    mass = torch.zeros_like(lines).scatter_add_(1, held, weights_HRL.flatten(1))
+    before = mass.cumsum(-1) - mass
+    enough = (before < share * mass.sum(-1, keepdim=True)).sum(-1, keepdim=True)
+    chosen = (rank < enough) & (lines > 0)
+    return chosen[:, :length], chosen[:, length:]
 
 
 def _touched(columns_HL: Tensor, diagonals_HO: Tensor, rows: Rows) -> Tensor:

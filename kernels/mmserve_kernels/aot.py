@@ -47,6 +47,7 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True  # a product and a sum rounded once
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,33 @@ class Resources:
 
 
 def compile_for(variant: Variant, target: Target) -> Resources:
-    """Compile ``variant`` for ``target`` without such a GPU; Triton's own errors pass through.
+    """What ``variant`` uses on ``target``, of which none is needed; Triton's own errors pass through.
 
     Triton checks neither shared memory nor spills: the caller does. Does not work in a process with
     ``TRITON_INTERPRET=1``.
     """
+    made = compiled(variant, target)
+    registers, spilled = (_nvidia if target.gpu.backend == "cuda" else _amd)(made.asm, target)
+    return Resources(registers, made.metadata.shared, spilled)
+
+
+def compiled(variant: Variant, target: Target) -> Any:
+    """Triton's compiled kernel: its code in each language it went through is in ``asm``."""
     names = variant.function.arg_names
     signature = {name: variant.types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if variant.types.get(name, "").startswith("*")
     }
-    compiled = triton.compile(
+    return triton.compile(
         ASTSource(variant.function, signature, constants, aligned),
         target=target.gpu,
-        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+        options={
+            "num_warps": variant.num_warps,
+            "num_stages": variant.num_stages,
+            "enable_fp_fusion": variant.fp_fusion,
+        },
     )
-    registers, spilled = (_nvidia if target.gpu.backend == "cuda" else _amd)(compiled.asm, target)
-    return Resources(registers, compiled.metadata.shared, spilled)
 
 
 def _nvidia(asm: Mapping[str, str], target: Target) -> tuple[int, int]:

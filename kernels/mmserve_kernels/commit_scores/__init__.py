@@ -1,0 +1,5 @@
+"""What a commit policy asks of logits, in one pass over them: the best tokens, how sure they are, and drawn ones."""
+
+from mmserve_kernels.commit_scores.reference import CommitScores, Draw, commit_scores
+
+__all__ = ["CommitScores", "Draw", "commit_scores"]

@@ -1,0 +1,290 @@
+"""The Triton kernel of ``commit_scores``.
+
+A row is cut into chunks of the vocabulary, a program each, so that few rows still fill a GPU; a second kernel joins a
+row's chunks. How a row is cut depends on the vocabulary alone, so its result is bitwise the same in any batch.
+
+The k best travel as 64-bit keys: 32 bits that sort as the logit does, above 31 bits that sort as
+the id does, downwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmserve_kernels.aot import Variant
+from mmserve_kernels.commit_scores import noise
+from mmserve_kernels.commit_scores.reference import LARGEST_K, CommitScores, Draw, check, empty
+
+#: Tokens of a chunk: 16 a thread, whose keys fill a quarter of its registers.
+_CHUNK = 4096
+_WARPS, _JOIN_WARPS = 8, 4
+
+_ROUND_A, _ROUND_B = tl.constexpr(noise.ROUND_A), tl.constexpr(noise.ROUND_B)
+_SQRT_HALF_BITS, _ONE_BITS = tl.constexpr(noise.SQRT_HALF_BITS), tl.constexpr(noise.ONE_BITS)
+_LN2_HIGH, _LN2_LOW = tl.constexpr(noise.LN2_HIGH), tl.constexpr(noise.LN2_LOW)
+_LARGEST_U = tl.constexpr(noise.LARGEST)
+_LOG_TERMS = tl.constexpr(noise.LOG_TERMS)
+_LOWEST_KEY = tl.constexpr(-(2**63))
+_LARGEST_FLOAT = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+def commit_scores(
+    logits_nV: Tensor,
+    k: int = 1,
+    *,
+    banned: Tensor | None = None,
+    allowed: Tensor | None = None,
+    draw: Draw | None = None,
+) -> CommitScores:
+    """See ``reference.commit_scores``; ids and drawn tokens are the same, other figures but for roundings."""
+    check(logits_nV, k, banned, allowed, draw)
+    rows, vocabulary = logits_nV.shape
+    out = empty(rows, k, logits_nV.device)
+    if rows == 0:
+        return out
+    logits_nV = logits_nV if logits_nV.stride(1) == 1 else logits_nV.contiguous()
+    width = max(k, 2)  # the gap is between two
+    chunk = chunk_size(vocabulary)
+    chunks = triton.cdiv(vocabulary, chunk)
+    sums = out.gap.new_empty(rows, chunks, 3)
+    keys = out.ids.new_empty(rows, chunks, width)
+    drawn = out.ids.new_empty(rows, chunks)
+    _chunk[(chunks, rows)](
+        logits_nV,
+        logits_nV.stride(0),
+        vocabulary,
+        banned,
+        0 if banned is None else len(banned),
+        None if allowed is None else allowed.contiguous(),
+        None if draw is None else draw.seeds.contiguous(),
+        None if draw is None else draw.inverse(),
+        None if draw is None else draw.noise(),
+        sums,
+        keys,
+        drawn,
+        width,
+        CHUNK=chunk,
+        SHAPED=draw is not None and draw.shaped,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,  # a product fused with a sum is rounded once: another noise than the reference's
+    )
+    _join[(rows,)](
+        sums,
+        keys,
+        drawn,
+        logits_nV,
+        logits_nV.stride(0),
+        None if draw is None or not draw.shaped else draw.inverse(),
+        *(out.ids, out.log_probs, out.gap, out.entropy, out.tokens, out.token_log_probs),
+        chunks,
+        k,
+        width,
+        CHUNKS=triton.next_power_of_2(chunks),
+        KEYS=triton.next_power_of_2(chunks * width),
+        DRAW=draw is not None,
+        num_warps=_JOIN_WARPS,
+    )
+    return out
+
+
+def chunk_size(vocabulary: int) -> int:
+    """Tokens of a chunk, a power of two."""
+    return max(16, min(_CHUNK, triton.next_power_of_2(vocabulary)))
+
+
+def variants() -> Iterator[Variant]:
+    """Every way in which the kernels are launched, for vocabularies above a chunk and the most best tokens."""
+    for name in ("fp32", "fp16", "bf16"):
+        for options in ("plain", "masked", "drawn", "shaped", "all"):
+            yield _chunk_variant(name, options)
+    for options in ("plain", "drawn", "shaped"):
+        drawn = {"logits": "*bf16", "inverse": "*fp32" if options == "shaped" else "constexpr"}
+        real = ("sums", "log_probs_out", "gap_out", "entropy_out", "token_log_probs_out")
+        whole = ("keys", "drawn", "ids_out", "tokens_out")
+        types = {**drawn, **dict.fromkeys(real, "*fp32"), **dict.fromkeys(whole, "*i64")}
+        types |= dict.fromkeys(("row_stride", "chunks", "k", "width"), "i32")
+        constants: dict[str, object] = {} if options == "shaped" else {"inverse": None}
+        constants |= {"CHUNKS": 64, "KEYS": 64 * LARGEST_K, "DRAW": options != "plain"}
+        yield Variant(f"join {options}", _join, types, constants, num_warps=_JOIN_WARPS)
+
+
+def _chunk_variant(dtype: str, options: str) -> Variant:
+    """``_chunk`` over logits of Triton's ``dtype``; ``options``: plain, masked, drawn, shaped or all."""
+    types = {"logits": f"*{dtype}", "sums": "*fp32", "keys": "*i64", "drawn": "*i64"}
+    types |= dict.fromkeys(("row_stride", "vocabulary", "n_banned", "width"), "i32")
+    present = {"masked": {"banned": "*i64", "allowed": "*i32"}}
+    present["drawn"] = present["shaped"] = {"seeds": "*i64", "inverse": "*fp32", "loud": "*fp32"}
+    present["all"] = present["masked"] | present["shaped"]
+    types |= present.get(options, {})
+    absent = {"banned", "allowed", "seeds", "inverse", "loud"} - set(types)
+    constants = {**dict.fromkeys(absent), "CHUNK": _CHUNK, "SHAPED": options in ("shaped", "all")}
+    return Variant(f"chunk {dtype} {options}", _chunk, types, constants, num_warps=_WARPS, fp_fusion=False)
+
+
+@triton.jit
+def _log(y):
+    """noise.py's logarithm, operation for operation."""
+    bits = y.to(tl.int32, bitcast=True) + (_ONE_BITS - _SQRT_HALF_BITS)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    x = ((bits & 0x7FFFFF) + _SQRT_HALF_BITS).to(tl.float32, bitcast=True) - 1.0
+    squared = x * x
+    series = x * _LOG_TERMS[0]
+    for i in tl.static_range(1, 8):
+        series = (series + _LOG_TERMS[i]) * x
+    series = (series + _LOG_TERMS[8]) * x * squared
+    series = series + exponent * _LN2_LOW - squared * 0.5
+    return x + series + exponent * _LN2_HIGH
+
+
+@triton.jit
+def _gumbel(seed, first, COUNT: tl.constexpr):
+    """noise.py's noise of the tokens ``first`` (a multiple of 4) to ``first + COUNT``."""
+    a, b, c, d = tl.randint4x(seed, first // 4 + tl.arange(0, COUNT // 4))
+    words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(COUNT)
+    u = tl.minimum((words.to(tl.float32) + 0.5) * (2.0**-32), _LARGEST_U)
+    rest = 1.0 - u
+    lost = (rest - 1.0) + u
+    return -_log(lost - _log(rest))
+
+
+@triton.jit
+def _key(values, ids):
+    """int64 that sorts as ``values`` (fp32), equal ones the lower id first; ids may be 0 to 2³¹ - 1."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _value(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _token(key):
+    """The id of a key, -1 if its value is -inf."""
+    token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    return tl.where(_value(key) == float("-inf"), -1, token)
+
+
+@triton.jit
+def _finite(x):
+    """fp32 of logits: no number becomes -inf, +inf the largest."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, tl.minimum(x, _LARGEST_FLOAT), float("-inf"))
+
+
+@triton.jit
+def _chunk(
+    logits,  # [n, V], any float
+    row_stride,
+    vocabulary,
+    banned,  # int64 [n_banned], or None
+    n_banned,
+    allowed,  # int32 [n, ceil(V / 32)], or None
+    seeds,  # int64 [n], or None: nothing is drawn
+    inverse,  # fp32 [n]
+    loud,  # fp32 [n]
+    sums,  # fp32 [n, chunks, 3]: the largest, Σ exp(x - largest), Σ exp(x - largest) (x - largest)
+    keys,  # int64 [n, chunks, width], best first
+    drawn,  # int64 [n, chunks]
+    width,
+    CHUNK: tl.constexpr,
+    SHAPED: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    there = ids < vocabulary
+    x = _finite(tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf")))
+    if allowed is not None:
+        words = tl.load(allowed + row * ((vocabulary + 31) // 32) + ids // 32, mask=there, other=0)
+        x = tl.where((words >> (ids % 32)) & 1 != 0, x, float("-inf"))
+    if banned is not None:
+        for i in range(n_banned):
+            x = tl.where(ids == tl.load(banned + i), float("-inf"), x)
+    at = row * chunks + chunk
+    if seeds is not None:
+        tempered = x * tl.load(inverse + row)
+        if SHAPED:
+            x = tempered
+        noise = _gumbel(tl.load(seeds + row), chunk * CHUNK, CHUNK) * tl.load(loud + row)
+        tl.store(drawn + at, tl.max(_key(tempered + noise, ids), 0))
+    largest = tl.max(x, 0)
+    under = x - tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp(under)  # exactly 0 of -inf
+    tl.store(sums + at * 3, largest)
+    tl.store(sums + at * 3 + 1, tl.sum(weights, 0))
+    tl.store(sums + at * 3 + 2, tl.sum(weights * tl.where(x == float("-inf"), 0.0, under), 0))
+    left = _key(x, ids)
+    for i in range(width):
+        best = tl.max(left, 0)
+        tl.store(keys + at * width + i, best)
+        left = tl.where(left == best, _LOWEST_KEY, left)
+
+
+@triton.jit
+def _join(
+    sums,
+    keys,
+    drawn,
+    logits,
+    row_stride,
+    inverse,  # fp32 [n]; None if the figures are of the logits as they are
+    ids_out,  # int64 [n, k]
+    log_probs_out,  # fp32 [n, k]
+    gap_out,  # fp32 [n]
+    entropy_out,  # fp32 [n]
+    tokens_out,  # int64 [n]
+    token_log_probs_out,  # fp32 [n]
+    chunks,
+    k,
+    width,
+    CHUNKS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DRAW: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, CHUNKS)
+    at = (row * chunks + i) * 3
+    largest = tl.load(sums + at, mask=i < chunks, other=float("-inf"))
+    best = tl.max(largest, 0)
+    nothing = best == float("-inf")
+    shift = largest - tl.where(nothing, 0.0, best)
+    weight = tl.exp(shift)
+    total = weight * tl.load(sums + at + 1, mask=i < chunks, other=0.0)
+    moment = weight * tl.load(sums + at + 2, mask=i < chunks, other=0.0)
+    moment = tl.sum(moment + total * tl.where(shift == float("-inf"), 0.0, shift), 0)
+    total = tl.where(nothing, 1.0, tl.sum(total, 0))
+    log_total = tl.log(total)
+    log_z = tl.where(nothing, 0.0, best) + log_total
+    tl.store(entropy_out + row, tl.where(nothing, 0.0, log_total - moment / total))
+
+    j = tl.arange(0, KEYS)
+    left = tl.load(keys + row * chunks * width + j, mask=j < chunks * width, other=_LOWEST_KEY)
+    first = tl.max(left, 0)
+    second = best
+    for n in range(width):
+        key = tl.max(left, 0)
+        left = tl.where(left == key, _LOWEST_KEY, left)
+        value = _value(key)
+        tl.store(ids_out + row * k + n, _token(key), mask=n < k)
+        tl.store(log_probs_out + row * k + n, value - log_z, mask=n < k)
+        second = tl.where(n == 1, value, second)
+    tl.store(gap_out + row, tl.where(nothing, 0.0, best - tl.where(nothing, 0.0, second)))
+
+    if DRAW:
+        first = tl.max(tl.load(drawn + row * chunks + i, mask=i < chunks, other=_LOWEST_KEY), 0)
+    token = _token(first)
+    value = _value(first)
+    if DRAW:
+        value = _finite(tl.load(logits + row * row_stride + token, mask=token >= 0, other=float("-inf")))
+        if inverse is not None:
+            value = value * tl.load(inverse + row)
+    tl.store(tokens_out + row, token)
+    tl.store(token_log_probs_out + row, value - log_z)

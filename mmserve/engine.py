@@ -180,7 +180,7 @@ class Engine:
         self._absorb()
         self._expire()
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
-        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records]
+        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records if not r.waits]
         plan = schedule(entries, self._budgets())
         self._run("constrain", plan.constrain, self._constrain)
         self._run("encode", plan.encode, self._encode)
@@ -340,6 +340,7 @@ class Engine:
                 tokens=answer.tokens,
                 sample=record.sample,
                 closed_by_budget=answer.closed_by_budget,
+                log_weight=answer.log_weight,
             )
         )
 

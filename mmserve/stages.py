@@ -21,6 +21,7 @@ from mmserve.core.samples import samples
 from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, FILTERED, RENOISING_COMMIT
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
+from mmserve.decode.constrained.sampling import check_sampling
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import (
@@ -67,6 +68,7 @@ class Answer:
     tokens: tuple[CommittedToken, ...]
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
+    log_weight: float | None = None
 
 
 class Stages:
@@ -148,6 +150,7 @@ class Stages:
             raise Unimplemented("the commit policy 'scheduler' takes no constraint: choose another, or none")
         if request.constraint is not None and self.model.spec.renoising is not None:
             raise Unimplemented(f"model {self.model.spec.name!r} decodes without constraints")
+        check_sampling(request, self.model.spec, commit_policy(request, self._offered))
         if self.model.spec.renoising is not None:
             check_renoising(request, self.model.spec.block_length())
         block = self.model.spec.attention_block
@@ -215,7 +218,8 @@ class Stages:
         constrained = state.constrained
         if constrained is None:
             return Answer(state.text.text, *counts, tokens)
-        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut)
+        weight = constrained.sampled.log_weight if constrained.sampled is not None else None
+        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut, weight)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""

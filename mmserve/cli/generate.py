@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
     kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
     kinds.add_argument("--choice", action="append", metavar="TEXT", help="an answer to choose from; give several")
+    parser.add_argument(
+        "--constraint-sampling",
+        choices=("mask", "awrs", "asap"),
+        help="what constrained samples are drawn from; 'awrs' and 'asap' are true to the model, and weighted",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     add_server(parser)
     add_config(parser)
@@ -50,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         "schema": _schema(arguments.schema),
         "regex": arguments.regex,
         "choices": arguments.choice,
+        "constraint_sampling": arguments.constraint_sampling,
     }
     screen = CanvasLine()
     done: list[Finished] = []

@@ -95,6 +95,7 @@ class Finished:
     tokens: tuple[CommittedToken, ...] = field(default=())
     sample: int = 0
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
+    log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
 
     @property
     def tokens_per_forward(self) -> float:

@@ -168,14 +168,14 @@ def _way(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) 
     if token in witness.ends:
         return _Way(witness.matcher, ()) if witness.matcher.accepting else None
     fork, size = after(witness.matcher, [token]), len(witness.tokens)
-    if fork is None:
+    room = size - witness.known - 1
+    if fork is None or (not room and not fork.accepting):
         return None
-    near = Closing(answer, size, lexicon, searches=1).tail(fork, witness.known + 1)
+    near = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1).tail(fork, witness.known + 1)
     if near is not None:
         return _Way(fork, near)
-    close = shortest_close(fork, lexicon, _EFFORT)
-    fits = close is not None and len(close.tokens) <= size - witness.known - 1
-    return _Way(fork, close.tokens) if close is not None and fits else None
+    close = shortest_close(fork, lexicon, _EFFORT, within=room)
+    return _Way(fork, close.tokens) if close is not None and len(close.tokens) <= room else None
 
 
 def _extended(witness: Witness, token: int, way: _Way, *, cut: bool) -> Witness:

@@ -33,12 +33,19 @@ class Close:
     exact: bool
 
 
-def shortest_close(matcher: Matcher, lexicon: Lexicon, effort: Effort | None = None) -> Close | None:
-    """The shortest completion found from where ``matcher`` is; None if none was found."""
+def shortest_close(
+    matcher: Matcher, lexicon: Lexicon, effort: Effort | None = None, *, within: int | None = None
+) -> Close | None:
+    """The shortest completion found from where ``matcher`` is; None if none was found.
+
+    ``within``: tokens above which a completion is of no use; None where all are known to be longer.
+    """
     effort = effort or Effort()
-    exact, at_least = _by_tokens(matcher, lexicon, effort)
+    exact, at_least = _by_tokens(matcher, lexicon, effort, within)
     if exact is not None:
         return Close(exact, True)
+    if within is not None and at_least > within:
+        return None
     begun = walk(matcher, lexicon, Work(effort.places), keep=True)
     found = (
         _searched(matcher, lexicon, effort)
@@ -71,14 +78,19 @@ def _searched(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> list[int] |
     return None
 
 
-def _by_tokens(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> tuple[tuple[int, ...] | None, int]:
-    """A completion of the least length, or None and a length below which there is none."""
+def _by_tokens(
+    matcher: Matcher, lexicon: Lexicon, effort: Effort, within: int | None
+) -> tuple[tuple[int, ...] | None, int]:
+    """A completion of the least length, or None and a length below which there is none; not looked for any longer than
+    ``within``."""
     level: dict[bytes, tuple[Matcher, tuple[int, ...]]] = {b"": (matcher, ())}
     depth = tried = 0
     while level:
         for at, tokens in level.values():
             if at.accepting:
                 return tokens, depth
+        if depth == within:
+            return None, depth + 1
         following: dict[bytes, tuple[Matcher, tuple[int, ...]]] = {}
         for text, (at, tokens) in level.items():
             allowed = at.allowed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -84,10 +85,16 @@ def _schema(path: Path | None) -> dict[str, Any] | None:
     return schema
 
 
+def _row(event: Finished) -> dict[str, Any]:
+    """What JSON says of an answer; a weight of zero has no finite logarithm, and JSON no other number."""
+    row = {**asdict(event), "tokens_per_forward": event.tokens_per_forward}
+    return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
+
+
 def _tell(done: list[Finished], *, as_json: bool) -> None:
     """One answer as it is; several with their numbers."""
     if as_json:
-        rows = [{**asdict(event), "tokens_per_forward": event.tokens_per_forward} for event in done]
+        rows = [_row(event) for event in done]
         print_json(rows[0] if len(rows) == 1 else {"samples": rows})
     elif len(done) == 1:
         print(done[0].text)

@@ -1,4 +1,4 @@
-"""Samples against the exact conditional distribution of toy models, by brute force; and the exact expectation of weights."""
+"""Samples against the exact conditional distribution of toy models, and the exact expectation of their weights."""
 
 from __future__ import annotations
 

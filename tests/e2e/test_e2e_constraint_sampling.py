@@ -17,7 +17,7 @@ from mmserve.config import Config, ModelConfig
 from mmserve.errors import InvalidArgument, MMServeError, Unimplemented
 from mmserve.reference.scenes import draw_scene
 
-CHOICES = ("a circle", "a square", "triangle", "two", "yes")
+CHOICES = ("red", "green", "blue", "yellow")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def client(server: BackgroundServer) -> Iterator[Client]:
 
 def ask(client: Client, sampling: str | None, **options: Any) -> Result:
     picture = draw_scene(random.Random(5)).png()
-    given = {"choices": CHOICES, "temperature": 1.0, "max_new_tokens": 16, "model": "causal", **options}
-    return client.generate("What is in the picture?", [picture], constraint_sampling=sampling, **given)
+    given = {"choices": CHOICES, "temperature": 4.0, "max_new_tokens": 8, "model": "causal", **options}
+    return client.generate("What color is the circle?", [picture], constraint_sampling=sampling, **given)
 
 
 def weights(result: Result) -> list[float]:
@@ -53,23 +53,21 @@ def weights(result: Result) -> list[float]:
 def test_both_ways_tell_how_probable_a_valid_answer_is(client: Client, model: dict[str, Any]) -> None:
     assert ask(client, "mask", **model).log_weight is None
     assert ask(client, None, **model).log_weight is None
-    plain = weights(ask(client, "awrs", n=8, **model)) + weights(ask(client, "awrs", n=8, seed=1, **model))
-    learning = weights(ask(client, "asap", n=8, **model)) + weights(ask(client, "asap", n=8, seed=1, **model))
-    assert len(plain) == len(learning) == 16
-    assert all(0 < weight <= 1.001 for weight in (*plain, *learning))
-    mean = sum(plain) / 16
-    print(sorted(plain), sorted(learning))
-    assert learning[-1] == pytest.approx(mean, rel=0.5)
+    plain, learning = weights(ask(client, "awrs", n=8, **model)), weights(ask(client, "asap", n=8, **model))
+    assert len(plain) == len(learning) == 8
+    assert all(0 < weight < 0.5 for weight in (*plain, *learning))
+    assert sum(plain) == pytest.approx(sum(learning), rel=0.25)
+    assert min(weights(ask(client, "awrs", n=4, **{**model, "temperature": 1.0}))) > 0.99, "here the model is sure"
 
 
 @pytest.mark.parametrize("sampling", ["awrs", "asap"])
 def test_samples_are_the_same_alone_and_beside_others(client: Client, sampling: str) -> None:
     several = ask(client, sampling, n=4)
     one = ask(client, sampling)
-    again = ask(client, sampling, n=3, commit=Ngram())
+    fewer = ask(client, sampling, n=3)
     assert (answer(one)[:2], one.log_weight) == (answer(several)[:2], several.log_weight)
-    assert [s.text for s in again.samples] == [s.text for s in several.samples[:3]]
-    assert [s.log_weight for s in again.samples] == pytest.approx([s.log_weight for s in several.samples[:3]], abs=1e-4)
+    assert [(s.text, s.log_weight) for s in fewer.samples] == [(s.text, s.log_weight) for s in several.samples[:3]]
+    assert len(weights(ask(client, sampling, n=2, commit=Ngram()))) == 2
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mmserve.decode.paths.least import Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 
 #: Work on a way to the end that is not near at hand: two milliseconds or so.
-_EFFORT = Effort(exact_tokens=200, places=200)
+_EFFORT = Effort(exact_tokens=200, places=60, alternatives=4)
 
 
 @dataclass

@@ -184,7 +184,7 @@ class Engine:
         self._absorb()
         self._expire()
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
-        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records]
+        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records if not r.waits]
         plan = schedule(entries, self._budgets())
         self._run("constrain", plan.constrain, self._constrain)
         self._run("encode", plan.encode, self._encode)
@@ -345,6 +345,7 @@ class Engine:
                 sample=record.sample,
                 closed_by_budget=answer.closed_by_budget,
                 companion_forwards=answer.companion_forwards,
+                log_weight=answer.log_weight,
             )
         )
 

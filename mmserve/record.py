@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Usage
 from mmserve.core.plan import Entry
 from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
@@ -48,6 +49,13 @@ class Record:
     def doomed(self) -> bool:
         """Whether the client has its error: the record is only here because a worker still holds its state."""
         return self.call.failed
+
+    @property
+    def waits(self) -> bool:
+        """Whether it begins only when the samples before it have ended: it learns from them."""
+        constraint = self.request.constraint
+        learns = constraint is not None and constraint.sampling is ConstraintSampling.ASAP
+        return learns and any(other.sample < self.sample for other in self.call.records)
 
     @property
     def samples(self) -> int:

@@ -21,6 +21,7 @@ from mmserve.core.samples import samples
 from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, FILTERED, RENOISING_COMMIT
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
+from mmserve.decode.constrained.sampling import check_sampling
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import (
@@ -68,6 +69,7 @@ class Answer:
     companion_forwards: int
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
+    log_weight: float | None = None
 
 
 class Stages:
@@ -146,6 +148,7 @@ class Stages:
         commit = commit_policy(request, self._offered)
         self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
+        check_sampling(request, self.model.spec, commit)
         if self.model.spec.renoising is not None:
             check_renoising(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
@@ -214,7 +217,8 @@ class Stages:
         constrained = state.constrained
         if constrained is None:
             return Answer(state.text.text, *counts, tokens, beside)
-        return Answer(state.text.text, *counts, tokens, beside, constrained.warnings, constrained.witness.cut)
+        weight = constrained.sampled.log_weight if constrained.sampled is not None else None
+        return Answer(state.text.text, *counts, tokens, beside, constrained.warnings, constrained.witness.cut, weight)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
     kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
     kinds.add_argument("--choice", action="append", metavar="TEXT", help="an answer to choose from; give several")
+    parser.add_argument(
+        "--constraint-sampling",
+        choices=("mask", "awrs", "asap"),
+        help="what constrained samples are drawn from; 'awrs' and 'asap' are true to the model, and weighted",
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     add_server(parser)
     add_config(parser)
@@ -50,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         "schema": _schema(arguments.schema),
         "regex": arguments.regex,
         "choices": arguments.choice,
+        "constraint_sampling": arguments.constraint_sampling,
     }
     screen = CanvasLine()
     done: list[Finished] = []
@@ -78,10 +85,16 @@ def _schema(path: Path | None) -> dict[str, Any] | None:
     return schema
 
 
+def _row(event: Finished) -> dict[str, Any]:
+    """What JSON says of an answer; a weight of zero has no finite logarithm, and JSON no other number."""
+    row = {**asdict(event), "tokens_per_forward": event.tokens_per_forward}
+    return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
+
+
 def _tell(done: list[Finished], *, as_json: bool) -> None:
     """One answer as it is; several with their numbers."""
     if as_json:
-        rows = [{**asdict(event), "tokens_per_forward": event.tokens_per_forward} for event in done]
+        rows = [_row(event) for event in done]
         print_json(rows[0] if len(rows) == 1 else {"samples": rows})
     elif len(done) == 1:
         print(done[0].text)

@@ -17,6 +17,14 @@ class ConstraintMode(StrEnum):
     LENIENT = "lenient"  # ignore them, with a warning
 
 
+class ConstraintSampling(StrEnum):
+    """What the drawn answers are draws from."""
+
+    MASK = "mask"  # at each token the model's distribution over what may stand there
+    AWRS = "awrs"  # the same, and each answer has a weight that corrects it
+    ASAP = "asap"  # the model's distribution over valid answers, approached from sample to sample; weighted, too
+
+
 @dataclass(frozen=True)
 class JsonSchema:
     """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12)."""
@@ -61,3 +69,4 @@ class ConstraintSpec:
 
     kind: ConstraintKind
     mode: ConstraintMode = ConstraintMode.STRICT
+    sampling: ConstraintSampling = ConstraintSampling.MASK

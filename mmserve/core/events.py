@@ -96,6 +96,7 @@ class Finished:
     sample: int = 0
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
     companion_forwards: int = 0  # passes that a companion made for it, which ``forwards`` does not count
+    log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
 
     @property
     def tokens_per_forward(self) -> float:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
 from mmserve.decode.commit.base import Partial, Proposing
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
+from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.final import final_tokens
@@ -206,7 +208,7 @@ class DiffusionDecoder:
         commit = commit_policy(request, self._offered)
         begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused)
         if admitted is not None:
-            begun.constrained = Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge)
+            begun.constrained = _constrained(admitted, request)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -308,3 +310,12 @@ class DiffusionDecoder:
         text = canvas_text(d.canvas, self.model.tokenizer, self.model.spec.end_ids)
         committed = d.canvas.new_tokens - int(d.canvas.masked.sum())
         return Snapshot(text, committed, d.canvas.new_tokens, d.forwards, edited)
+
+
+def _constrained(admitted: Admitted, request: Request) -> Constrained:
+    """What decode keeps of a request whose constraint was ``admitted``."""
+    sampled = None
+    if admitted.sampling is not ConstraintSampling.MASK:
+        # a penalty counts what stands on the canvas, and no draft stands there yet
+        sampled = Sampled(admitted.futures, speculates=request.sampling.repetition_penalty == 1)
+    return Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge, sampled)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
-from mmserve.decode.constrained.best import Best
+from mmserve.decode.constrained.best import Notes
 from mmserve.decode.logits import Logits, slices
 
 #: Temperatures below this are greedy: dividing by them would leave the range of fp32.
@@ -28,7 +28,7 @@ def candidates(
     canvas: Canvas,
     sampling: Sampling,
     banned: tuple[int, ...],
-    best: Best | None = None,
+    best: Notes | None = None,
 ) -> Candidates:
     """One token for each of ``positions`` (ascending), from the logits of those positions.
 
@@ -51,14 +51,15 @@ def candidates(
         if best is not None:
             best.restrict(logits)
         if noise is None:
+            tempered = drawn = None
             tokens = logits.argmax(-1)
         else:
             tempered = _filter(logits / sampling.temperature, sampling)
-            mass = torch.logsumexp(tempered, -1, keepdim=True) if best is not None else None
-            drawn = tempered.add_(noise.rows(offsets, logits.shape[-1]).to(logits.device))  # Gumbel-max
+            gumbel = noise.rows(offsets, logits.shape[-1]).to(logits.device)
+            drawn = tempered.add_(gumbel) if best is None else tempered + gumbel  # Gumbel-max
             tokens = drawn.argmax(-1)
         if best is not None:
-            best.take(logits, None if noise is None or mass is None else drawn - mass)
+            best.take(logits, tempered, drawn)
         judged.append((tokens, *_figures(logits, tokens)))
     return Candidates(positions, *(torch.cat(parts).cpu().numpy() for parts in zip(*judged, strict=True)))
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+from mmserve.core.constraint import (
+    Choice,
+    ConstraintKind,
+    ConstraintMode,
+    ConstraintSampling,
+    ConstraintSpec,
+    Gbnf,
+    JsonSchema,
+    Lark,
+    Regex,
+)
 from mmserve.v1 import generation_pb2 as pb
 
 _MODES = {
@@ -16,6 +26,12 @@ _MODES = {
     pb.CONSTRAINT_MODE_STRICT: ConstraintMode.STRICT,
     pb.CONSTRAINT_MODE_VALIDATE: ConstraintMode.VALIDATE,
     pb.CONSTRAINT_MODE_LENIENT: ConstraintMode.LENIENT,
+}
+_SAMPLINGS = {
+    pb.CONSTRAINT_SAMPLING_UNSPECIFIED: ConstraintSampling.MASK,
+    pb.CONSTRAINT_SAMPLING_MASK: ConstraintSampling.MASK,
+    pb.CONSTRAINT_SAMPLING_AWRS: ConstraintSampling.AWRS,
+    pb.CONSTRAINT_SAMPLING_ASAP: ConstraintSampling.ASAP,
 }
 _MOST_BYTES = {
     "json_schema": MAX_SCHEMA_BYTES,
@@ -32,6 +48,8 @@ def wrong_constraint(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
     constraint = message.constraint
     if constraint.mode not in _MODES:
         yield "constraint.mode", "must be CONSTRAINT_MODE_STRICT, CONSTRAINT_MODE_VALIDATE or CONSTRAINT_MODE_LENIENT"
+    if constraint.sampling not in _SAMPLINGS:
+        yield "constraint.sampling", "must be CONSTRAINT_SAMPLING_MASK, _AWRS or _ASAP"
     kind = constraint.WhichOneof("kind")
     match kind:
         case None:
@@ -60,14 +78,17 @@ def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
     if not message.HasField("constraint"):
         return None
     constraint = message.constraint
-    mode = _MODES[constraint.mode]
+    return ConstraintSpec(_asked_kind(constraint), _MODES[constraint.mode], _SAMPLINGS[constraint.sampling])
+
+
+def _asked_kind(constraint: pb.Constraint) -> ConstraintKind:
     match constraint.WhichOneof("kind"):
         case "json_schema":
-            return ConstraintSpec(JsonSchema(constraint.json_schema), mode)
+            return JsonSchema(constraint.json_schema)
         case "regex":
-            return ConstraintSpec(Regex(constraint.regex), mode)
+            return Regex(constraint.regex)
         case "choice":
-            return ConstraintSpec(Choice(tuple(constraint.choice.options)), mode)
+            return Choice(tuple(constraint.choice.options))
         case "lark":
-            return ConstraintSpec(Lark(constraint.lark), mode)
-    return ConstraintSpec(Gbnf(constraint.gbnf), mode)
+            return Lark(constraint.lark)
+    return Gbnf(constraint.gbnf)

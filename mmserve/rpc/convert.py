@@ -363,6 +363,7 @@ def _finished(event: events.Finished) -> pb.Finished:
         ],
         closed_by_budget=event.closed_by_budget,
         companion_forwards=event.companion_forwards,
+        log_weight=event.log_weight,
     )
 
 
@@ -388,4 +389,5 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
         sample=sample,
         closed_by_budget=message.closed_by_budget,
         companion_forwards=message.companion_forwards,
+        log_weight=message.log_weight if _set(message, "log_weight") else None,
     )

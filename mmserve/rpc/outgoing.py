@@ -63,6 +63,7 @@ class Options(TypedDict, total=False):
     choices: Sequence[str] | None  # the answer is one of them
     grammar: str | None  # the answer is a sentence of it: Lark, or GBNF
     constraint_mode: str | None  # for what no grammar can enforce: "strict" (default), "validate" or "lenient"
+    constraint_sampling: str | None  # what drawn answers are draws from: "mask" (default), "awrs" or "asap"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ class Result:
     request_id: str
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
     companion_forwards: int = 0  # passes of a companion, which ``forwards`` does not count
+    log_weight: float | None = None  # importance weight (natural log) of an answer drawn by "awrs" or "asap"
     others: tuple[Result, ...] = ()  # the samples behind the first
     read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
 
@@ -135,6 +137,7 @@ def _result(event: events.Finished, request_id: str, read: Callable[[str], Any] 
         request_id=request_id,
         closed_by_budget=event.closed_by_budget,
         companion_forwards=event.companion_forwards,
+        log_weight=event.log_weight,
         read=read,
     )
 
@@ -166,6 +169,7 @@ def build_request(
     choices: Sequence[str] | None = None,
     grammar: str | None = None,
     constraint_mode: str | None = None,
+    constraint_sampling: str | None = None,
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
 
@@ -191,7 +195,15 @@ def build_request(
     put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
     put_policy(request.diffusion, "recompute", recompute, "diffusion.")
     put_policy(request.diffusion, "commit", commit, "diffusion.")
-    put_constraint(request, schema=schema, regex=regex, choices=choices, grammar=grammar, mode=constraint_mode)
+    put_constraint(
+        request,
+        schema=schema,
+        regex=regex,
+        choices=choices,
+        grammar=grammar,
+        mode=constraint_mode,
+        sampling=constraint_sampling,
+    )
     request.stream.deltas, request.stream.snapshots, request.stream.tokens = deltas, snapshots, tokens
     return request
 

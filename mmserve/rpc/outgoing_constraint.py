@@ -17,6 +17,11 @@ _MODES = {
     "validate": pb.CONSTRAINT_MODE_VALIDATE,
     "lenient": pb.CONSTRAINT_MODE_LENIENT,
 }
+_SAMPLINGS = {
+    "mask": pb.CONSTRAINT_SAMPLING_MASK,
+    "awrs": pb.CONSTRAINT_SAMPLING_AWRS,
+    "asap": pb.CONSTRAINT_SAMPLING_ASAP,
+}
 
 
 def put_constraint(
@@ -27,6 +32,7 @@ def put_constraint(
     choices: Sequence[str] | None,
     grammar: str | None,
     mode: str | None,
+    sampling: str | None = None,
 ) -> None:
     """Put the one that is given into ``request``; ``grammar`` is GBNF where it defines rules with ``::=``, else Lark.
 
@@ -36,12 +42,14 @@ def put_constraint(
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidArgument.of(names[1], f"cannot be given together with {names[0]}")
-    if mode is not None:
-        if mode not in _MODES:
-            raise InvalidArgument.of("constraint_mode", f"must be one of {', '.join(_MODES)}, not {mode!r}")
+    for field, known, asked in (("mode", _MODES, mode), ("sampling", _SAMPLINGS, sampling)):
+        if asked is None:
+            continue
+        if asked not in known:
+            raise InvalidArgument.of(f"constraint_{field}", f"must be one of {', '.join(known)}, not {asked!r}")
         if not names:
-            raise InvalidArgument.of("constraint_mode", "needs a schema, regex, choices or grammar")
-        request.constraint.mode = _MODES[mode]
+            raise InvalidArgument.of(f"constraint_{field}", "needs a schema, regex, choices or grammar")
+        setattr(request.constraint, field, known[asked])
     try:
         if schema is not None:
             request.constraint.json_schema = _schema_text(schema)

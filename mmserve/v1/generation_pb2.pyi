@@ -14,6 +14,13 @@ class ConstraintMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CONSTRAINT_MODE_VALIDATE: _ClassVar[ConstraintMode]
     CONSTRAINT_MODE_LENIENT: _ClassVar[ConstraintMode]
 
+class ConstraintSampling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONSTRAINT_SAMPLING_UNSPECIFIED: _ClassVar[ConstraintSampling]
+    CONSTRAINT_SAMPLING_MASK: _ClassVar[ConstraintSampling]
+    CONSTRAINT_SAMPLING_AWRS: _ClassVar[ConstraintSampling]
+    CONSTRAINT_SAMPLING_ASAP: _ClassVar[ConstraintSampling]
+
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROLE_UNSPECIFIED: _ClassVar[Role]
@@ -31,6 +38,10 @@ CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode
 CONSTRAINT_MODE_STRICT: ConstraintMode
 CONSTRAINT_MODE_VALIDATE: ConstraintMode
 CONSTRAINT_MODE_LENIENT: ConstraintMode
+CONSTRAINT_SAMPLING_UNSPECIFIED: ConstraintSampling
+CONSTRAINT_SAMPLING_MASK: ConstraintSampling
+CONSTRAINT_SAMPLING_AWRS: ConstraintSampling
+CONSTRAINT_SAMPLING_ASAP: ConstraintSampling
 ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_USER: Role
@@ -57,20 +68,22 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
-    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "mode")
+    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "mode", "sampling")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     LARK_FIELD_NUMBER: _ClassVar[int]
     GBNF_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     choice: Choice
     lark: str
     gbnf: str
     mode: ConstraintMode
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ...) -> None: ...
+    sampling: ConstraintSampling
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ..., sampling: _Optional[_Union[ConstraintSampling, str]] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("options",)
@@ -397,7 +410,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "companion_forwards")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "companion_forwards", "log_weight")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -410,6 +423,7 @@ class Finished(_message.Message):
     EDITS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_BY_BUDGET_FIELD_NUMBER: _ClassVar[int]
     COMPANION_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -422,7 +436,8 @@ class Finished(_message.Message):
     edits: int
     closed_by_budget: bool
     companion_forwards: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., companion_forwards: _Optional[int] = ...) -> None: ...
+    log_weight: float
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., companion_forwards: _Optional[int] = ..., log_weight: _Optional[float] = ...) -> None: ...
 
 class CommittedToken(_message.Message):
     __slots__ = ("id", "text", "log_probability", "step")

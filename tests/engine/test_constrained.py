@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,15 @@ from harness import Bench, Call
 from helpers import ask, sure_above, tiny_model
 from test_policies import COMMITS, RECOMPUTES, policy
 
-from mmserve.core.constraint import Choice, ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema, Regex
+from mmserve.core.constraint import (
+    Choice,
+    ConstraintKind,
+    ConstraintMode,
+    ConstraintSampling,
+    ConstraintSpec,
+    JsonSchema,
+    Regex,
+)
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request
 from mmserve.decode.constrained import state as state_module
@@ -307,3 +316,53 @@ def test_a_request_can_be_cancelled_while_its_constraint_is_made_ready(
     gate.open()
     assert re.fullmatch("a+", other.finished().text)
     b.await_nothing_left()
+
+
+@pytest.mark.parametrize("sampling", [ConstraintSampling.AWRS, ConstraintSampling.ASAP])
+def test_sampling_true_to_the_model(bench: Make, causal: LoadedModel, sampling: ConstraintSampling) -> None:
+    """Every schema, with budgets from the least on: valid, weighted, and the same alone and beside others."""
+    b, asked = bench(causal, watch=False), []
+    for i, schema in enumerate(SCHEMAS):
+        request = ask(
+            f"r{i}",
+            max_new_tokens=needed(b, schema, LAST) + (0, 2, 20)[i % 3],
+            recompute=LAST,
+            commit=policy(("low_confidence", "ngram")[i % 2]),
+            temperature=(0.7, 1.5)[i % 2],
+            seed=i,
+        )
+        spec = dataclasses.replace(constrained(request, schema).constraint, sampling=sampling)
+        asked.append(dataclasses.replace(request, constraint=spec))
+    calls = b.submit(*asked)
+    for call, schema in zip(calls, SCHEMAS, strict=True):
+        check(call, schema)
+        assert call.finished().log_weight is not None and call.finished().log_weight < 0
+    assert sum(call.finished().log_weight > -math.inf for call in calls) >= 6
+    [again] = b.submit(dataclasses.replace(asked[2], id="again"))
+    assert outcome(b, again) == outcome(b, calls[2])
+    assert again.finished().log_weight == calls[2].finished().log_weight
+    b.await_nothing_left()
+
+
+def test_samples_that_learn_come_one_after_another(bench: Make, causal: LoadedModel) -> None:
+    """In turn, whatever the batch has room for; and all of them are cancelled together."""
+    b = bench(causal)
+    request = constrained(ask("n", max_new_tokens=12, recompute=LAST, temperature=1.0, n=3), SCHEMAS[1])
+    spec = dataclasses.replace(request.constraint, sampling=ConstraintSampling.ASAP)
+    events: list[Any] = []
+    budget = needed(b, SCHEMAS[1], LAST) + 4
+    request = dataclasses.replace(
+        request, constraint=spec, sampling=dataclasses.replace(request.sampling, max_new_tokens=budget)
+    )
+    b.batches.clear()
+    b.engine.submit(request, events.append)
+    b.await_nothing_left()
+    assert [e.sample for e in events if isinstance(e, Finished)] == [0, 1, 2]
+    assert {len(batch) for batch in b.batches} == {1}
+    gate = b.gate("decode", lambda ids: "later.1" in ids)
+    b.engine.submit(dataclasses.replace(request, id="later"), events.append)
+    gate.wait()
+    b.engine.cancel("later")
+    gate.open()
+    b.await_nothing_left()
+    assert isinstance(events[-1].error, Cancelled)

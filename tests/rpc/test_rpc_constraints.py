@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pydantic
@@ -12,7 +13,16 @@ from test_rpc_convert import build, wrong
 
 from mmserve.constraint.findings import Finding, as_error
 from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+from mmserve.core.constraint import (
+    Choice,
+    ConstraintMode,
+    ConstraintSampling,
+    ConstraintSpec,
+    Gbnf,
+    JsonSchema,
+    Lark,
+    Regex,
+)
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
@@ -90,6 +100,7 @@ def test_the_request_carries_it() -> None:
         ({"choices": []}, {"choice": {}}),
         ({"grammar": 'start: "a"'}, {"lark": 'start: "a"'}),
         ({"grammar": 'root ::= "a"', "constraint_mode": "validate"}, {"gbnf": 'root ::= "a"', "mode": 2}),
+        ({"regex": "a+", "constraint_sampling": "asap"}, {"regex": "a+", "sampling": 3}),
         ({}, None),
     ],
 )
@@ -123,6 +134,8 @@ def test_a_pydantic_model_is_a_schema_and_reads_the_answer() -> None:
         ({"schema": 3}, "schema"),
         ({"schema": {"const": float("nan")}}, "schema"),
         ({"constraint_mode": "strict"}, "constraint_mode"),
+        ({"constraint_sampling": "awrs"}, "constraint_sampling"),
+        ({"regex": "a", "constraint_sampling": "fair"}, "constraint_sampling"),
         ({"regex": "a", "constraint_mode": "loose"}, "constraint_mode"),
     ],
 )
@@ -145,3 +158,17 @@ def test_a_refusal_names_pointer_and_keyword_over_the_wire() -> None:
         ("constraint.json_schema#/properties/a~1b/not", "not: why"),
         ("constraint.json_schema", "schema: empty"),
     ]
+
+
+def test_samplings() -> None:
+    for number, sampling in [(0, "mask"), (1, "mask"), (2, "awrs"), (3, "asap")]:
+        expected = ConstraintSpec(Regex("a"), ConstraintMode.STRICT, ConstraintSampling(sampling))
+        assert asked(regex="a", sampling=number) == expected
+    assert wrong(constraint={"regex": "a", "sampling": 9}) == ["constraint.sampling"]
+
+
+@pytest.mark.parametrize("weight", [None, 0.0, -12.5, -math.inf])
+def test_weights_go_over_the_wire(weight: float | None) -> None:
+    done = Finished("end", "{}", Usage(1, 0, 1), 1, 1, StageTimes(), log_weight=weight)
+    assert from_response(to_response(done, "id")) == done
+    assert to_result([done], 1, "id").log_weight == weight

@@ -16,7 +16,8 @@ from mmserve.constraint.judging import Judge, judge_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import Vocabulary as Proved
-from mmserve.core.constraint import ConstraintSpec
+from mmserve.core.constraint import ConstraintSampling, ConstraintSpec
+from mmserve.decode.constrained.futures import Place
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Infeasible, Witness, admit
 from mmserve.decode.paths.lexicon import Lexicon
@@ -35,6 +36,8 @@ class Admitted:
     lexicon: Lexicon
     warnings: tuple[str, ...]
     judge: Judge | None  # of the finished answer, where its grammar is wider than the constraint
+    sampling: ConstraintSampling = ConstraintSampling.MASK
+    futures: Place | None = None  # what its samples, one after another, have met so far
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Admission:
         except BaseException as error:
             logger.warning("a grammar that was proved cannot be begun", exc_info=error)
             raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
-        return Admitted(witness, language.lexicon, grammar.warnings, judge)
+        futures = Place() if spec.sampling is ConstraintSampling.ASAP else None
+        return Admitted(witness, language.lexicon, grammar.warnings, judge, spec.sampling, futures)
 
     def warm(self) -> None:
         """Make ready now what the first constraint would wait for; for a model without constraints, nothing."""

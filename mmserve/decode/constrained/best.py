@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,21 @@ from mmserve.decode.paths.field import TopK
 
 #: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
 KEPT = 16
+
+
+class Notes(Protocol):
+    """What is noted of a request's logits while they become candidates (``decode/sampler.py``), row by row."""
+
+    def restrict(self, logits: Tensor) -> None:
+        """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
+        ...
+
+    def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+        """Note what is asked for of the rows just restricted.
+
+        ``tempered [n, V]``: filtered and tempered logits, ``noised [n, V]``: these and Gumbel noise; None = greedy.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Best:
         self._row = 0
 
     def restrict(self, logits: Tensor) -> None:
-        """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
+        """Leave in the next rows ``logits [n, V]``, in place, what may stand there."""
         before = torch.logsumexp(logits, -1)
         own = self._witness[self._row : self._row + len(logits)].to(logits.device)
         self._before = [before, logits.gather(-1, own[:, None])[:, 0] - before]
@@ -66,12 +82,14 @@ class Best:
                     logits[i] = -torch.inf
                     logits[i, places] = kept
 
-    def take(self, logits: Tensor, scores: Tensor | None) -> None:
-        """Note the best of the rows just restricted; ``scores [n, V]``: filtered, tempered logits and noise, normalised
-        but for that; None = greedy."""
+    def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+        """Note the best of the rows just restricted: by log-probability, or as they are drawn."""
         before, own = self._before
         after = torch.logsumexp(logits, -1)
-        judged = logits - after[:, None] if scores is None else scores
+        if tempered is None or noised is None:
+            judged = logits - after[:, None]
+        else:
+            judged = noised - torch.logsumexp(tempered, -1, keepdim=True)
         best = judged.topk(min(KEPT, logits.shape[-1]), -1)
         plain = logits.gather(-1, best.indices) - before[:, None]
         self._parts.append((best.indices, best.values, plain, own, after - before))

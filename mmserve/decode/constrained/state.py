@@ -6,8 +6,10 @@ A parser that raises or panics in the middle of an answer is not asked again: th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from mmserve.constraint.judging import Judge
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.decode.constrained.best import Best, Ranked
+from mmserve.decode.constrained.draws import Draws, Run, Sampled
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Outcome, Witness, follow, improve
 from mmserve.decode.paths.completion import after
@@ -39,16 +42,20 @@ class Constrained:
     lexicon: Lexicon
     warnings: tuple[str, ...] = ()  # for the client
     judge: Judge | None = None  # of the finished answer
-    ranked: Ranked | None = None  # with the candidates, until they are chosen from
+    sampled: Sampled | None = None  # where tokens are drawn true to the model
+    ranked: Ranked | Run | None = None  # with the candidates, until they are chosen from
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
     forced: bool = False  # whether the draft is what must stand there anyway
     broken: bool = False  # the parser failed: it is not asked any more
     searches: int = 0
     fallbacks: int = 0  # searches that left the old witness as it was
 
-    def asks(self, canvas: Canvas, targets: np.ndarray, *, causal: bool) -> Best:
+    def asks(self, canvas: Canvas, targets: np.ndarray, *, causal: bool) -> Best | Draws:
         """What is to be noted of the logits of ``targets`` (positions of the canvas, ascending)."""
         positions = targets - canvas.prompt_length
+        if self.sampled is not None:
+            guard = partial(self._guarded, otherwise=None)
+            return Draws(positions, self.witness, self.lexicon, self.drafted, self.sampled, guard)
         allowed = self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
         return Best(positions, self.witness.tokens[positions], allowed)
 
@@ -77,11 +84,21 @@ class Constrained:
         blindly = replace(witness, known=frontier)
         self.witness = self._guarded(lambda: follow(witness, known), blindly)
 
+    def take(self, run: Run) -> None:
+        """Go on by what was drawn."""
+        self.witness = run.witness
+        self.searches += 1
+        self.fallbacks += run.log_weight == -math.inf
+        if self.sampled is not None:
+            self.sampled.take(run, run.witness.ends)
+
     def forced_run(self) -> np.ndarray:
         """The witness's tokens (int64) that must stand at the frontier, whichever tokens spell them.
 
         The last of them is left out: a model may join it with what follows.
         """
+        if self.sampled is not None and not self.sampled.speculates:
+            return np.zeros(0, np.int64)
         return self._guarded(self._forced, np.zeros(0, np.int64))
 
     def _forced(self) -> np.ndarray:

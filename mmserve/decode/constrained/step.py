@@ -15,6 +15,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Judged, leading
 from mmserve.decode.constrained.best import Ranked, first_among
+from mmserve.decode.constrained.draws import Run
 from mmserve.decode.constrained.state import Constrained, known_tokens
 from mmserve.decode.paths.field import TopK
 
@@ -35,8 +36,8 @@ def led(state: Constrained, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
     """Tokens (int64) for a next-token model's first masked positions: those that must stand there, or else the
     policy's ``drafted`` ones."""
     run = state.forced_run()
-    state.forced = len(run) > 0
-    state.drafted = (run if state.forced else drafted)[: canvas.size - canvas.known() - 1]
+    state.forced = len(run) > 0 and state.sampled is None  # of a sample the model says how forced text is spelled
+    state.drafted = (run if len(run) else drafted)[: canvas.size - canvas.known() - 1]
     return state.drafted
 
 
@@ -48,6 +49,10 @@ def chosen(state: Constrained, canvas: Canvas, proposed: Candidates, commit: Com
     ranked, state.ranked = state.ranked, None
     if ranked is None:
         raise ValueError("chosen before it was asked")
+    if isinstance(ranked, Run):
+        first = canvas.prompt_length + state.witness.known
+        state.take(ranked)
+        return Chosen(np.arange(first, first + len(ranked.tokens)), ranked.tokens, ranked.log_probabilities)
     if causal:
         return _one_by_one(state, canvas, ranked)
     return _together(state, canvas, proposed, commit, ranked)

@@ -43,17 +43,21 @@ def shortest_close(
     *,
     kinds: Callable[[], Kinds] = Texts,
     room: int = 0,
+    within: int | None = None,
 ) -> Close | None:
     """The shortest completion found from where ``matcher`` is; None if none was found.
 
     Args:
         kinds: makes classes of texts, from the one behind ``matcher`` on; otherwise every text is its own class.
         room: tokens that are few enough: above, an exact answer is worth a far longer search.
+        within: tokens above which a completion is of no use; None where all are known to be longer.
     """
     effort = effort or Effort()
-    exact, at_least = _by_tokens(matcher, lexicon, Texts(), effort.exact_tokens, effort.exact_tokens)
+    exact, at_least = _by_tokens(matcher, lexicon, Texts(), effort.exact_tokens, effort.exact_tokens, within=within)
     if exact is not None:
         return Close(exact, True)
+    if within is not None and at_least > within:
+        return None
     bound = _bound(matcher, lexicon, effort)
     if bound is not None and len(bound) <= max(at_least, room):
         return Close(bound, len(bound) <= at_least)
@@ -106,10 +110,13 @@ def _by_tokens(
     most: int,
     places: int,
     bound: tuple[int, ...] | None = None,
+    *,
+    within: int | None = None,
 ) -> tuple[tuple[int, ...] | None, int]:
     """A completion of the least length, or None and a length below which there is none.
 
-    ``most`` tokens are tried, at ``places``; none farther on than would be shorter than the completion ``bound``.
+    ``most`` tokens are tried, at ``places``; none farther on than would be shorter than the completion ``bound``, and
+    none longer than ``within`` tokens.
     """
     level: list[tuple[Hashable, Matcher, tuple[int, ...]]] = [(kinds.begun(), matcher, ())]
     seen = {kinds.begun()}
@@ -120,6 +127,8 @@ def _by_tokens(
                 return tokens, depth
         if bound is not None and depth + 1 == len(bound):
             return bound, depth + 1
+        if depth == within:
+            return None, depth + 1
         following: list[tuple[Hashable, Matcher, tuple[int, ...]]] = []
         for kind, at, tokens in level:
             allowed = at.allowed()

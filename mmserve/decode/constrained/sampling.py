@@ -1,0 +1,43 @@
+"""Which requests can be sampled true to the model: those whose tokens come one by one, from the left."""
+
+from __future__ import annotations
+
+from mmserve.core.constraint import ConstraintSampling
+from mmserve.core.request import Request
+from mmserve.decode.commit import Commit
+from mmserve.decode.commit.base import Judged
+from mmserve.decode.sampler import GREEDY_BELOW
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.models.base import ModelSpec
+
+
+def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
+    """Refuse a constraint's sampling that has no meaning for this request.
+
+    Only where each token is drawn from the model's distribution given all that stands left of it is there a
+    probability of a whole answer to be true to.
+
+    Raises:
+        InvalidArgument: it is greedy, or its answers may be cut by a stop string.
+        Unimplemented: tokens may be committed together, out of order, or be replaced.
+    """
+    if request.constraint is None or request.constraint.sampling is ConstraintSampling.MASK:
+        return
+    asked = request.constraint.sampling.value
+    if request.sampling.temperature < GREEDY_BELOW:
+        why = f"must be above 0 with constraint.sampling {asked!r}: a greedy answer is no sample"
+        raise InvalidArgument.of("sampling.temperature", why)
+    if request.sampling.stop:
+        why = f"must be empty with constraint.sampling {asked!r}: its weights are those of whole answers"
+        raise InvalidArgument.of("sampling.stop", why)
+    if not spec.causal and spec.block_length(request.diffusion.block_length) != 1:
+        raise Unimplemented(
+            f"constraint.sampling {asked!r} needs tokens that are drawn one by one from the left, each given those "
+            "before it: no probability is known of tokens committed together. Use diffusion.block_length 1 with a "
+            "masked diffusion model, or an autoregressive model"
+        )
+    if not spec.causal and (commit.whole_canvas or commit.revises or commit.closes or isinstance(commit, Judged)):
+        raise Unimplemented(
+            f"constraint.sampling {asked!r} needs tokens that are drawn one by one from the left, and the commit "
+            f"policy {request.diffusion.commit.name!r} may do otherwise: use 'low_confidence'"
+        )

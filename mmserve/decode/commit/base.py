@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
-from mmserve.decode.constrained.best import Best
+from mmserve.decode.constrained.best import Notes
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Proposing(Protocol):
         sampling: Sampling,
         mask_id: int,
         banned: tuple[int, ...],
-        best: Best | None = None,
+        best: Notes | None = None,
     ) -> Candidates:
         """Candidates for positions of the current block, from the logits ``[block, V]`` of all of them.
 

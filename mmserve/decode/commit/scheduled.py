@@ -16,7 +16,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit.base import BlockWise, Candidates
-from mmserve.decode.constrained.best import Best
+from mmserve.decode.constrained.best import Notes
 from mmserve.decode.pace import steps_of_block
 from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.schedulers import Discrete
@@ -54,14 +54,14 @@ class Scheduled(BlockWise):
         sampling: Sampling,
         mask_id: int,
         banned: tuple[int, ...],
-        best: Best | None = None,
+        best: Notes | None = None,
     ) -> Candidates:
         """Where and by what the scheduler changes the block, from the logits of all of its positions."""
         logits = logits_nV.float().clone()
         logits[:, list(banned)] = -torch.inf
         if best is not None:
             best.restrict(logits)
-            best.take(logits, None)
+            best.take(logits, None, None)
         positions = canvas.block()
         sample = torch.from_numpy(canvas.tokens[positions]).to(logits.device)
         out = self.scheduler.step(

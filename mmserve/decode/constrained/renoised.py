@@ -23,11 +23,11 @@ def projected(state: Constrained, canvas: Canvas, logits_LV: torch.Tensor, step:
     """
     first, budget = canvas.prompt_length, len(state.witness.tokens)
     targets = canvas.block()[: first + budget - canvas.block_start]
-    best = state.asks(canvas, targets, causal=False)
+    best = state.best_of(targets - first, causal=False)
     for part in slices(logits_LV[: len(targets)]):
         rows = part.float().clone()
         best.restrict(rows)
-        best.take(rows, None)
+        best.take(rows, None, None)
     state.search(known_tokens(canvas)[:budget], best.ranked().top, int(targets[-1]) + 1 - first)
     witness = torch.from_numpy(state.witness.tokens[targets - first]).to(logits_LV.device)
     inside = slice(0, len(targets))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.request import Request
 from mmserve.decode.commit import Commit
-from mmserve.decode.commit.base import Judged
+from mmserve.decode.commit.base import Judged, Proposing
 from mmserve.decode.sampler import GREEDY_BELOW
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import ModelSpec
@@ -36,7 +36,8 @@ def check_sampling(request: Request, spec: ModelSpec, commit: Commit) -> None:
             "before it: no probability is known of tokens committed together. Use diffusion.block_length 1 with a "
             "masked diffusion model, or an autoregressive model"
         )
-    if not spec.causal and (commit.whole_canvas or commit.revises or commit.closes or isinstance(commit, Judged)):
+    otherwise = commit.whole_canvas or commit.revises or commit.closes or isinstance(commit, (Judged, Proposing))
+    if not spec.causal and otherwise:
         raise Unimplemented(
             f"constraint.sampling {asked!r} needs tokens that are drawn one by one from the left, and the commit "
             f"policy {request.diffusion.commit.name!r} may do otherwise: use 'low_confidence'"

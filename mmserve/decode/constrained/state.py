@@ -56,6 +56,10 @@ class Constrained:
         if self.sampled is not None:
             guard = partial(self._guarded, otherwise=None)
             return Draws(positions, self.witness, self.lexicon, self.drafted, self.sampled, guard)
+        return self.best_of(positions, causal=causal)
+
+    def best_of(self, positions: np.ndarray, *, causal: bool) -> Best:
+        """What is to be noted for a search, of the logits of ``positions`` (from the answer's start, ascending)."""
         allowed = self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
         return Best(positions, self.witness.tokens[positions], allowed)
 

@@ -88,7 +88,7 @@ CLOSED: list[Schema] = [
     LENGTHS,
     {"type": "string", "minLength": 7, "maxLength": 8},
     {"type": "string", "pattern": "^(ab)+a$", "minLength": 4},
-    {"type": "string", "pattern": "b.{4}b"},
+    {"type": "string", "pattern": "b.{2}b"},
     {"type": "string", "pattern": "^[ab]{3}-[0-9]{2}$"},
     {"type": "string", "not": {"enum": ["", "a", "b", "aa"]}},
     {"type": "string", "minLength": 2, "allOf": [{"pattern": "é$"}]},

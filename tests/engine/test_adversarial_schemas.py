@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
+import harness
 import jsonschema_rs
 import pytest
 from adversary import adversarial, near_misses
@@ -46,6 +47,12 @@ POLICIES = {
     Attention.BLOCK_CAUSAL: list(itertools.product(COMMITS[:3], [policy("block")])),
     Attention.CAUSAL: list(itertools.product([policy("low_confidence"), policy("ngram")], [policy("last")])),
 }
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests wait for each other here."""
+    monkeypatch.setattr(harness, "PATIENCE", 600.0)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,11 @@ from transformers import (
 )
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 
+from mmserve.config import ModelConfig
 from mmserve.core.request import Policy, Request
 from mmserve.decode.sampler import step_generator
+from mmserve.models.base import CanvasModel
+from mmserve.models.registry import load_model
 
 LENGTH, STEPS = 8, 6
 BEGIN_IMAGE, END_IMAGE = 300, 301
@@ -81,6 +84,19 @@ def save_gemma(path: Path, spread: float, *, images: bool = False) -> Path:
     if images:
         Gemma4ImageProcessorPil(max_soft_tokens=70).save_pretrained(path)
     return path
+
+
+def load_gemma(folder: Path, *, same_bits: bool = False) -> CanvasModel:
+    """The served model of a checkpoint.
+
+    ``same_bits``: with transformers' own experts, so that alone it says to the last bit what transformers says: over
+    many steps a model that babbles makes another answer of one bit.
+    """
+    model = load_model(ModelConfig(path=str(folder), device="cpu"))
+    assert isinstance(model, CanvasModel)
+    if same_bits:
+        model.network.network.set_experts_implementation("grouped_mm")  # type: ignore[attr-defined]
+    return model
 
 
 def transformers_own(folder: Path) -> Any:

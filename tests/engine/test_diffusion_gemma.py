@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from gemma_checkpoints import LENGTH, entropy, expected, gemma, prompt_of, row_of, save_gemma, transformers_own, watched
+from gemma_checkpoints import (
+    LENGTH,
+    entropy,
+    expected,
+    gemma,
+    load_gemma,
+    prompt_of,
+    row_of,
+    save_gemma,
+    transformers_own,
+    watched,
+)
 from harness import Bench
 from helpers import tiny_model, tokenizer
 from safetensors.torch import load_file, save_file
@@ -42,9 +53,7 @@ def oracle(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> CanvasModel:
-    model = load_model(ModelConfig(path=str(folder), device="cpu"))
-    assert isinstance(model, CanvasModel)
-    return model
+    return load_gemma(folder)
 
 
 def test_logits_are_those_of_transformers(oracle: Any, loaded: CanvasModel) -> None:
@@ -85,10 +94,8 @@ def test_a_canvas_says_the_same_to_the_last_bit_whoever_is_beside_it(bench: Make
 
 
 @pytest.mark.parametrize("new", [LENGTH, 3 * LENGTH])
-def test_tokens_are_those_of_transformers(
-    bench: Make, oracle: Any, loaded: CanvasModel, new: int, monkeypatch: Any
-) -> None:
-    b = watched(bench(loaded, stages="inline", watch=False))
+def test_tokens_are_those_of_transformers(bench: Make, oracle: Any, folder: Path, new: int, monkeypatch: Any) -> None:
+    b = watched(bench(load_gemma(folder, same_bits=True), stages="inline", watch=False))
     kinds: set[int] = set()
     for seed, text in enumerate(("a red circle", "what is left of it? " * 3, "?")):
         tokens, passes = expected(oracle, prompt_of(b, text), new, seed, monkeypatch, eos_token_id=-1)
@@ -102,7 +109,7 @@ def test_tokens_are_those_of_transformers(
 def test_a_sure_canvas_ends_early_as_in_transformers(bench: Make, tmp_path: Path, monkeypatch: Any) -> None:
     """Cold, with small weights and a bound that accepts everything, a canvas soon predicts itself."""
     oracle = transformers_own(save_gemma(tmp_path, 1))
-    model = load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+    model = load_gemma(tmp_path, same_bits=True)
     assert model.spec.renoising is not None
     rule = dataclasses.replace(model.spec.renoising, steps=30, t_max=0.002, t_min=0.001)
     model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, renoising=rule))

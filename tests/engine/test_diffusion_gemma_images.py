@@ -16,6 +16,7 @@ from gemma_checkpoints import (
     LENGTH,
     expected,
     gemma,
+    load_gemma,
     row_of,
     save_gemma,
     transformers_own,
@@ -47,9 +48,7 @@ def oracle(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> CanvasModel:
-    model = load_model(ModelConfig(path=str(folder), device="cpu"))
-    assert isinstance(model, CanvasModel)
-    return model
+    return load_gemma(folder)
 
 
 def decoded(data: bytes) -> Image.Image:
@@ -125,7 +124,7 @@ def test_logits_are_those_of_transformers(
 def test_tokens_are_those_of_transformers(
     bench: Make, oracle: Any, loaded: CanvasModel, folder: Path, count: int, monkeypatch: Any
 ) -> None:
-    b = watched(bench(loaded, stages="inline", watch=False, max_tokens=512))
+    b = watched(bench(load_gemma(folder, same_bits=True), stages="inline", watch=False, max_tokens=512))
     prompt = plain_prompt(b, loaded, "what is it?", count)
     inputs = oracle_inputs(folder, prompt, PICTURES[:count], loaded.spec.image_id or 0)
     row = inputs.pop("input_ids")[0].tolist()

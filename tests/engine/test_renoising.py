@@ -10,16 +10,14 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from gemma_checkpoints import LENGTH, gemma, prompt_of, row_of, save_gemma, transformers_own, watched
+from gemma_checkpoints import LENGTH, gemma, load_gemma, prompt_of, row_of, save_gemma, transformers_own, watched
 from harness import Bench
 
-from mmserve.config import ModelConfig, SchedulerConfig
+from mmserve.config import SchedulerConfig
 from mmserve.core.request import Policy, Request
 from mmserve.decode.sampler import step_generator
 from mmserve.decode.schedulers import Discrete, load_schedulers
 from mmserve.errors import ConfigError, InvalidArgument
-from mmserve.models.base import CanvasModel
-from mmserve.models.registry import load_model
 
 Make = Callable[..., Bench]
 SEED, STEPS = 5, 6
@@ -40,12 +38,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of models that babble, and that soon repeat themselves."""
     made = tmp_path_factory.mktemp("gemma")
     return {"babbling": save_gemma(made / "babbling", 12), "calm": save_gemma(made / "calm", 1)}
-
-
-def of(folder: Path) -> CanvasModel:
-    model = load_model(ModelConfig(path=str(folder), device="cpu"))
-    assert isinstance(model, CanvasModel)
-    return model
 
 
 class Ids:
@@ -120,7 +112,14 @@ def test_tokens_are_those_of_diffusers_own_pipeline(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)  # imports a compiler for nothing
-    b = watched(bench(of(folders[folder]), stages="inline", watch=False, schedulers=scheduled(kind, **numbers)))
+    b = watched(
+        bench(
+            load_gemma(folders[folder], same_bits=True),
+            stages="inline",
+            watch=False,
+            schedulers=scheduled(kind, **numbers),
+        )
+    )
     kinds: set[int] = set()
     for text in ("a red circle", "what is left of it? " * 2):
         pipeline = Pipeline(folders[folder], kind, numbers, prompt_of(b, text))
@@ -149,7 +148,14 @@ def test_no_noise_is_left_where_the_last_step_is_unsure(
     """What the pipeline's last step accepts is final, and elsewhere not its noise but the most probable token."""
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     kind, numbers = "EntropyBoundScheduler", {"entropy_bound": 8.0}
-    b = watched(bench(of(folders["babbling"]), stages="inline", watch=False, schedulers=scheduled(kind, **numbers)))
+    b = watched(
+        bench(
+            load_gemma(folders["babbling"], same_bits=True),
+            stages="inline",
+            watch=False,
+            schedulers=scheduled(kind, **numbers),
+        )
+    )
     pipeline = Pipeline(folders["babbling"], kind, numbers, prompt_of(b, "a"))
     theirs = torch.tensor(pipeline(LENGTH, STEPS, 0.0))
     last = pipeline.outputs[-1]
@@ -164,7 +170,7 @@ def test_no_noise_is_left_where_the_last_step_is_unsure(
 def test_the_scheduler_of_the_models_own_rule_goes_its_way(bench: Make, folders: dict[str, Path]) -> None:
     """But for the last step: what that has drawn is final with the scheduler, and not with the model's own rule."""
     made = scheduled("EntropyBoundScheduler", entropy_bound=0.1)
-    b = watched(bench(of(folders["babbling"]), stages="inline", watch=False, schedulers=made))
+    b = watched(bench(load_gemma(folders["babbling"]), stages="inline", watch=False, schedulers=made))
     shots = []
     for name, make in (("own", gemma), ("named", by_scheduler)):
         call = b.submit(make(name, "a", max_new_tokens=LENGTH, seed=1, snapshots=True))[0]
@@ -181,9 +187,9 @@ def test_an_answer_is_the_same_among_strangers(bench: Make, folders: dict[str, P
         else gemma(f"r{i}", "red", seed=i)
         for i in range(8)
     ]
-    alone: Bench = bench(of(folders["babbling"]), stages="inline", watch=False, schedulers=made)
+    alone: Bench = bench(load_gemma(folders["babbling"]), stages="inline", watch=False, schedulers=made)
     expected = {r.id: (f.text, f.forwards) for r in requests for f in [alone.ask(r)]}
-    together: Bench = bench(of(folders["babbling"]), watch=False, schedulers=made)
+    together: Bench = bench(load_gemma(folders["babbling"]), watch=False, schedulers=made)
     calls = together.submit(*reversed(requests))
     assert {c.request.id: (c.finished().text, c.finished().forwards) for c in calls} == expected
     together.await_nothing_left()
@@ -191,7 +197,7 @@ def test_an_answer_is_the_same_among_strangers(bench: Make, folders: dict[str, P
 
 def test_what_does_not_fit_is_refused(bench: Make, folders: dict[str, Path]) -> None:
     masks = load_schedulers([SchedulerConfig(name="masks", kind="BlockRefinementScheduler")])
-    b: Bench = bench(of(folders["calm"]), watch=False, schedulers=scheduled("DiscreteDDIMScheduler") | masks)
+    b: Bench = bench(load_gemma(folders["calm"]), watch=False, schedulers=scheduled("DiscreteDDIMScheduler") | masks)
     assert b.engine.info.commit_policies == ("entropy_bound", "scheduler")
     with pytest.raises(InvalidArgument, match=r"there is no scheduler 'masks' for this model; it has \['it'\]"):
         b.submit(gemma("x", "a", commit=Policy(name="scheduler", options={"name": "masks"})))

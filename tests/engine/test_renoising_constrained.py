@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from gemma_checkpoints import LENGTH, entropy, gemma, save_gemma
+from gemma_checkpoints import LENGTH, entropy, gemma, load_gemma, save_gemma
 from harness import Bench
 from helpers import tokenizer
 from test_constrained import SCHEMAS, check, constrained
 
-from mmserve.config import ModelConfig, SchedulerConfig
+from mmserve.config import SchedulerConfig
 from mmserve.core.constraint import Regex
 from mmserve.core.request import Policy, Request
 from mmserve.decode import renoise
 from mmserve.decode.schedulers import load_schedulers
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import CanvasModel, OpenCanvas
-from mmserve.models.registry import load_model
 
 Make = Callable[..., Bench]
 SCHEDULERS = load_schedulers(
@@ -40,9 +39,7 @@ COMMITS = (
 
 @pytest.fixture(scope="module")
 def babbling(tmp_path_factory: pytest.TempPathFactory) -> CanvasModel:
-    model = load_model(ModelConfig(path=str(save_gemma(tmp_path_factory.mktemp("gemma"), 12)), device="cpu"))
-    assert isinstance(model, CanvasModel)
-    return model
+    return load_gemma(save_gemma(tmp_path_factory.mktemp("gemma"), 12))
 
 
 class Network:

@@ -6,6 +6,26 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache since it was made, and what it keeps now.
+
+    ``lookups`` = ``hits`` + ``joined`` (somebody else was making the value) + ``disk_hits`` + ``made``, but for values
+    that could not be made.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    joined: int = 0
+    disk_hits: int = 0
+    made: int = 0
+    evicted: int = 0
+    unfit: int = 0  # found, but not of the shape it had to have: made anew
+    entries: int = 0
+    used_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Stats:
     """A look at the engine, for health, metrics and tests.
 
@@ -20,5 +40,7 @@ class Stats:
     cached_pages: int = field(default=0, compare=False)  # published for later requests, in use or not
     prefix_lookups: int = field(default=0, compare=False)  # pages of prompts that were looked for, and
     prefix_hits: int = field(default=0, compare=False)  # those of them that were found
+    token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
+    pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from
     constraint_searches: int = field(default=0, compare=False)  # for the best valid answer, one or more a step, and
     constraint_fallbacks: int = field(default=0, compare=False)  # those of them that found none better than was known

@@ -58,6 +58,8 @@ def _leaders(look: Look, key: Tensor) -> Tensor:
     key patches. Patches beyond the last whole window stay alone."""
     grid = torch.arange(look.size, device=key.device).view(look.rows, look.columns)
     leader = grid.flatten().clone()
+    if min(look.rows, look.columns) < WINDOW:
+        return leader
     windows = grid.unfold(0, WINDOW, WINDOW).unfold(1, WINDOW, WINDOW).reshape(-1, WINDOW * WINDOW)
     features = F.normalize(look[Evidence.FIRST_FEATURES], dim=-1)[windows]
     pairs = WINDOW**4 - WINDOW**2

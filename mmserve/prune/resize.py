@@ -40,7 +40,8 @@ def _resized(look: Look, count: int) -> Plan:
 def coarser(rows: int, columns: int, count: int) -> tuple[int, int]:
     """Rows and columns of about the same shape with at most ``count`` cells."""
     fewer = max(1, math.floor(rows * math.sqrt(count / (rows * columns))))
-    return fewer, min(columns, count // fewer)
+    across = max(1, min(columns, count // fewer))
+    return min(fewer, count // across), across
 
 
 def _areas(size: int, cells: int) -> Tensor:

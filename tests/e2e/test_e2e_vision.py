@@ -42,7 +42,7 @@ def test_pruners_of_the_bundled_model(server: Running) -> None:
 
 
 def test_a_clip_through_the_client(server: Running) -> None:
-    film = h264(draw_clip(random.Random(3)).frames)
+    film = h264(draw_clip(random.Random(3)).frames())
     whole = server.client.generate("What happens?", videos=[film], max_new_tokens=8)
     less = server.client.generate("What happens?", videos=[film], max_new_tokens=8, pruner="hired", token_budget=24)
     assert (whole.usage.visual_tokens, less.usage.visual_tokens, less.usage.visual_tokens_before) == (72, 24, 72)

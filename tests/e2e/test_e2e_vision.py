@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from e2e_helpers import Running, command, running, settings
 
+import mmserve.bench.vision
+from mmserve.cli import main
 from mmserve.client import Client
 from mmserve.config import Config, EncoderCacheConfig
 from mmserve.errors import InvalidArgument
@@ -78,6 +80,26 @@ def test_the_command_line_prunes(server: Running, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     usage = json.loads(done.stdout)["usage"]
     assert (usage["visual_tokens"], usage["visual_tokens_before"]) == (20, 81)
+
+
+def test_the_vision_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RATIOS": (0.5,), "MASSES": (0.5,), "SCORING_ROUNDS": 2}.items():
+        monkeypatch.setattr(mmserve.bench.vision, name, value)
+    plot = tmp_path / "pruners.png"
+    given = ("--limit", "2", "--tasks", "what", "--commit", "threshold", "--set", "engine.torch_threads=1", "--json")
+    assert main(["bench", "vision", *given, "--plot", str(plot)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    whole, *rows = report["rows"]
+    assert (report["bench"], whole["pruner"], whole["visual_tokens"], len(rows)) == ("vision", "none", 81.0, 9)
+    for row in rows:
+        assert row["visual_tokens"] == 41 or row["pruner"] in ("resize", "mustdrop", "zipvl")
+        assert row["kv_bytes"] < whole["kv_bytes"] and 0 <= row["accuracy"] <= 1
+    assert report["again"]["encoded"] == report["again"]["pictures"] == 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "vision", "--tasks", "arithmetic"]) == 1
+    assert "no task about one picture is called 'arithmetic'" in capsys.readouterr().err
 
 
 # --- many clients ---

@@ -171,8 +171,16 @@ class Engine:
         prefix = (p.cached, p.lookups, p.hits)
         searches = (self.stages.searches, self.stages.fallbacks)
         cache = self.stages.encoder.cache
-        media = (cache.tokens.stats(), cache.pixels.stats())
-        return Stats(self._admitted, self._queued, p.in_use, self.stages.held, *prefix, *media, *searches)
+        return Stats(
+            self._admitted,
+            self._queued,
+            p.in_use,
+            self.stages.held,
+            *prefix,
+            *searches,
+            token_cache=cache.tokens.stats(),
+            pixel_cache=cache.pixels.stats(),
+        )
 
     # --- the loop: the engine's thread only ---
 

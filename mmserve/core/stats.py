@@ -40,7 +40,7 @@ class Stats:
     cached_pages: int = field(default=0, compare=False)  # published for later requests, in use or not
     prefix_lookups: int = field(default=0, compare=False)  # pages of prompts that were looked for, and
     prefix_hits: int = field(default=0, compare=False)  # those of them that were found
-    token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
-    pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from
     constraint_searches: int = field(default=0, compare=False)  # for the best valid answer, one or more a step, and
     constraint_fallbacks: int = field(default=0, compare=False)  # those of them that found none better than was known
+    token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
+    pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from

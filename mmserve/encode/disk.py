@@ -34,6 +34,7 @@ class DiskCache:
         self.folder, self.capacity = folder, capacity
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each file, the least recently used first
+        self._used = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"*{_PARTIAL}"):
@@ -42,14 +43,14 @@ class DiskCache:
         except OSError as error:
             raise ConfigError(f"[encoder_cache] disk_folder {folder} cannot be used: {error.strerror}") from error
         for stat, path in sorted(there, key=lambda found: found[0].st_mtime_ns):
-            self._sizes[path.name] = stat.st_size
+            self._add(path.name, stat.st_size)
         self._make_room(0)
 
     @property
     def used(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return sum(self._sizes.values())
+            return self._used
 
     def get(self, key: bytes) -> dict[str, Tensor] | None:
         """What was put under ``key``, on the CPU; None where there is nothing, or nothing that can be trusted."""
@@ -85,7 +86,7 @@ class DiskCache:
                 self._remove(path.name)
                 if self._make_room(size):
                     partial.rename(path)
-                    self._sizes[path.name] = size
+                    self._add(path.name, size)
                 else:
                     partial.unlink()
         except (OSError, SafetensorError) as error:
@@ -98,12 +99,18 @@ class DiskCache:
         """Whether ``size`` more bytes fit, once the least recently used are gone."""
         if size > self.capacity:
             return False
-        while sum(self._sizes.values()) + size > self.capacity:
+        while self._used + size > self.capacity:
             self._remove(next(iter(self._sizes)))
         return True
 
+    def _add(self, name: str, size: int) -> None:
+        self._sizes[name] = size
+        self._used += size
+
     def _remove(self, name: str) -> None:
-        if self._sizes.pop(name, None) is not None:
+        size = self._sizes.pop(name, None)
+        if size is not None:
+            self._used -= size
             with suppress(OSError):  # gone already, or for the next start to count
                 (self.folder / name).unlink()
 

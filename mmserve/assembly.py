@@ -13,6 +13,7 @@ import torch
 
 from mmserve.config import Config, resolve
 from mmserve.decode.schedulers import load_schedulers
+from mmserve.encode.cache import EncoderCache
 from mmserve.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.registry import load_model
@@ -26,6 +27,7 @@ def build_engines(config: Config) -> dict[str, Engine]:
     engine_config = resolve(config.engine)
     schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(engine_config.torch_threads)
+    cache = EncoderCache.of(config.encoder_cache)
     engines: dict[str, Engine] = {}
     for entry in config.models:
         model = load_model(entry)
@@ -39,7 +41,7 @@ def build_engines(config: Config) -> dict[str, Engine]:
             str(model.dtype).removeprefix("torch."),
             model.device,
         )
-        engines[model.spec.name] = Engine(model, engine_config, config.media, schedulers)
+        engines[model.spec.name] = Engine(model, engine_config, config.media, schedulers, cache)
     return engines
 
 

@@ -76,6 +76,16 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncoderCacheConfig:
+    """What is kept of media for later requests with the same, in bytes, least recently used first out; 0 = nothing."""
+
+    token_bytes: int = 256 << 20  # visual tokens
+    pixel_bytes: int = 64 << 20  # pixels as towers take them: for the same media under another pruner
+    disk_folder: str = ""  # visual tokens are also kept here, over restarts; one server a folder; "" = nowhere
+    disk_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One model to serve: a checkpoint directory, a model of the package (``bundled``, ``bundled-causal``), or
     ``hub:owner/name`` (the only way to a network)."""
@@ -107,6 +117,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    encoder_cache: EncoderCacheConfig = field(default_factory=EncoderCacheConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     schedulers: tuple[SchedulerConfig, ...] = ()
 
@@ -140,7 +151,12 @@ def load(path: Path) -> Config:
 
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
     """A ``Config`` from nested mappings, each key checked for name and type."""
-    known = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
+    known = {
+        "server": ServerConfig,
+        "engine": EngineConfig,
+        "media": MediaConfig,
+        "encoder_cache": EncoderCacheConfig,
+    }
     tables = [*known, "models", "schedulers"]
     if unknown := set(data) - set(tables):
         raise ConfigError(f"{source}: unknown table {sorted(unknown)[0]!r}; known are {tables}")
@@ -207,6 +223,9 @@ def _check(config: Config, source: str) -> None:
     for key in ("torch_threads", "pages"):
         if getattr(config.engine, key) < 0:
             raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
+    for key in ("token_bytes", "pixel_bytes", "disk_bytes"):
+        if getattr(config.encoder_cache, key) < 0:
+            raise ConfigError(f"{source}: [encoder_cache] {key} must be at least 0, which means that nothing is kept")
     if not 0 <= config.server.port <= 65535:
         raise ConfigError(f"{source}: [server] port must be between 0 and 65535, not {config.server.port}")
     if config.server.keepalive_seconds <= 0:

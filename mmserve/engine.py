@@ -24,6 +24,7 @@ from mmserve.core.request import TERMINAL, Request, RequestId, Stage, advance
 from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
 from mmserve.decode.schedulers import Discrete
+from mmserve.encode.cache import EncoderCache
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -56,7 +57,10 @@ _STAGES = {
 
 
 class Engine:
-    """Serves requests to one model. ``config`` must be resolved (``mmserve.config.resolve``)."""
+    """Serves requests to one model. ``config`` must be resolved (``mmserve.config.resolve``).
+
+    ``cache``: of media, shared with other engines; None = one of its own.
+    """
 
     def __init__(
         self,
@@ -64,9 +68,10 @@ class Engine:
         config: EngineConfig,
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
+        cache: EncoderCache | None = None,
     ) -> None:
         self.config, self.media = config, media
-        self.stages = Stages(model, config, media, schedulers)
+        self.stages = Stages(model, config, media, schedulers, cache)
         if config.pages * config.page_size < self.stages.max_tokens:
             raise ConfigError(
                 f"[engine] pages × page_size is {config.pages * config.page_size}, less than one request of "
@@ -169,7 +174,17 @@ class Engine:
         p = self._pool
         prefix = (p.cached, p.lookups, p.hits)
         searches = (self.stages.searches, self.stages.fallbacks)
-        return Stats(self._admitted, self._queued, p.in_use, self.stages.held, *prefix, *searches)
+        cache = self.stages.encoder.cache
+        return Stats(
+            self._admitted,
+            self._queued,
+            p.in_use,
+            self.stages.held,
+            *prefix,
+            *searches,
+            token_cache=cache.tokens.stats(),
+            pixel_cache=cache.pixels.stats(),
+        )
 
     # --- the loop: the engine's thread only ---
 

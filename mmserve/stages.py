@@ -34,12 +34,14 @@ from mmserve.decode.recompute import (
 from mmserve.decode.renoise import CanvasDecoder, check_renoising
 from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Encoded, Stepped
+from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
+from mmserve.prune import pruner_of, pruners_for
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 from mmserve.worker import run_isolated
@@ -81,12 +83,13 @@ class Stages:
         engine: EngineConfig,
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
+        cache: EncoderCache | None = None,
     ) -> None:
         self.model, self._media = model, media
         models = [model, *([model.companion] if model.companion is not None else [])]
         self.max_tokens = min([engine.max_tokens, *(m.spec.max_tokens for m in models)])
         self._offered = Offered.by(model, schedulers)
-        self.encoder = Encoder(model, media, max_tokens=self.max_tokens)
+        self.encoder = Encoder(model, media, max_tokens=self.max_tokens, cache=cache)
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
         self.decoder: Any = _decoder(model, engine, self._offered)
         # Chunks that begin within a page would make its last bits depend on where a request began to run.
@@ -119,6 +122,7 @@ class Stages:
             diffusion=not self.model.spec.causal,
             recompute_policies=policies,
             commit_policies=self._commit_policies,
+            pruners=self._pruners,
             max_tokens=self.max_tokens,
             max_images=min(self._media.max_images, fitting) if sees else 0,
             visual_tokens_per_image=an_image,
@@ -142,13 +146,18 @@ class Stages:
 
         ``InvalidArgument`` for unknown policies, for blocks other than those of the model's attention, and for endless
         text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
-        ``Unimplemented`` for a policy that the model's kind of attention makes wrong.
+        ``Unimplemented`` for a policy that the model's kind of attention makes wrong, and for a pruner that its tower
+        cannot serve.
         """
         self._require("commit", request.diffusion.commit.name, self._commit_policies)
         commit = commit_policy(request, self._offered)
         self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
         check_sampling(request, self.model.spec, commit)
+        pruner_of(request)
+        if request.vision.pruner not in (*self._pruners, "none"):
+            known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
+            raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
         if self.model.spec.renoising is not None:
             check_renoising(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
@@ -262,6 +271,10 @@ class Stages:
         }[self.model.spec.attention]
 
     @property
+    def _pruners(self) -> tuple[str, ...]:
+        return pruners_for(self.model.vision.evidence) if self.model.vision is not None else ()
+
+    @property
     def _commit_policies(self) -> tuple[str, ...]:
         model = self.model
         known: tuple[str, ...] = CAUSAL_COMMIT if model.spec.causal else DIFFUSION_COMMIT
@@ -285,7 +298,9 @@ class Stages:
             self.to_prefill.send(sample.id, encoded)
             if admitted is not None:
                 self._admitted[sample.id] = admitted
-        return EncodedPrompt(Usage(len(encoded.ids), len(encoded.image_rows), 0), keys)
+        rows, visual = len(encoded.ids), len(encoded.image_rows)
+        before = visual + (int(encoded.places[-1]) - rows if encoded.places is not None else 0)
+        return EncodedPrompt(Usage(rows, visual, 0, visual_tokens_before=before), keys)
 
     def _keys(self, encoded: Encoded) -> tuple[bytes, ...]:
         """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""
@@ -295,6 +310,7 @@ class Stages:
             encoded.ids,
             encoded.image_rows,
             None if features is None else features.contiguous().view(torch.uint8).cpu().numpy(),
+            encoded.places,
             page_size=self.store.page_size,
             block=spec.attention_block or 1,
             logit_shift=spec.logit_shift,

@@ -14,6 +14,7 @@ from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Request, Stage
 from mmserve.decode.schedulers import Discrete
+from mmserve.encode.cache import EncoderCache
 from mmserve.engine import Engine, Stats
 from mmserve.errors import MMServeError
 from mmserve.models.base import LoadedModel
@@ -115,10 +116,11 @@ class Bench:
         started: bool = True,
         watch: bool = True,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
+        cache: EncoderCache | None = None,
         **config: Any,
     ) -> None:
         settings = {"max_tokens": MAX_TOKENS, "torch_threads": 1, "page_size": 8, "handover": 32, **config}
-        self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig(), schedulers)
+        self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig(), schedulers, cache)
         self.gates: list[Gate] = []
         self.batches: list[list[str]] = []  # request ids of each decode batch
         self.canvases: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # tokens and committed_at after the latest step

@@ -6,13 +6,17 @@ import argparse
 from dataclasses import replace
 
 from mmserve.cli.options import any_port, read_config
-from mmserve.config import Config
+from mmserve.config import Config, EncoderCacheConfig
 
 
 def measured_config(arguments: argparse.Namespace) -> Config:
-    """The arguments' configuration on a port of its own and without the prefix cache.
+    """The arguments' configuration on a port of its own and without the caches of prompts and media.
 
     Two may run at once. Benchmarks ask the same items again and again: only the first round would run its prompts.
     """
     config = any_port(read_config(arguments))
-    return replace(config, engine=replace(config.engine, prefix_cache=False))
+    return replace(
+        config,
+        engine=replace(config.engine, prefix_cache=False),
+        encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0),
+    )

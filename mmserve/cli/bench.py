@@ -12,7 +12,12 @@ from mmserve.cli.options import add_config, add_json, print_json
 from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
-BENCHMARKS = {"decode": "mmserve.bench.decode", "quality": "mmserve.bench.quality", "serving": "mmserve.bench.serving"}
+BENCHMARKS = {
+    "decode": "mmserve.bench.decode",
+    "quality": "mmserve.bench.quality",
+    "serving": "mmserve.bench.serving",
+    "vision": "mmserve.bench.vision",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes, a task each (default 16)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
-    parser.add_argument("--tasks", default="", metavar="A,B,…", help="tasks of `quality` (default all) and `decode`")
     parser.add_argument(
-        "--recompute", help="cache policy of `quality` (default the model's) and `decode` (default all)"
+        "--tasks", default="", metavar="A,B,…", help="tasks of `quality` (default all), `decode` and `vision`"
     )
-    parser.add_argument("--commit", help="commit policy of `quality` (default the model's) and `decode` (default all)")
+    parser.add_argument(
+        "--recompute", help="cache policy of `quality` and `vision` (default the model's) and `decode` (default all)"
+    )
+    parser.add_argument(
+        "--commit", help="commit policy of `quality` and `vision` (default the model's) and `decode` (default all)"
+    )
     parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`, or tokens, of `vision`"
+    )
     add_config(parser)
     add_json(parser)
 
@@ -53,6 +64,6 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    names = [str(row[key]) for key in ("measured", "task", "recompute", "commit") if key in row]
+    names = [str(row[key]) for key in ("measured", "task", "recompute", "commit", "pruner") if key in row]
     rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
     return f"{' × '.join(names)}: {', '.join(rest)}"

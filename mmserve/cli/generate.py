@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer (default 1)")
     parser.add_argument("--recompute", help="cache policy; `mmserve models` lists them (default the model's)")
     parser.add_argument("--commit", default="low_confidence", help="commit policy; `mmserve models` lists them")
+    parser.add_argument("--pruner", help="pruner of visual tokens; `mmserve models` lists them (default none)")
+    amounts = parser.add_mutually_exclusive_group()
+    amounts.add_argument("--keep-ratio", type=float, help="share of the visual tokens that --pruner keeps, in (0, 1]")
+    amounts.add_argument("--token-budget", type=int, metavar="N", help="visual tokens kept of an image or video")
+    amounts.add_argument("--attention-mass", type=float, help="share of the attention that those kept draw, in (0, 1]")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
     kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
@@ -57,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         "regex": arguments.regex,
         "choices": arguments.choice,
         "constraint_sampling": arguments.constraint_sampling,
+        "pruner": arguments.pruner,
+        "keep_ratio": arguments.keep_ratio,
+        "token_budget": arguments.token_budget,
+        "attention_mass": arguments.attention_mass,
     }
     screen = CanvasLine()
     done: list[Finished] = []

@@ -42,5 +42,6 @@ def _paragraph(m: ModelInfo) -> str:
             f"  takes {m.max_tokens} tokens, {sees}, {watches}",
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",
             f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
+            *([f"  pruners: {', '.join(m.pruners)}"] if m.pruners else []),
         )
     )

@@ -33,26 +33,41 @@ class Canvas:
     block_step: int = 0
     full_passes: int = 0
     origin: int = 0
+    places: np.ndarray | None = None  # int64 [N]: where each stood before visual tokens were pruned; None = where it is
     _known: int = field(default=0, repr=False)
 
     @classmethod
     def create(
-        cls, prompt: np.ndarray, *, new_tokens: int, block_length: int, mask_id: int, aligned: bool = False
+        cls,
+        prompt: np.ndarray,
+        *,
+        new_tokens: int,
+        block_length: int,
+        mask_id: int,
+        aligned: bool = False,
+        places: np.ndarray | None = None,
     ) -> Canvas:
         """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions.
 
-        Blocks are counted from the prompt's end, or, ``aligned``, from position 0.
+        Blocks are counted from the prompt's end, or, ``aligned``, from position 0. ``places``: int64 ``[prompt + 1]``,
+        where each position of a pruned prompt stood before, and where the answer begins.
         """
         size = len(prompt)
         tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
         committed = np.concatenate([np.full(size, PROMPT, np.int64), np.full(new_tokens, MASKED, np.int64)])
         length, origin = (block_length, 0) if aligned else (min(block_length, new_tokens), size)
-        return cls(tokens, committed, size, length, size, origin=origin, _known=size)
+        if places is not None:
+            places = np.concatenate([places[:size], places[size] + np.arange(new_tokens)])
+        return cls(tokens, committed, size, length, size, origin=origin, places=places, _known=size)
 
     @property
     def size(self) -> int:
         """Positions of prompt and answer together."""
         return len(self.tokens)
+
+    def rotary_positions(self, positions: np.ndarray) -> np.ndarray:
+        """Where ``positions`` (int64) stand for the rotary embedding: pruning moves nothing that it leaves."""
+        return positions if self.places is None else self.places[positions]
 
     @property
     def new_tokens(self) -> int:

@@ -56,6 +56,8 @@ class StageTimes:
 class Usage:
     """Token counts: the prompt with its visual tokens, the visual ones alone, and the answer up to its end.
 
+    ``visual_tokens_before``: how many visual ones there were before pruning.
+
     Of one sample: the prompt, the same for all samples of a request, is counted in each.
     ``cached_tokens`` of the prompt's were not run: an earlier request with the same beginning had left their K/V.
     """
@@ -64,6 +66,7 @@ class Usage:
     visual_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    visual_tokens_before: int = 0
 
 
 @dataclass(frozen=True)

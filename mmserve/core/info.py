@@ -12,8 +12,8 @@ class ModelInfo:
 
     Limits count tokens (``max_tokens``: prompt and answer of one request) and bytes; ``visual_tokens_per_image`` is
     0 where it depends on the image. A video is sampled at ``frames_per_video`` frames and may last
-    ``max_video_seconds``. Policies go by their registered names. ``kernels``: what runs each op, ``triton`` or
-    ``pytorch``; empty where the network has attention of its own.
+    ``max_video_seconds``. Policies and pruners go by their registered names. ``kernels``: what runs each op,
+    ``triton`` or ``pytorch``; empty where the network has attention of its own.
     """
 
     name: str
@@ -23,6 +23,7 @@ class ModelInfo:
     diffusion: bool
     recompute_policies: tuple[str, ...]
     commit_policies: tuple[str, ...]
+    pruners: tuple[str, ...]  # of visual tokens; empty without images
     max_tokens: int
     max_images: int
     visual_tokens_per_image: int

@@ -84,6 +84,26 @@ class Diffusion:
     commit: Policy = Policy(name="low_confidence")
 
 
+@dataclass(frozen=True)
+class Amount:
+    """How much a pruner keeps of an image or clip.
+
+    ``keep_ratio``: a share of its patches, in (0, 1]; ``token_budget``: so many of them; ``attention_mass``: as many as
+    draw this share of the attention, in (0, 1].
+    """
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """What becomes of visual tokens before the decoder sees them."""
+
+    pruner: str = "none"
+    amount: Amount | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
     """Which events the client wants besides the final one."""
@@ -102,6 +122,7 @@ class Request:
     messages: tuple[Message, ...]
     sampling: Sampling = Sampling()
     diffusion: Diffusion = Diffusion()
+    vision: Vision = Vision()
     streaming: Streaming = Streaming()
     constraint: ConstraintSpec | None = None
     deadline: float | None = None

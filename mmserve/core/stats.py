@@ -6,6 +6,26 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache since it was made, and what it keeps now.
+
+    ``lookups`` = ``hits`` + ``joined`` (somebody else was making the value) + ``disk_hits`` + ``made``, but for values
+    that could not be made.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    joined: int = 0
+    disk_hits: int = 0
+    made: int = 0
+    evicted: int = 0
+    unfit: int = 0  # found, but not of the shape it had to have: made anew
+    entries: int = 0
+    used_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Stats:
     """A look at the engine, for health, metrics and tests.
 
@@ -22,3 +42,5 @@ class Stats:
     prefix_hits: int = field(default=0, compare=False)  # those of them that were found
     constraint_searches: int = field(default=0, compare=False)  # for the best valid answer, one or more a step, and
     constraint_fallbacks: int = field(default=0, compare=False)  # those of them that found none better than was known
+    token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
+    pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from

@@ -70,7 +70,8 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
     if len(model.decoder.layers) < 2:
         return [np.zeros(len(w.positions), np.float32) for w in batch]
     ragged = store.ragged([w.positions for w in batch], [w.pages for w in batch], [w.canvas.size for w in batch])
-    positions = torch.from_numpy(np.concatenate([w.positions for w in batch])).to(model.device)
+    places = [w.canvas.rotary_positions(w.positions) for w in batch]
+    positions = torch.from_numpy(np.concatenate(places)).to(model.device)
     x = torch.cat([w.embeddings[torch.from_numpy(w.positions).to(model.device)] for w in batch])
     count = len(x)
     short = -count % floor
@@ -102,7 +103,8 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
     ragged = store.ragged(
         [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], block=model.spec.attention_block
     )
-    positions = torch.from_numpy(np.concatenate([p.rows for p in batch])).to(model.device)
+    places = [p.canvas.rotary_positions(p.rows) for p in batch]
+    positions = torch.from_numpy(np.concatenate(places)).to(model.device)
     x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
     short = -len(x) % floor
     x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))

@@ -197,6 +197,7 @@ class DiffusionDecoder:
             block_length=spec.block_length(request.diffusion.block_length),
             mask_id=spec.mask_id,
             aligned=spec.attention is Attention.BLOCK_CAUSAL,
+            places=encoded.places,
         )
         ids = canvas.tokens.copy()
         ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place

@@ -34,6 +34,7 @@ class Encoded:
     image_rows: np.ndarray  # int64 [visual tokens], ascending
     features: Tensor | None  # [visual tokens, D]; None without images
     companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
+    places: np.ndarray | None = None  # int64 [prompt + 1] of a pruned prompt, see ``Canvas.create``
 
 
 @dataclass

@@ -23,6 +23,7 @@ def page_keys(
     ids: np.ndarray,
     visual_rows: np.ndarray,
     features: np.ndarray | None,
+    places: np.ndarray | None = None,
     *,
     page_size: int,
     block: int,
@@ -31,7 +32,8 @@ def page_keys(
     """A key (32 bytes) for each page of a prompt that may be shared, in order of position.
 
     ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` stand at ``visual_rows`` (int64,
-    ascending). Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that
+    ascending); ``places`` (int64 ``[prompt]`` or longer) are where the positions of a pruned prompt stood before.
+    Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that
     reach into an unfinished block, or to the first row whose logits are wanted: those are run by every request.
     """
     size = len(ids)
@@ -40,6 +42,7 @@ def page_keys(
     visual = np.zeros(size, dtype=bool)
     visual[visual_rows] = True
     seen = np.concatenate([[0], np.cumsum(visual)])  # visual tokens left of each position
+    places = np.arange(size) if places is None else places
     keys: list[bytes] = []
     parent = b""
     for start in range(0, shared, page_size):
@@ -47,6 +50,7 @@ def page_keys(
         made = sha256(parent)
         made.update(ids[start:end].astype(np.int64).tobytes())
         made.update(visual[start:end].tobytes())
+        made.update(places[start:end].astype(np.int64).tobytes())
         if features is not None:
             made.update(np.ascontiguousarray(features[seen[start] : seen[end]]).data)
         parent = made.digest()

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
+from mmserve.prune.base import Evidence, Look
 
 
 class Attention(Enum):
@@ -87,6 +88,18 @@ class ModelSpec:
         ]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """The visual tokens of an image or a frame, and what a pruner may know of those that are patches.
+
+    The others (a class token, separators) stay whatever is pruned.
+    """
+
+    tokens: Tensor  # [n, D]
+    patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``look``
+    look: Look
+
+
 class VisionEncoder(nn.Module):
     """Tower and projector: pictures to visual tokens in the decoder's embedding space."""
 
@@ -94,6 +107,15 @@ class VisionEncoder(nn.Module):
     tokens_per_image: int
     #: Frames that a video is sampled at; 0 = takes no video.
     frames_per_video: int = 0
+
+    @property
+    def evidence(self) -> frozenset[Evidence]:
+        """What the tower can show to pruners."""
+        return frozenset()
+
+    def settings(self) -> Mapping[str, Any]:
+        """All that decides, beside the weights, what becomes of a picture; ``processor`` of it, what its pixels are."""
+        raise NotImplementedError
 
     def prepare(self, image: Image.Image) -> Tensor:
         """Pixels ``[3, height, width]`` fp32 of an RGB image, resized and normalised as the checkpoint says."""
@@ -105,6 +127,13 @@ class VisionEncoder(nn.Module):
 
     def video_tokens(self, pixels: Tensor) -> list[Tensor]:
         """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]`` in their order."""
+        raise NotImplementedError
+
+    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
+        """Each picture of ``pixels [B, 3, height, width]`` with the ``wanted`` evidence; ``clip``: as a clip's frames.
+
+        The tokens are those of ``forward``, or of ``video_tokens``.
+        """
         raise NotImplementedError
 
     def frame_text(self, seconds: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmserve.models.base import VisionEncoder
+from mmserve.models.base import Tile, VisionEncoder
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather
+from mmserve.prune.base import Evidence, Look
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +77,77 @@ class LlavaVision(VisionEncoder):
         pixels = self.processor(image, return_tensors="np")["pixel_values"][0]
         return torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))
 
+    @property
+    def evidence(self) -> frozenset[Evidence]:
+        return OF_PATCHES | (OF_CLASS if self._first else frozenset())
+
+    @property
+    def _first(self) -> int:
+        """Where patches begin among the tower's positions."""
+        return int(hasattr(self.tower.get_submodule("embeddings"), "class_embedding"))
+
+    def settings(self) -> Mapping[str, Any]:
+        tower: Any = self.tower
+        return {
+            "processor": describe_processor(self.processor),
+            "tower": tower.config.to_dict(),
+            "select_layer": self.select_layer,
+            "has_cls": self.has_cls,
+            "video": None if self.video is None else asdict(self.video),
+        }
+
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.projector(self._features(pixels))
+        return self.projector(self._features(self._hidden(pixels)))
 
     def video_tokens(self, pixels: Tensor) -> list[Tensor]:
+        return [tile.tokens for tile in self.tiles(pixels, frozenset(), clip=True)]
+
+    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
+        hidden = self._hidden(pixels)
+        seen = gather(self.tower, hidden, self.select_layer, wanted, first=self._first)
+        features = self._features(hidden)
+        return self._frames(features, seen) if clip else self._images(features, seen)
+
+    def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
+        tokens = self.projector(features)
+        config: Any = self.tower.config
+        side = int(config.image_size) // int(config.patch_size)
+        patches = torch.arange(side * side) + (features.shape[1] - side * side)  # behind a class token that is kept
+        return [
+            Tile(own, patches, Look(side, side, {kind: values[i] for kind, values in seen.items()}))
+            for i, own in enumerate(tokens)
+        ]
+
+    def _frames(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
+        """A clip's frames; what is seen of patches is pooled as they are."""
         if self.video is None:
-            return super().video_tokens(pixels)
-        project = self.projector
+            raise NotImplementedError("this model takes no videos")
+        video, project = self.video, self.projector
         newline: Tensor | None = None
         if isinstance(project, NewlineProjector):
             newline, project = project.newline, project.projector
-        tokens = project(self._features(pixels))
-        grid_FHWD = pool_grid(tokens, self.video.stride, self.video.mode)
-        return _separate(grid_FHWD, None if newline is None else newline.to(tokens.dtype), self.video.newline)
+        grid_FHWD = pool_grid(project(features), video.stride, video.mode)
+        tokens = _separate(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), video.newline)
+        pooled = {kind: _pooled(values, video) for kind, values in seen.items()}
+        _frames, rows, columns, _width = grid_FHWD.shape
+        patches = torch.arange(rows * columns)
+        if newline is not None and video.newline == "grid":
+            patches = patches + patches // columns
+        return [
+            Tile(own, patches, Look(rows, columns, {kind: values[i] for kind, values in pooled.items()}))
+            for i, own in enumerate(tokens)
+        ]
 
     def frame_text(self, seconds: float) -> str:
         return self.video.time.format(seconds=int(seconds)) if self.video is not None else ""
 
-    def _features(self, pixels: Tensor) -> Tensor:
-        hidden = self.tower(pixels, output_hidden_states=True).hidden_states[self.select_layer]
-        return hidden[:, 1:] if self.has_cls else hidden
+    def _hidden(self, pixels: Tensor) -> Sequence[Tensor]:
+        hidden: Sequence[Tensor] = self.tower(pixels, output_hidden_states=True).hidden_states
+        return hidden
+
+    def _features(self, hidden: Sequence[Tensor]) -> Tensor:
+        selected = hidden[self.select_layer]
+        return selected[:, 1:] if self.has_cls else selected
 
 
 def pooled_side(side: int, stride: int, mode: str) -> int:
@@ -118,6 +172,20 @@ def pool_grid(tokens: Tensor, stride: int, mode: str) -> Tensor:
         size = pooled_side(side, stride, mode)
         pooled = F.interpolate(grid_FDHW, size=(size, size), mode="bilinear")
     return pooled.permute(0, 2, 3, 1)
+
+
+def _pooled(values: Tensor, video: VideoSettings) -> Tensor:
+    """Evidence ``[F, side * side]`` or ``[F, side * side, C]``, pooled over the grid as tokens are."""
+    wide = values if values.dim() == 3 else values[..., None]
+    pooled = pool_grid(wide, video.stride, video.mode).flatten(1, 2)
+    return pooled if values.dim() == 3 else pooled[..., 0]
+
+
+def describe_processor(processor: Any) -> dict[str, Any]:
+    """The settings of a processor of transformers, or of one around another, as plain values."""
+    inner = getattr(processor, "processor", None)
+    values = describe_processor(inner) if inner is not None else dict(processor.to_dict())
+    return {"class": type(processor).__name__, "settings": values}
 
 
 def _separate(grid_FHWD: Tensor, newline: Tensor | None, position: str) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""Between protobuf and ``mmserve.core``: with ``policy_messages`` and ``constraint_messages``, the only place that
-knows both.
+"""Between protobuf and ``mmserve.core``: with ``policy_messages``, ``constraint_messages`` and ``vision_messages``, the
+only place that knows both.
 
 A request is judged as a whole first, so that a client learns everything that is wrong with it at once; only an
 acceptable one is then built.
@@ -31,6 +31,7 @@ from mmserve.encode.store import is_media_id
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, Unimplemented
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
 from mmserve.rpc.policy_messages import chosen_policy, wrong_policy
+from mmserve.rpc.vision_messages import asked_vision, wrong_vision
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import model_pb2
 
@@ -67,6 +68,7 @@ def to_request(
         messages=tuple(_message(m, media) for m in message.messages),
         sampling=_sampling(message.sampling, info),
         diffusion=diffusion,
+        vision=asked_vision(message.vision),
         streaming=_streaming(message.stream),
         constraint=asked_constraint(message),
         deadline=deadline,
@@ -114,6 +116,7 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
             diffusion=info.diffusion,
             recompute_policies=info.recompute_policies,
             commit_policies=info.commit_policies,
+            pruners=info.pruners,
         ),
         limits=model_pb2.ModelLimits(
             max_tokens=info.max_tokens,
@@ -148,6 +151,7 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         diffusion=message.capabilities.diffusion,
         recompute_policies=tuple(message.capabilities.recompute_policies),
         commit_policies=tuple(message.capabilities.commit_policies),
+        pruners=tuple(message.capabilities.pruners),
         max_tokens=message.limits.max_tokens,
         max_images=message.limits.max_images,
         visual_tokens_per_image=message.limits.visual_tokens_per_image,
@@ -181,6 +185,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
         *_wrong_diffusion(message.diffusion, info),
         *_wrong_answer(message, info),
         *wrong_constraint(message),
+        *wrong_vision(message.vision),
     ):
         yield FieldViolation(field, description)
 
@@ -343,6 +348,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             visual_tokens=event.usage.visual_tokens,
             completion_tokens=event.usage.completion_tokens,
             cached_tokens=event.usage.cached_tokens,
+            visual_tokens_before=event.usage.visual_tokens_before,
         ),
         forwards=event.forwards,
         tokens_per_forward=event.tokens_per_forward,
@@ -372,7 +378,13 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
     return events.Finished(
         reason=REASONS.get(message.reason, "unspecified"),
         text=message.text,
-        usage=events.Usage(usage.prompt_tokens, usage.visual_tokens, usage.completion_tokens, usage.cached_tokens),
+        usage=events.Usage(
+            usage.prompt_tokens,
+            usage.visual_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            usage.visual_tokens_before,
+        ),
         forwards=message.forwards,
         recomputed_tokens=message.recomputed_tokens,
         times=events.StageTimes(

@@ -22,7 +22,7 @@ from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Una
 from mmserve.rpc import request_id
 from mmserve.rpc.convert import role_number
 from mmserve.rpc.outgoing_constraint import Schema, put_constraint, reader
-from mmserve.rpc.policies import Commit, Recompute, put, put_policy
+from mmserve.rpc.policies import Commit, Pruner, Recompute, put, put_policy
 from mmserve.v1 import generation_pb2 as pb
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
@@ -62,6 +62,10 @@ class Options(TypedDict, total=False):
     regex: str | None  # all of the answer matches it
     choices: Sequence[str] | None  # the answer is one of them
     grammar: str | None  # the answer is a sentence of it: Lark, or GBNF
+    pruner: Pruner | None  # of visual tokens; with one of the three below
+    keep_ratio: float | None  # share of the visual tokens of each image or video to keep, in (0, 1]
+    token_budget: int | None  # so many of them
+    attention_mass: float | None  # as many as draw this share of the attention
     constraint_mode: str | None  # for what no grammar can enforce: "strict" (default), "validate" or "lenient"
     constraint_sampling: str | None  # what drawn answers are draws from: "mask" (default), "awrs" or "asap"
 
@@ -170,6 +174,10 @@ def build_request(
     grammar: str | None = None,
     constraint_mode: str | None = None,
     constraint_sampling: str | None = None,
+    pruner: Pruner | None = None,
+    keep_ratio: float | None = None,
+    token_budget: int | None = None,
+    attention_mass: float | None = None,
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
 
@@ -204,6 +212,11 @@ def build_request(
         mode=constraint_mode,
         sampling=constraint_sampling,
     )
+    put_policy(request.vision, "pruner", pruner, "vision.")
+    amounts = {"keep_ratio": keep_ratio, "token_budget": token_budget, "attention_mass": attention_mass}
+    if sum(value is not None for value in amounts.values()) > 1:
+        raise InvalidArgument.of("vision", f"at most one of {', '.join(amounts)} can be set")
+    put(request.vision, "vision.", **amounts)
     request.stream.deltas, request.stream.snapshots, request.stream.tokens = deltas, snapshots, tokens
     return request
 

@@ -160,6 +160,18 @@ Commit = (
     | DraftModel
     | Scheduler
 )
+Pruner = Literal[
+    "none",
+    "random",
+    "resize",
+    "cls_attention",
+    "hired",
+    "visionzip",
+    "mustdrop",
+    "tome",
+    "column_attention",
+    "zipvl",
+]
 #: Policies with numbers, and the names that they go by without.
 _POLICIES: dict[type, str] = {
     DkvDecode: "dkv_decode",
@@ -187,11 +199,11 @@ def put_policy(message: Any, oneof: str, policy: Any, path: str) -> None:
         return
     name = policy if isinstance(policy, str) else _POLICIES.get(type(policy), "")
     known = {field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
-    field = _POLICY_FIELDS.get(name, name)
+    field = name if name in known else _POLICY_FIELDS.get(name, name)
     if field not in known or name in _POLICY_FIELDS.values():
         names = sorted(known - set(_POLICY_FIELDS.values()) | {n for n, f in _POLICY_FIELDS.items() if f in known})
         classes = [kind.__name__ for kind, of in _POLICIES.items() if of in known]
-        wanted = f"{', '.join(map(repr, names))} or one of {', '.join(classes)}"
+        wanted = " or one of ".join(filter(None, [", ".join(map(repr, names)), ", ".join(classes)]))
         raise InvalidArgument.of(f"{path}{oneof}", f"must be {wanted}, not {policy!r}")
     chosen = getattr(message, field)
     chosen.SetInParent()

@@ -52,20 +52,22 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DIFFUSION_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    VISION_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
     diffusion: DiffusionParams
     stream: StreamOptions
     constraint: Constraint
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+    vision: VisionParams
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "mode", "sampling")
@@ -357,6 +359,76 @@ class DraftModel(_message.Message):
     length: int
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
+class VisionParams(_message.Message):
+    __slots__ = ("none", "random", "resize", "cls_attention", "hired", "visionzip", "mustdrop", "tome", "column_attention", "zipvl", "keep_ratio", "token_budget", "attention_mass")
+    NONE_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_FIELD_NUMBER: _ClassVar[int]
+    RESIZE_FIELD_NUMBER: _ClassVar[int]
+    CLS_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    HIRED_FIELD_NUMBER: _ClassVar[int]
+    VISIONZIP_FIELD_NUMBER: _ClassVar[int]
+    MUSTDROP_FIELD_NUMBER: _ClassVar[int]
+    TOME_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    ZIPVL_FIELD_NUMBER: _ClassVar[int]
+    KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
+    none: Unpruned
+    random: RandomPruner
+    resize: Resize
+    cls_attention: ClsAttention
+    hired: Hired
+    visionzip: VisionZip
+    mustdrop: MustDrop
+    tome: ToMe
+    column_attention: ColumnAttention
+    zipvl: ZipVl
+    keep_ratio: float
+    token_budget: int
+    attention_mass: float
+    def __init__(self, none: _Optional[_Union[Unpruned, _Mapping]] = ..., random: _Optional[_Union[RandomPruner, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., cls_attention: _Optional[_Union[ClsAttention, _Mapping]] = ..., hired: _Optional[_Union[Hired, _Mapping]] = ..., visionzip: _Optional[_Union[VisionZip, _Mapping]] = ..., mustdrop: _Optional[_Union[MustDrop, _Mapping]] = ..., tome: _Optional[_Union[ToMe, _Mapping]] = ..., column_attention: _Optional[_Union[ColumnAttention, _Mapping]] = ..., zipvl: _Optional[_Union[ZipVl, _Mapping]] = ..., keep_ratio: _Optional[float] = ..., token_budget: _Optional[int] = ..., attention_mass: _Optional[float] = ...) -> None: ...
+
+class Unpruned(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RandomPruner(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Resize(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClsAttention(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Hired(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VisionZip(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MustDrop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ToMe(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ColumnAttention(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ZipVl(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StreamOptions(_message.Message):
     __slots__ = ("deltas", "snapshots", "tokens")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
@@ -452,16 +524,18 @@ class CommittedToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VISUAL_TOKENS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     visual_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    visual_tokens_before: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., visual_tokens_before: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("queue_ms", "encode_ms", "prefill_ms", "decode_ms", "total_ms", "first_token_ms")

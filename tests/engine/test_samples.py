@@ -13,7 +13,7 @@ from harness import PATIENCE, Bench, eventually
 from helpers import ask, dkv, picture, sure_above, threshold, tiny_model
 
 import mmserve.decode.loop
-import mmserve.encode.encoder
+import mmserve.encode.visual
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Policy, Request
@@ -162,16 +162,17 @@ def test_events_say_which_sample_they_are_of(bench: Make) -> None:
 
 def test_media_are_decoded_and_encoded_once(bench: Make, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
-    real = mmserve.encode.encoder.decode_image
+    real = mmserve.encode.visual.decode_image
 
     def counted(data: bytes, *rest: Any, **named: Any) -> Any:
         decoded.append(data)
         return real(data, *rest, **named)
 
-    monkeypatch.setattr(mmserve.encode.encoder, "decode_image", counted)
+    monkeypatch.setattr(mmserve.encode.visual, "decode_image", counted)
     encoded: list[int] = []
     assert model.vision is not None
-    hook = model.vision.register_forward_hook(lambda _m, args, _out: encoded.append(len(args[0])))
+    tower = model.vision.get_submodule("tower")
+    hook = tower.register_forward_hook(lambda _m, args, _out: encoded.append(len(args[0])))
     try:
         Samples(bench(), several(drawn("r", images=(picture(1), picture(2))), 5)).finished()
     finally:

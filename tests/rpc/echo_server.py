@@ -27,6 +27,7 @@ def model_info(name: str = "echo", **changes: Any) -> ModelInfo:
         "diffusion": True,
         "recompute_policies": ("none", "dkv_decode"),
         "commit_policies": ("low_confidence", "threshold"),
+        "pruners": ("none", "random", "cls_attention"),
         "max_tokens": 1024,
         "max_images": 4,
         "visual_tokens_per_image": 81,

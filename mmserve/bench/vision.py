@@ -1,0 +1,220 @@
+"""What pruning visual tokens saves, and what it costs in accuracy: ``mmserve bench vision``.
+
+Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, so that
+noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of attention. Caches are off, but for
+``again``, where every picture is asked about twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from mmserve.assembly import BackgroundServer
+from mmserve.bench.settings import measured_config
+from mmserve.client import Client, Options, Result
+from mmserve.config import Config, EncoderCacheConfig
+from mmserve.core.request import Amount
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.prune import PRUNERS
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.images import SHORT_TASKS
+from mmserve.reference.items import Question
+from mmserve.reference.tasks import TASKS, correct
+
+RATIOS = (0.5, 0.25, 0.125, 0.05)
+#: Shares of attention for pruners that take no ratio.
+MASSES = (0.9, 0.75, 0.5, 0.25)
+#: Rounds in which the tower runs with and without evidence.
+SCORING_ROUNDS = 30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pruner and how much it keeps; without an amount, everything."""
+
+    pruner: str
+    amount: str = "keep_ratio"
+    value: float = 1.0
+
+    def options(self) -> Options:
+        """What the client is told."""
+        if self.pruner == "none":
+            return {}
+        found: Options = {"pruner": self.pruner}  # type: ignore[typeddict-item]
+        found[self.amount] = self.value  # type: ignore[literal-required]
+        return found
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row of figures for each setting (times are medians, milliseconds), and one for a picture that comes again."""
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(SHORT_TASKS)
+    pictured = [task for task, kind in TASKS.items() if kind in ("image", "json")]
+    if unknown := set(tasks) - set(pictured):
+        raise ConfigError(
+            f"no task about one picture is called {sorted(unknown)[0]!r}; there are {', '.join(pictured)}"
+        )
+    config = measured_config(arguments)
+    asked = [item(task, index, arguments.seed) for index in range(arguments.limit) for task in tasks]
+    with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
+        client.wait_ready()
+        described = client.describe()
+        model = server.engines[described.name].stages.model
+        if not isinstance(model, LoadedModel) or model.vision is None:
+            raise ConfigError(f"{described.name} takes no images")
+        settings = _settings(described.pruners)
+        decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+        _ask(client, *asked[0], decoding)  # warm-up
+        answers: dict[Setting, list[tuple[Result, bool]]] = defaultdict(list)
+        for number, (thing, question) in enumerate(asked):
+            progress(f"{number} of {len(asked)} questions, {len(settings)} times each")
+            for setting in settings:
+                result = _ask(client, thing, question, {**decoding, **setting.options()})
+                answers[setting].append((result, correct(question, result.text)))
+        costs = _scoring(model, [name for name in described.pruners if name != "none"])
+    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in settings]
+    if arguments.plot is not None:
+        _plot(rows, arguments.plot)
+        progress(f"wrote {arguments.plot}")
+    return {
+        "rows": rows,
+        "again": _again(config, asked[: min(len(asked), 32)]),
+        "settings": {
+            "model": described.name,
+            "tasks": tasks,
+            "items": len(asked),
+            "recompute": arguments.recompute or described.recompute_policy,
+            "commit": arguments.commit or described.commit_policy,
+            "seed": arguments.seed,
+            "prefix_cache": False,
+            "encoder_cache": False,
+        },
+    }
+
+
+def _settings(pruners: Sequence[str]) -> list[Setting]:
+    """No pruning first."""
+    found = [Setting("none")]
+    for name in pruners:
+        if name != "none":
+            counted = "keep_ratio" in PRUNERS[name]().amounts
+            amounts = RATIOS if counted else MASSES
+            found += [Setting(name, "keep_ratio" if counted else "attention_mass", value) for value in amounts]
+    return found
+
+
+def _ask(client: Client, thing: Any, question: Question, options: Options) -> Result:
+    wanted: Options = {"max_new_tokens": canvas(question.task), **options}
+    return client.generate(question.text, shown(question.task, thing)["images"], **wanted)
+
+
+def _token_bytes(model: LoadedModel) -> int:
+    """K/V of one position."""
+    c = model.decoder.config
+    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
+
+
+def _row(
+    setting: Setting, answers: list[tuple[Result, bool]], whole: list[tuple[Result, bool]], token: int, cost: float
+) -> dict[str, Any]:
+    results = [result for result, _right in answers]
+    accuracy, unpruned = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
+
+    def median(pick: Callable[[Result], float], digits: int = 2) -> float:
+        return round(statistics.median(map(pick, results)), digits)
+
+    return {
+        "pruner": setting.pruner,
+        setting.amount: setting.value,
+        "accuracy": round(accuracy, 4),
+        "of_unpruned": round(accuracy / unpruned, 4) if unpruned else 0.0,
+        "visual_tokens": round(statistics.mean(r.usage.visual_tokens for r in results), 1),
+        "encode_ms": median(lambda r: r.times.encode),
+        "prefill_ms": median(lambda r: r.times.prefill),
+        "ttft_ms": median(lambda r: r.times.first_token),
+        "kv_bytes": round(statistics.mean(r.usage.prompt_tokens for r in results) * token),
+        "scoring": round(cost, 4),
+    }
+
+
+@torch.inference_mode()
+def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
+    """What a pruner adds to the tower's time for one picture: its evidence and its choice of a quarter, as a share.
+
+    The median of rounds of the thread's own time, with and without by turns.
+    """
+    vision = model.vision
+    assert vision is not None
+    noise = Image.effect_noise((256, 256), 80).convert("RGB")
+    pixels = vision.prepare(noise)[None].to(model.device, model.dtype)
+    costs: dict[str, float] = {}
+    for name in pruners:
+        pruner = PRUNERS[name]()
+        amount = Amount("keep_ratio" if "keep_ratio" in pruner.amounts else "attention_mass", 0.25)
+        shares = []
+        for _ in range(SCORING_ROUNDS):
+            begun = time.thread_time()
+            vision.tiles(pixels, frozenset(), clip=False)
+            plain = time.thread_time()
+            tiles = vision.tiles(pixels, pruner.needs, clip=False)
+            pruner.plans([tile.look for tile in tiles], amount)
+            shares.append((time.thread_time() - plain) / (plain - begun) - 1)
+        costs[name] = statistics.median(shares)
+    return costs
+
+
+def _again(config: Config, asked: Sequence[tuple[Any, Question]]) -> dict[str, Any]:
+    """The first request with a picture against the second with the same; one denoising step: the time to the first
+    token is that of encode and prefill."""
+    first, second = [], []
+    with BackgroundServer(replace(config, encoder_cache=EncoderCacheConfig())) as server:
+        engine = next(iter(server.engines.values()))
+        with Client(server.address, timeout=600) as client:
+            client.wait_ready()
+            client.generate("?", max_new_tokens=4)  # warm-up
+            for thing, question in asked:
+                once, twice = (_ask(client, thing, question, {"steps": 1}).times for _ in range(2))
+                first.append(once)
+                second.append(twice)
+        made = engine.stats().token_cache.made
+    return {
+        "pictures": len(asked),
+        "encoded": made,
+        "encode_ms": [round(statistics.median(t.encode for t in of), 2) for of in (first, second)],
+        "ttft_ms": [round(statistics.median(t.first_token for t in of), 2) for of in (first, second)],
+        "ttft_speedup": round(
+            statistics.median(a.first_token / b.first_token for a, b in zip(first, second, strict=True)), 2
+        ),
+    }
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy against visual tokens, a line a pruner, as PNG."""
+    try:
+        import matplotlib.figure  # an extra: only this needs it
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
+    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        lines[row["pruner"]].append(row)
+    for name, points in lines.items():
+        ordered = sorted([*points, rows[0]], key=lambda row: row["visual_tokens"])
+        style = "--" if name in ("random", "resize") else "-"
+        tokens = [row["visual_tokens"] for row in ordered]
+        axes.plot(tokens, [row["accuracy"] for row in ordered], style, marker="o", markersize=4, label=name)
+    axes.set(xscale="log", xlabel="visual tokens", ylabel="accuracy (dashed: the baselines)", ylim=(0, 1.03))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    figure.savefig(path)

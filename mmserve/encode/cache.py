@@ -1,0 +1,208 @@
+"""Tensors under the hash of all that they depend on: bounded in bytes, made once however many ask at a time.
+
+What a request uses is referenced for as long as it does, and only what is not can be dropped, least recently used
+first. A key is a whole SHA-256 (``encode/keys.py``), and what is found under one is used only if it has the shape that
+it must have; otherwise it is made anew. Nothing that goes wrong in here fails a request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from torch import Tensor
+
+from mmserve.config import EncoderCacheConfig
+from mmserve.core.stats import CacheStats
+from mmserve.encode.disk import DiskCache
+
+Entry = Mapping[str, Tensor]
+
+
+@dataclass
+class _Kept:
+    entry: Entry
+    size: int  # bytes
+    references: int = 0
+
+
+@dataclass
+class _Making:
+    """A value that somebody makes; without an entry once it is ``done``, that failed."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    entry: Entry | None = None
+
+
+class TensorCache:
+    """At most ``capacity`` bytes of tensors in memory, and more on ``disk``; for any number of threads."""
+
+    def __init__(self, capacity: int, disk: DiskCache | None = None) -> None:
+        self.capacity, self._disk = capacity, disk
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # the least recently used first
+        self._making: dict[bytes, _Making] = {}
+        self._bytes = 0
+        self._count: Counter[str] = Counter()
+
+    @contextmanager
+    def lease(
+        self,
+        keys: Sequence[bytes],
+        make: Callable[[list[int]], Sequence[Entry]],
+        fits: Callable[[int, Entry], bool],
+    ) -> Iterator[list[Entry]]:
+        """The value under each of ``keys``; none of them is dropped before the context ends, and none may be changed.
+
+        ``make`` makes the values of the keys at these indices, which nobody has; ``fits`` says whether a value that
+        was found is one that the key at this index can have. What ``make`` raises is raised here, and nobody else is
+        the worse for it: who waits for the same value makes it.
+        """
+        held: list[bytes] = []
+        try:
+            found = self._find(keys, make, fits, held)
+            yield [found[key] for key in keys]
+        finally:
+            with self._lock:
+                for key in held:
+                    self._kept[key].references -= 1
+
+    def stats(self) -> CacheStats:
+        """Counters, and what is kept now."""
+        with self._lock:
+            disk = self._disk.used if self._disk is not None else 0
+            return CacheStats(**self._count, entries=len(self._kept), used_bytes=self._bytes, disk_bytes=disk)
+
+    def _find(
+        self,
+        keys: Sequence[bytes],
+        make: Callable[[list[int]], Sequence[Entry]],
+        fits: Callable[[int, Entry], bool],
+        held: list[bytes],
+    ) -> dict[bytes, Entry]:
+        """All values. Others' are only waited for by who has none to make: no two can wait for each other."""
+        index: dict[bytes, int] = {}
+        for i, key in enumerate(keys):
+            index.setdefault(key, i)
+        with self._lock:
+            self._count["lookups"] += len(keys)
+            self._count["hits"] += len(keys) - len(index)  # the same one twice
+        found: dict[bytes, Entry] = {}
+        while missing := [key for key in index if key not in found]:
+            mine, others = self._claim(missing, index, fits, held, found)
+            if mine:
+                found.update(self._make(mine, index, make, fits, held))
+            elif others:
+                key, making = others[0]
+                making.done.wait()
+                if making.entry is not None:
+                    found[key] = making.entry
+                    with self._lock:
+                        self._count["joined"] += 1
+        return found
+
+    def _claim(
+        self,
+        missing: list[bytes],
+        index: Mapping[bytes, int],
+        fits: Callable[[int, Entry], bool],
+        held: list[bytes],
+        found: dict[bytes, Entry],
+    ) -> tuple[list[bytes], list[tuple[bytes, _Making]]]:
+        """Take what is there; of the rest, what the caller must make from now on, and what others are making."""
+        mine: list[bytes] = []
+        others: list[tuple[bytes, _Making]] = []
+        with self._lock:
+            for key in missing:
+                kept = self._kept.get(key)
+                if kept is not None and not fits(index[key], kept.entry):
+                    self._count["unfit"] += 1
+                    if not kept.references:
+                        self._drop(key)
+                    kept = None
+                if kept is not None:
+                    self._count["hits"] += 1
+                    self._kept.move_to_end(key)
+                    kept.references += 1
+                    held.append(key)
+                    found[key] = kept.entry
+                elif key in self._making:
+                    others.append((key, self._making[key]))
+                else:
+                    self._making[key] = _Making()
+                    mine.append(key)
+        return mine, others
+
+    def _make(
+        self,
+        mine: list[bytes],
+        index: Mapping[bytes, int],
+        make: Callable[[list[int]], Sequence[Entry]],
+        fits: Callable[[int, Entry], bool],
+        held: list[bytes],
+    ) -> dict[bytes, Entry]:
+        """Values of the claimed keys, from disk or made; whatever happens, nobody waits for them any longer."""
+        found: dict[bytes, Entry] = {}
+        try:
+            for key in mine:
+                stored = self._disk.get(key) if self._disk is not None else None
+                if stored is not None and fits(index[key], stored):
+                    found[key] = stored
+            absent = [key for key in mine if key not in found]
+            made = dict(zip(absent, make([index[key] for key in absent]), strict=True)) if absent else {}
+            with self._lock:
+                self._count["disk_hits"] += len(found)
+                self._count["made"] += len(made)
+            found |= made
+            for key, entry in found.items():
+                self._keep(key, entry, held)
+            if self._disk is not None:
+                for key, entry in made.items():
+                    self._disk.put(key, entry)
+            return found
+        finally:
+            with self._lock:
+                for key in mine:
+                    making = self._making.pop(key)
+                    making.entry = found.get(key)
+                    making.done.set()
+
+    def _keep(self, key: bytes, entry: Entry, held: list[bytes]) -> None:
+        """Keep ``entry``, referenced, if what is not referenced makes room for it."""
+        size = sum(tensor.nbytes for tensor in entry.values())
+        with self._lock:
+            if key in self._kept:  # one that did not fit, and that somebody still uses
+                return
+            idle = [other for other, kept in self._kept.items() if not kept.references]
+            if self._bytes + size - sum(self._kept[other].size for other in idle) > self.capacity:
+                return
+            for other in idle:
+                if self._bytes + size <= self.capacity:
+                    break
+                self._drop(other)
+                self._count["evicted"] += 1
+            self._kept[key] = _Kept(entry, size, references=1)
+            self._bytes += size
+            held.append(key)
+
+    def _drop(self, key: bytes) -> None:
+        self._bytes -= self._kept.pop(key).size
+
+
+@dataclass(frozen=True)
+class EncoderCache:
+    """What is kept of media, for all engines of a server: visual tokens, and the pixels that they are made from."""
+
+    tokens: TensorCache
+    pixels: TensorCache
+
+    @classmethod
+    def of(cls, config: EncoderCacheConfig) -> Self:
+        """Empty but for what an earlier server left on disk; raises ``ConfigError`` where the folder cannot be used."""
+        disk = DiskCache(Path(config.disk_folder), config.disk_bytes) if config.disk_folder else None
+        return cls(TensorCache(config.token_bytes, disk), TensorCache(config.pixel_bytes))

@@ -1,0 +1,124 @@
+"""The second tier of a cache: a folder of safetensors files, bounded in bytes, that outlives the server.
+
+Each file says which key it is of and the hash of what it holds: one that was cut off, changed or renamed is removed,
+never used. Files appear whole, by renaming.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmserve.errors import ConfigError
+
+logger = logging.getLogger("mmserve.encode")
+
+_SUFFIX, _PARTIAL = ".safetensors", ".partial"
+
+
+class DiskCache:
+    """At most ``capacity`` bytes of files in ``folder``, which no other server may use; for any number of threads."""
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self.folder, self.capacity = folder, capacity
+        self._lock = threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each file, the least recently used first
+        self._used = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f"*{_PARTIAL}"):
+                left.unlink()
+            there = [(path.stat(), path) for path in folder.glob(f"*{_SUFFIX}")]
+        except OSError as error:
+            raise ConfigError(f"[encoder_cache] disk_folder {folder} cannot be used: {error.strerror}") from error
+        for stat, path in sorted(there, key=lambda found: found[0].st_mtime_ns):
+            self._add(path.name, stat.st_size)
+        self._make_room(0)
+
+    @property
+    def used(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return self._used
+
+    def get(self, key: bytes) -> dict[str, Tensor] | None:
+        """What was put under ``key``, on the CPU; None where there is nothing, or nothing that can be trusted."""
+        path = self._path(key)
+        with self._lock:
+            if path.name not in self._sizes:
+                return None
+            self._sizes.move_to_end(path.name)
+        try:
+            with safe_open(path, "pt") as file:
+                said = file.metadata() or {}
+                entry = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            if said == _label(key, entry):
+                os.utime(path)
+                return entry
+            why = "it is not what was written under this key"
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            why = str(error)
+        logger.warning("removed %s from the encoder cache: %s", path, why)
+        with self._lock:
+            self._remove(path.name)
+        return None
+
+    def put(self, key: bytes, entry: Mapping[str, Tensor]) -> None:
+        """Keep ``entry`` if it fits; a disk that cannot be written to is logged."""
+        path = self._path(key)
+        partial = path.with_suffix(_PARTIAL)
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.items()}
+        try:
+            save_file(plain, partial, metadata=_label(key, plain))
+            size = partial.stat().st_size
+            with self._lock:
+                self._remove(path.name)
+                if self._make_room(size):
+                    partial.rename(path)
+                    self._add(path.name, size)
+                else:
+                    partial.unlink()
+        except (OSError, SafetensorError) as error:
+            logger.warning("the encoder cache cannot write to %s: %s", self.folder, error)
+
+    def _path(self, key: bytes) -> Path:
+        return self.folder / f"{key.hex()}{_SUFFIX}"
+
+    def _make_room(self, size: int) -> bool:
+        """Whether ``size`` more bytes fit, once the least recently used are gone."""
+        if size > self.capacity:
+            return False
+        while self._used + size > self.capacity:
+            self._remove(next(iter(self._sizes)))
+        return True
+
+    def _add(self, name: str, size: int) -> None:
+        self._sizes[name] = size
+        self._used += size
+
+    def _remove(self, name: str) -> None:
+        size = self._sizes.pop(name, None)
+        if size is not None:
+            self._used -= size
+            with suppress(OSError):  # gone already, or for the next start to count
+                (self.folder / name).unlink()
+
+
+def _label(key: bytes, entry: Mapping[str, Tensor]) -> dict[str, str]:
+    """What a file says of itself: its key, and the SHA-256 of names, types, shapes and contents."""
+    made = sha256()
+    for name, tensor in sorted(entry.items()):
+        made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return {"key": key.hex(), "sha256": made.hexdigest()}

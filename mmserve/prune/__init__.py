@@ -1,0 +1,66 @@
+"""Pruners by name, and the one that a request asks for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from mmserve.core.request import Request
+from mmserve.errors import InvalidArgument
+from mmserve.prune.base import Evidence, Pruner
+from mmserve.prune.cls_attention import ClsAttention
+from mmserve.prune.column_attention import ColumnAttention
+from mmserve.prune.hired import Hired
+from mmserve.prune.mustdrop import MustDrop
+from mmserve.prune.random import Random
+from mmserve.prune.resize import Resize
+from mmserve.prune.tome import ToMe
+from mmserve.prune.visionzip import VisionZip
+from mmserve.prune.zipvl import ZipVl
+
+PRUNERS: dict[str, Callable[..., Pruner]] = {
+    "random": Random,
+    "resize": Resize,
+    "cls_attention": ClsAttention,
+    "hired": Hired,
+    "visionzip": VisionZip,
+    "mustdrop": MustDrop,
+    "tome": ToMe,
+    "column_attention": ColumnAttention,
+    "zipvl": ZipVl,
+}
+
+
+def pruners_for(evidence: frozenset[Evidence]) -> tuple[str, ...]:
+    """Names of the pruners that a tower which can show ``evidence`` can serve, ``none`` first."""
+    return ("none", *(name for name, kind in PRUNERS.items() if kind().needs <= evidence))
+
+
+def pruner_of(request: Request) -> Pruner | None:
+    """The request's pruner; None where it asks for none, or to keep everything.
+
+    ``InvalidArgument`` for an unknown name, and for an amount that is missing or that the pruner does not understand.
+    """
+    asked = request.vision
+    if asked.pruner == "none":
+        if asked.amount is not None:
+            raise InvalidArgument.of(f"vision.{asked.amount.name}", "cannot be set without a pruner: choose one")
+        return None
+    if asked.pruner not in PRUNERS:
+        known = ["none", *PRUNERS]
+        raise InvalidArgument.of("vision.pruner", f"there is no pruner {asked.pruner!r}; known are {known}")
+    kind = PRUNERS[asked.pruner]
+    seed = {"seed": request.sampling.seed} if "seed" in inspect.signature(kind).parameters else {}
+    pruner = kind(**seed)
+    if asked.amount is None:
+        raise InvalidArgument.of("vision", f"{asked.pruner} must be told how much to keep: set {_either(pruner)}")
+    if asked.amount.name not in pruner.amounts:
+        raise InvalidArgument.of(f"vision.{asked.amount.name}", f"{asked.pruner} takes {_either(pruner)} instead")
+    return None if asked.amount.name != "token_budget" and asked.amount.value >= 1 else pruner
+
+
+def _either(pruner: Pruner) -> str:
+    return " or ".join(sorted(pruner.amounts))
+
+
+__all__ = ["PRUNERS", "Evidence", "Pruner", "pruner_of", "pruners_for"]

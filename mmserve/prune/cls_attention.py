@@ -1,0 +1,21 @@
+"""FasterVLM (arXiv 2412.01818): the patches that the tower's class token attends to most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmserve.core.request import Amount
+from mmserve.prune.base import SCORED, Evidence, Look, Plan, by_scores
+
+
+@dataclass(frozen=True)
+class ClsAttention:
+    """By the class token's row of attention, mean over heads, in the layer that made the features."""
+
+    needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW})
+    amounts: ClassVar[frozenset[str]] = SCORED
+
+    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+        return by_scores([look[Evidence.CLS_ROW] for look in looks], amount)

@@ -1,0 +1,21 @@
+"""For towers without a class token, such as SigLIP: the patches that all others attend to most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmserve.core.request import Amount
+from mmserve.prune.base import SCORED, Evidence, Look, Plan, by_scores
+
+
+@dataclass(frozen=True)
+class ColumnAttention:
+    """By the column means of attention, over positions and heads, in the layer that made the features."""
+
+    needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.COLUMN_MEANS})
+    amounts: ClassVar[frozenset[str]] = SCORED
+
+    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+        return by_scores([look[Evidence.COLUMN_MEANS] for look in looks], amount)

@@ -1,0 +1,29 @@
+"""The baseline of all: patches drawn at random, without a look at them. Published studies find it hard to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mmserve.core.request import Amount
+from mmserve.prune.base import COUNTED, Evidence, Look, Plan, counts
+
+
+@dataclass(frozen=True)
+class Random:
+    """``seed`` (64 bits): the request's; each frame of a clip has its own draw."""
+
+    needs: ClassVar[frozenset[Evidence]] = frozenset()
+    amounts: ClassVar[frozenset[str]] = COUNTED
+    seed: int = 0
+
+    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+        generator = torch.Generator().manual_seed(self.seed)
+        sizes = [look.size for look in looks]
+        return [
+            Plan(torch.randperm(size, generator=generator)[:count].sort().values)
+            for size, count in zip(sizes, counts(sizes, amount), strict=True)
+        ]

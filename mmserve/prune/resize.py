@@ -1,0 +1,57 @@
+"""The other baseline: a coarser grid. What is small in a picture, such as text, goes first.
+
+The tokens' grid is averaged over equal areas, not the picture made smaller: the towers served take one size only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmserve.core.request import Amount
+from mmserve.prune.base import COUNTED, Evidence, Look, Plan, counts
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Averages stand in the place of the patch at the middle of their area."""
+
+    needs: ClassVar[frozenset[Evidence]] = frozenset()
+    amounts: ClassVar[frozenset[str]] = COUNTED
+
+    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+        sizes = [look.size for look in looks]
+        return [_resized(look, count) for look, count in zip(looks, counts(sizes, amount), strict=True)]
+
+
+def _resized(look: Look, count: int) -> Plan:
+    if not count:
+        return Plan(torch.empty(0, dtype=torch.int64))
+    rows, columns = coarser(look.rows, look.columns, count)
+    places = _middles(look.rows, rows)[:, None] * look.columns + _middles(look.columns, columns)
+    return Plan(places.flatten(), torch.kron(_areas(look.rows, rows), _areas(look.columns, columns)))
+
+
+def coarser(rows: int, columns: int, count: int) -> tuple[int, int]:
+    """Rows and columns of about the same shape with at most ``count`` cells."""
+    fewer = max(1, math.floor(rows * math.sqrt(count / (rows * columns))))
+    across = max(1, min(columns, count // fewer))
+    return min(fewer, count // across), across
+
+
+def _areas(size: int, cells: int) -> Tensor:
+    """Fp32 ``[cells, size]``: the share that each of ``size`` equal pieces has in each of ``cells`` equal cells."""
+    edges = torch.arange(cells + 1, dtype=torch.float64) * size / cells
+    pieces = torch.arange(size, dtype=torch.float64)
+    overlap = torch.minimum(edges[1:, None], pieces + 1) - torch.maximum(edges[:-1, None], pieces)
+    return (overlap.clamp(min=0) * cells / size).float()
+
+
+def _middles(size: int, cells: int) -> Tensor:
+    """Int64 ``[cells]``: the piece at the middle of each cell."""
+    return (2 * torch.arange(cells) + 1) * size // (2 * cells)

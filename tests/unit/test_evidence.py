@@ -1,0 +1,99 @@
+"""What towers show to pruners, against the attentions that transformers' eager implementation returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clips import video_model
+from llada_checkpoints import Sighted, image, load
+
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES
+from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, pool_grid
+from mmserve.prune.base import Evidence
+
+EVERYTHING = OF_CLASS | OF_PATCHES
+
+
+def vision_of(folder: Path) -> LlavaVision:
+    vision = load(folder).vision
+    assert isinstance(vision, LlavaVision)
+    return vision
+
+
+@pytest.mark.parametrize("select", [-2, -1, -4])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select: int) -> None:
+    changes: dict[str, Any] = {"mm_vision_select_layer": select} if kind == "clip" else {}
+    made = Sighted(tmp_path, kind, **changes)
+    vision = vision_of(tmp_path)
+    wanted = EVERYTHING if kind == "clip" else OF_PATCHES
+    assert vision.evidence == wanted
+    pixels = torch.stack([vision.prepare(image(30, 30 + i)) for i in range(3)])
+    tower = made.tower
+    tower.set_attn_implementation("eager")
+    keys: dict[int, torch.Tensor] = {}
+    for i, layer in enumerate(tower.encoder.layers):
+        layer.self_attn.k_proj.register_forward_hook(lambda _m, _a, out, i=i: keys.__setitem__(i, out))
+    with torch.no_grad():
+        out = tower(pixels, output_attentions=True, output_hidden_states=True)
+        tiles = vision.tiles(pixels, wanted, clip=False)
+    at = {-4: 0}.get(select if kind == "clip" else -2, 3 + (select if kind == "clip" else -2))
+    first = 1 if kind == "clip" else 0
+    for i, tile in enumerate(tiles):
+        assert (tile.look.rows, tile.look.columns) == (4, 4)
+        expected = {
+            Evidence.CLS_ROW: out.attentions[at][i, :, 0].mean(0)[first:],
+            Evidence.FIRST_CLS_ROW: out.attentions[0][i, :, 0].mean(0)[first:],
+            Evidence.COLUMN_MEANS: out.attentions[at][i].mean((0, 1))[first:],
+            Evidence.KEYS: keys[at][i, first:],
+            Evidence.FIRST_FEATURES: out.hidden_states[1][i, first:],
+        }
+        for one in wanted:
+            assert tile.look[one].dtype == torch.float32
+            close = 1e-7 if expected[one].dim() == 1 else 1e-5
+            assert (tile.look[one] - expected[one]).abs().max() < close, one
+
+
+def test_nothing_is_shown_that_is_not_asked_for(tmp_path: Path) -> None:
+    Sighted(tmp_path, "clip")
+    vision = vision_of(tmp_path)
+    pixels = vision.prepare(image())[None]
+    with torch.no_grad():
+        [tile] = vision.tiles(pixels, frozenset(), clip=False)
+        assert tile.look.evidence == {} and torch.equal(tile.tokens, vision(pixels)[0])
+
+
+def test_class_tokens_and_separators_are_no_patches(tmp_path: Path) -> None:
+    made = Sighted(tmp_path, "clip", mm_vision_select_feature="cls_patch", mm_patch_merge_type="spatial_unpad")
+    vision = vision_of(tmp_path)
+    pixels = vision.prepare(image())[None]
+    with torch.no_grad():
+        [tile] = vision.tiles(pixels, frozenset({Evidence.CLS_ROW}), clip=False)
+    assert tile.patches.tolist() == list(range(1, 17)) and len(tile.tokens) == 18
+    assert torch.equal(tile.tokens[17], made.newline) and len(tile.look[Evidence.CLS_ROW]) == 16
+
+
+@pytest.mark.parametrize("newline", ["grid", "frame", "one_token", "no_token"])
+def test_what_is_seen_of_a_clip_is_pooled_as_its_tokens_are(newline: str) -> None:
+    vision = video_model(stride=1).vision
+    assert isinstance(vision, LlavaVision)
+    vision.projector = NewlineProjector(vision.projector, torch.full((64,), 7.0))
+    pixels = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        alone = vision.tiles(pixels, EVERYTHING, clip=False)
+        for stride in (1, 2):
+            vision.video = VideoSettings(frames=3, stride=stride, mode="average", newline=newline)
+            tiles = vision.tiles(pixels, EVERYTHING, clip=True)
+            for tile, tokens, image_tile in zip(tiles, vision.video_tokens(pixels), alone, strict=True):
+                assert torch.equal(tile.tokens, tokens) and tile.look.size == (2 // stride) ** 2
+                patches = image_tile.tokens[image_tile.patches]
+                assert torch.allclose(
+                    tile.tokens[tile.patches], pool_grid(patches[None], stride, "average").flatten(0, 2)
+                )
+                for kind, values in tile.look.evidence.items():
+                    whole = image_tile.look[kind].view(1, 4, -1)
+                    pooled = pool_grid(whole, stride, "average").reshape(values.shape)
+                    assert torch.allclose(values, pooled), kind

@@ -1,0 +1,311 @@
+"""Pruned prompts: full attention with the dropped keys masked says the same, and what is encoded is never mixed up."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llada_checkpoints as llada
+import llama_checkpoints as llava
+import numpy as np
+import pytest
+import torch
+from clips import clip, video_model
+from helpers import ask, picture, tiny_model
+from PIL import Image
+
+from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
+from mmserve.decode.forward import forward
+from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.state import Encoded
+from mmserve.encode.cache import EncoderCache
+from mmserve.encode.encoder import Encoder
+from mmserve.errors import InvalidArgument
+from mmserve.kv.prefix import page_keys
+from mmserve.kv.store import KVStore
+from mmserve.kv.table import PageTable
+from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.vision import LlavaVision
+from mmserve.prune import pruners_for
+
+FILE = clip(frames=12, rate=4)
+
+
+def pruned(request: Request, pruner: str, amount: Amount | None = None) -> Request:
+    by_default = Amount("attention_mass" if pruner == "zipvl" else "keep_ratio", 0.5)
+    return replace(request, vision=Vision(pruner=pruner, amount=amount or by_default))
+
+
+def show(*parts: Part, name: str = "r") -> Request:
+    return replace(ask(name, max_new_tokens=6), messages=(Message("user", (*parts, TextPart("what?"))),))
+
+
+def encoder(model: LoadedModel, cache: EncoderCache | None = None, **limits: Any) -> Encoder:
+    return Encoder(model, MediaConfig(**limits), max_tokens=200, cache=cache)
+
+
+@torch.inference_mode()
+def served_logits(model: LoadedModel, request: Request, encoded: Encoded) -> tuple[torch.Tensor, np.ndarray]:
+    """Logits of the first pass over paged K/V, and where their rows stood before pruning."""
+    store = KVStore(model.decoder.config, pages=40, page_size=4, dtype=model.dtype, device=model.device)
+    decoder = DiffusionDecoder(model, store)
+    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(40)))))
+    return forward(model, store, [p], decoder._floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
+
+
+@torch.inference_mode()
+def masked_logits(model: LoadedModel, oracle: Any, full: Encoded, left: Encoded, new: int) -> torch.Tensor:
+    """transformers' logits of the unpruned prompt and its canvas, where no position sees what was dropped."""
+    assert left.places is not None
+    ids = np.append(full.ids, np.full(new, model.spec.mask_id))
+    ids[full.image_rows] = 0
+    x = oracle.model.embed_tokens(torch.from_numpy(ids))
+    assert full.features is not None and left.features is not None
+    x[torch.from_numpy(full.image_rows)] = full.features
+    x[torch.from_numpy(left.places[left.image_rows])] = left.features  # averages, where some are
+    seen = torch.ones(len(ids), len(ids), dtype=torch.bool)
+    if model.spec.attention is Attention.CAUSAL:
+        seen = seen.tril()
+    seen[:, np.setdiff1d(np.arange(len(full.ids)), left.places)] = False
+    seen |= torch.eye(len(ids), dtype=torch.bool)  # a row that sees nothing is no row; nobody sees it
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return oracle(inputs_embeds=x[None], attention_mask=mask[None, None]).logits[0]
+
+
+LAYOUTS: dict[str, Callable[[Path], tuple[LoadedModel, Any]]] = {
+    "llada-v with clip": lambda folder: _llada(folder, "clip"),
+    "llada-v with siglip": lambda folder: _llada(folder, "siglip"),
+    "llada-v with separators": lambda folder: _llada(
+        folder, "clip", mm_patch_merge_type="spatial_unpad", mm_video_frames=3, mm_newline_position="grid"
+    ),
+    "llava-1.5": lambda folder: _llava(folder),
+}
+
+
+def _llada(folder: Path, kind: str, **changes: Any) -> tuple[LoadedModel, Any]:
+    oracle = llada.Sighted(folder, kind, **changes).oracle
+    return llada.load(folder), oracle
+
+
+def _llava(folder: Path) -> tuple[LoadedModel, Any]:
+    oracle = llava.Sighted(folder).oracle
+    return llava.load(folder), oracle
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, layout: str) -> None:
+    model, oracle = LAYOUTS[layout](tmp_path)
+    assert model.vision is not None
+    parts: list[Part] = [TextPart("a"), ImagePart(picture(1)), TextPart("b"), ImagePart(picture(2))]
+    if model.spec.video_id is not None:
+        parts.append(VideoPart(FILE))
+    request, encode = show(*parts), encoder(model).encode
+    names = pruners_for(model.vision.evidence)[1:]
+    assert len(names) == (9 if "siglip" not in layout else 5)
+    for name in names:
+        [full], [left] = encode([request]), encode([pruned(request, name)])
+        assert len(left.ids) < len(full.ids), name
+        ours, rows = served_logits(model, request, left)
+        theirs = masked_logits(model, oracle, full, left, request.sampling.max_new_tokens)[torch.from_numpy(rows)]
+        assert (ours - theirs).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max())), name
+        renumbered, _ = served_logits(model, request, replace(left, places=None))
+        assert (renumbered - theirs).abs().max() > 1e-3, "positions do matter"
+
+
+def test_separators_stay_and_places_are_those_of_before(tmp_path: Path) -> None:
+    model, _oracle = LAYOUTS["llada-v with separators"](tmp_path)
+    request = show(ImagePart(picture(1)), VideoPart(FILE))
+    [full], [left] = (encoder(model).encode([r]) for r in (request, pruned(request, "random")))
+    assert left.places is not None and left.places[-1] == len(full.ids)
+    assert np.array_equal(full.ids[left.places[:-1]], left.ids)
+    assert full.features is not None and left.features is not None
+    same = np.searchsorted(full.image_rows, left.places[left.image_rows])
+    assert torch.equal(full.features[torch.from_numpy(same)], left.features)
+    newline = full.features[16]
+    count = [int((e.features == newline).all(1).sum()) for e in (full, left) if e.features is not None]
+    assert count == [1 + 3 * 2, 1 + 3 * 2], "one an image, one a row of a frame"
+    assert len(left.image_rows) == 8 + 1 + 3 * 2 + 6
+
+
+def test_text_between_frames_stays() -> None:
+    model = video_model(stride=1, time="{seconds}s:")
+    request = show(VideoPart(FILE))
+    [full], [left] = (encoder(model).encode([r]) for r in (request, pruned(request, "cls_attention")))
+    assert left.places is not None and np.array_equal(full.ids[left.places[:-1]], left.ids)
+    text = [np.delete(e.ids, e.image_rows).tolist() for e in (full, left)]
+    assert text[0] == text[1] and len(left.image_rows) * 2 == len(full.image_rows)
+    [few] = encoder(model).encode([pruned(request, "cls_attention", Amount("token_budget", 2))])
+    assert len(few.image_rows) == 2, "fewer tokens than frames"
+
+
+def test_the_canvas_goes_on_where_the_unpruned_prompt_ended() -> None:
+    model = tiny_model(vision=True)
+    request = pruned(show(ImagePart(picture(1))), "random")
+    [left] = encoder(model).encode([request])
+    assert left.places is not None
+    store = KVStore(model.decoder.config, pages=40, page_size=4, dtype=model.dtype, device=model.device)
+    canvas = DiffusionDecoder(model, store).begin(request, left, PageTable(tuple(range(40)))).canvas
+    answer = canvas.rotary_positions(np.arange(canvas.prompt_length, canvas.size))
+    assert answer.tolist() == list(range(len(left.ids) + 2, len(left.ids) + 2 + 6))
+
+
+def test_lengths_count_what_is_left_and_positions_what_was() -> None:
+    model = tiny_model(vision=True)
+    request = show(*[ImagePart(picture(i)) for i in range(4)])
+    [full] = encoder(model).encode([request])
+    tight = Encoder(model, MediaConfig(), max_tokens=len(full.ids) + 5)
+    with pytest.raises(InvalidArgument, match="exceed the limit"):
+        tight.encode([request])
+    assert len(tight.encode([pruned(request, "random")])[0].ids) == len(full.ids) - 8
+    short = replace(model, spec=replace(model.spec, max_tokens=len(full.ids) + 5))
+    with pytest.raises(InvalidArgument, match=r"\(before pruning\)"):
+        encoder(short).encode([pruned(request, "random")])
+
+
+def test_pages_are_shared_only_by_prompts_pruned_alike() -> None:
+    ids, rows, features = np.zeros(8, np.int64), np.arange(2, 6), np.zeros((4, 4), np.uint8)
+    numbers = {"page_size": 4, "block": 1, "logit_shift": 0}
+    shifted = np.array([0, 1, 2, 4, 5, 6, 8, 9])
+    plain = page_keys(ids, rows, features, **numbers)
+    assert plain == page_keys(ids, rows, features, np.arange(8), **numbers)
+    assert not set(plain) & set(page_keys(ids, rows, features, shifted, **numbers))
+
+
+# --- the cache ---
+
+
+class Tower:
+    """Counts what goes through a model's tower."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.pictures = 0
+        assert model.vision is not None
+        model.vision.get_submodule("tower").register_forward_hook(self._count)
+
+    def _count(self, _module: Any, arguments: Any, _out: Any) -> None:
+        self.pictures += len(arguments[0])
+
+
+def features(encoded: Encoded) -> torch.Tensor:
+    assert encoded.features is not None
+    return encoded.features
+
+
+def as_bmp(png: bytes) -> bytes:
+    out = io.BytesIO()
+    Image.open(io.BytesIO(png)).save(out, "BMP")
+    return out.getvalue()
+
+
+def with_one_other_pixel(png: bytes) -> bytes:
+    image = Image.open(io.BytesIO(png))
+    red, green, blue = image.getpixel((20, 15))
+    image.putpixel((20, 15), (red ^ 1, green, blue))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def test_a_second_request_runs_no_tower() -> None:
+    model = tiny_model(vision=True)
+    tower, encode = Tower(model), encoder(model).encode
+    [first] = encode([show(ImagePart(picture(1)), ImagePart(picture(2)))])
+    assert tower.pictures == 2
+    [again, other] = encode([show(ImagePart(picture(2)), ImagePart(picture(1))), show(ImagePart(picture(1)))])
+    assert tower.pictures == 2
+    assert torch.equal(features(again), features(first).roll(4, 0)) and torch.equal(
+        features(other), features(first)[:4]
+    )
+
+
+def test_what_differs_in_anything_has_an_entry_of_its_own() -> None:
+    """Same pixels in two files, one pixel, another pruner, amount or seed, other processor settings: all shared by one
+    cache, each right."""
+    cache = EncoderCache.of(EncoderCacheConfig())
+    one = picture(1)
+    model = tiny_model(vision=True)
+    other_settings = tiny_model(vision=True)
+    assert isinstance(other_settings.vision, LlavaVision)
+    other_settings.vision.processor.image_mean = [0.1, 0.2, 0.3]
+    other_weights = tiny_model(vision=True, seed=1)
+    asked: list[tuple[LoadedModel, Request]] = [
+        (model, show(ImagePart(one))),
+        (model, show(ImagePart(as_bmp(one)))),
+        (model, show(ImagePart(with_one_other_pixel(one)))),
+        (other_settings, show(ImagePart(one))),
+        (other_weights, show(ImagePart(one))),
+        (model, pruned(show(ImagePart(one)), "cls_attention")),
+        (model, pruned(show(ImagePart(one)), "cls_attention", Amount("keep_ratio", 0.75))),
+        (model, pruned(show(ImagePart(one)), "cls_attention", Amount("token_budget", 3))),
+        (model, pruned(show(ImagePart(one)), "tome")),
+        (model, pruned(replace(show(ImagePart(one)), sampling=replace(ask("r").sampling, seed=5)), "random")),
+        (model, pruned(show(ImagePart(one)), "random")),
+    ]
+    alone = [encoder(m).encode([r])[0] for m, r in asked]
+    for _ in range(2):
+        for (m, r), expected in zip(asked, alone, strict=True):
+            [found] = encoder(m, cache).encode([r])
+            assert torch.equal(features(found), features(expected)) and np.array_equal(found.ids, expected.ids)
+    stats = cache.tokens.stats()
+    assert (stats.made, stats.hits) == (len(asked), len(asked))
+    assert torch.equal(features(alone[0]), features(alone[1])), "the same pixels"
+    assert len({tuple(features(e).flatten().tolist()) for e in alone[2:5]}) == 3
+    pixels = cache.pixels.stats()
+    assert pixels.made == 4, "files under each processor: pruners and weights have no say in pixels"
+
+
+def test_other_limits_are_not_slipped_past() -> None:
+    cache = EncoderCache.of(EncoderCacheConfig())
+    model = tiny_model(vision=True)
+    encoder(model, cache).encode([show(ImagePart(picture(1)))])
+    with pytest.raises(InvalidArgument, match="the limit is 1000 in all"):
+        encoder(model, cache, max_pixels=1000).encode([show(ImagePart(picture(1)))])
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        lambda e: {**e, "tokens": e["tokens"][:, :-1]},
+        lambda e: {**e, "tokens": e["tokens"].double()},
+        lambda e: {**e, "places": e["places"].flip(0)},
+        lambda e: {**e, "places": e["places"] + 1},
+        lambda e: {**e, "kept": e["kept"] + 1},
+        lambda e: {"tokens": e["tokens"]},
+        lambda e: {**e, "beside": e["tokens"]},
+    ],
+)
+def test_poisoned_entries_are_made_anew(poison: Callable[[Any], Any]) -> None:
+    model = tiny_model(vision=True)
+    made = encoder(model)
+    [first] = made.encode([show(ImagePart(picture(1)))])
+    [kept] = made.cache.tokens._kept.values()
+    kept.entry = poison(kept.entry)
+    [again] = made.encode([show(ImagePart(picture(1)))])
+    assert torch.equal(features(first), features(again)) and made.cache.tokens.stats().unfit == 1
+
+
+def test_a_bad_image_beside_good_ones_leaves_nothing_behind() -> None:
+    made = encoder(tiny_model(vision=True))
+    with pytest.raises(InvalidArgument):
+        made.encode([show(ImagePart(picture(1))), show(ImagePart(b"no image"))])
+    assert not made.cache.tokens._making and not made.cache.pixels._making
+    assert all(not kept.references for kept in made.cache.tokens._kept.values())
+    made.encode([show(ImagePart(picture(1)))])
+    assert made.cache.pixels.stats().hits == 1, "its pixels were decoded already"
+
+
+def test_clips_come_from_disk_after_a_restart(tmp_path: Path) -> None:
+    settings = EncoderCacheConfig(disk_folder=str(tmp_path))
+    model = video_model(stride=1, time="{seconds}s:")
+    tower, request = Tower(model), pruned(show(VideoPart(FILE), ImagePart(picture(1))), "visionzip")
+    [first] = encoder(model, EncoderCache.of(settings)).encode([request])
+    seen = tower.pictures
+    after = EncoderCache.of(settings)
+    [again] = encoder(model, after).encode([request])
+    assert seen == 4 + 1 == tower.pictures and after.tokens.stats().disk_hits == 2
+    assert np.array_equal(first.ids, again.ids) and torch.equal(features(first), features(again))
+    assert first.places is not None and again.places is not None and np.array_equal(first.places, again.places)

@@ -164,8 +164,8 @@ class Engine:
         """A snapshot of counters; values may be a moment old."""
         p = self._pool
         prefix = (p.cached, p.lookups, p.hits)
-        searches = (self.stages.searches, self.stages.fallbacks)
-        return Stats(self._admitted, self._queued, p.in_use, self.stages.held, *prefix, *searches)
+        steps = (self.stages.constraint_steps, self.stages.constraint_fallbacks, self.stages.constraint_late)
+        return Stats(self._admitted, self._queued, p.in_use, self.stages.held, *prefix, *steps)
 
     # --- the loop: the engine's thread only ---
 
@@ -340,6 +340,7 @@ class Engine:
                 tokens=answer.tokens,
                 sample=record.sample,
                 closed_by_budget=answer.closed_by_budget,
+                constraint=answer.constraint,
             )
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.events import CommittedToken, Usage
+from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.core.samples import samples
@@ -67,6 +67,7 @@ class Answer:
     tokens: tuple[CommittedToken, ...]
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
+    constraint: ConstraintStats | None = None
 
 
 class Stages:
@@ -96,7 +97,7 @@ class Stages:
         self.to_decode: Transport = LocalTransport()
         self._admission = Admission(model)
         self._admitted: dict[RequestId, Admitted] = {}
-        self.searches = self.fallbacks = 0  # of constrained requests that ended
+        self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
         self._prefilling: dict[RequestId, Any] = {}
         self._decoding: dict[RequestId, Any] = {}
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
@@ -215,7 +216,8 @@ class Stages:
         constrained = state.constrained
         if constrained is None:
             return Answer(state.text.text, *counts, tokens)
-        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut)
+        took = constrained.meter.stats()
+        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut, took)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
@@ -225,8 +227,10 @@ class Stages:
         self._prefilling.pop(request, None)
         ended = self._decoding.pop(request, None)
         if ended is not None and ended.constrained is not None:
-            self.searches += ended.constrained.searches
-            self.fallbacks += ended.constrained.fallbacks
+            took = ended.constrained.meter.stats()
+            self.constraint_steps += took.steps
+            self.constraint_fallbacks += took.fallbacks
+            self.constraint_late += took.late
 
     def close(self) -> None:
         """End what runs beside the stages."""

@@ -12,7 +12,12 @@ from mmserve.cli.options import add_config, add_json, print_json
 from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
-BENCHMARKS = {"decode": "mmserve.bench.decode", "quality": "mmserve.bench.quality", "serving": "mmserve.bench.serving"}
+BENCHMARKS = {
+    "constraint": "mmserve.bench.constraint",
+    "decode": "mmserve.bench.decode",
+    "quality": "mmserve.bench.quality",
+    "serving": "mmserve.bench.serving",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,11 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes, a task each (default 16)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
-    parser.add_argument("--tasks", default="", metavar="A,B,…", help="tasks of `quality` (default all) and `decode`")
     parser.add_argument(
-        "--recompute", help="cache policy of `quality` (default the model's) and `decode` (default all)"
+        "--tasks",
+        default="",
+        metavar="A,B,…",
+        help="tasks of `quality` (default all) and `decode`; of `constraint` any of scenes, schemas, search (default all)",
     )
-    parser.add_argument("--commit", help="commit policy of `quality` (default the model's) and `decode` (default all)")
+    parser.add_argument(
+        "--recompute",
+        help="cache policy of `quality` and `constraint` (default the model's) and `decode` (default all)",
+    )
+    parser.add_argument(
+        "--commit", help="commit policy of `quality` and `constraint` (default the model's) and `decode` (default all)"
+    )
     parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`")
     add_config(parser)
@@ -45,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for row in report["rows"]:
             print(_line(row))
+        if "search" in report:
+            print(_line({"measured": "search", **report["search"]}))
     return 0
 
 

@@ -20,5 +20,6 @@ class Stats:
     cached_pages: int = field(default=0, compare=False)  # published for later requests, in use or not
     prefix_lookups: int = field(default=0, compare=False)  # pages of prompts that were looked for, and
     prefix_hits: int = field(default=0, compare=False)  # those of them that were found
-    constraint_searches: int = field(default=0, compare=False)  # for the best valid answer, one or more a step, and
-    constraint_fallbacks: int = field(default=0, compare=False)  # those of them that found none better than was known
+    constraint_steps: int = field(default=0, compare=False)  # of constrained requests that ended,
+    constraint_fallbacks: int = field(default=0, compare=False)  # those after which the answer known before stayed, and
+    constraint_late: int = field(default=0, compare=False)  # those of these that had no time left

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -360,6 +361,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             for t in event.tokens
         ],
         closed_by_budget=event.closed_by_budget,
+        constraint=None if event.constraint is None else pb.ConstraintStats(**asdict(event.constraint)),
     )
 
 
@@ -384,4 +386,16 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
         tokens=tuple(events.CommittedToken(t.id, t.text, t.log_probability, t.step) for t in message.tokens),
         sample=sample,
         closed_by_budget=message.closed_by_budget,
+        constraint=_from_constraint(message.constraint) if message.HasField("constraint") else None,
+    )
+
+
+def _from_constraint(took: pb.ConstraintStats) -> events.ConstraintStats:
+    return events.ConstraintStats(
+        steps=took.steps,
+        fallbacks=took.fallbacks,
+        late=took.late,
+        search_seconds=took.search_seconds,
+        forward_seconds=took.forward_seconds,
+        step_ms=tuple(took.step_ms),
     )

@@ -94,6 +94,7 @@ class Result:
     tokens: tuple[events.CommittedToken, ...]
     request_id: str
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
+    constraint: events.ConstraintStats | None = None  # what its constraint took, if it had one
     others: tuple[Result, ...] = ()  # the samples behind the first
     read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
 
@@ -133,6 +134,7 @@ def _result(event: events.Finished, request_id: str, read: Callable[[str], Any] 
         tokens=event.tokens,
         request_id=request_id,
         closed_by_budget=event.closed_by_budget,
+        constraint=event.constraint,
         read=read,
     )
 

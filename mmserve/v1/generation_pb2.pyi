@@ -397,7 +397,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "constraint")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class Finished(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDITS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_BY_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -420,7 +421,24 @@ class Finished(_message.Message):
     tokens: _containers.RepeatedCompositeFieldContainer[CommittedToken]
     edits: int
     closed_by_budget: bool
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ...) -> None: ...
+    constraint: ConstraintStats
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ...) -> None: ...
+
+class ConstraintStats(_message.Message):
+    __slots__ = ("steps", "fallbacks", "search_seconds", "late", "forward_seconds", "step_ms")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    fallbacks: int
+    search_seconds: float
+    late: int
+    forward_seconds: float
+    step_ms: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, steps: _Optional[int] = ..., fallbacks: _Optional[int] = ..., search_seconds: _Optional[float] = ..., late: _Optional[int] = ..., forward_seconds: _Optional[float] = ..., step_ms: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CommittedToken(_message.Message):
     __slots__ = ("id", "text", "log_probability", "step")

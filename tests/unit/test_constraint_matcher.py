@@ -133,6 +133,7 @@ def test_among_agrees_with_allowed(tokenizer: Tokenizer, vocabulary: Vocabulary)
     every = np.arange(512)
     for token in tokenizer.encode(TEXT).ids:
         np.testing.assert_array_equal(every[matcher.among(every)], matcher.allowed())
+        np.testing.assert_array_equal(every[matcher.mask()], matcher.allowed())
         matcher.consume([token])
 
 

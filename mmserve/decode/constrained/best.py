@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.decode.constrained.meter import Meter, metered
 from mmserve.decode.paths.field import TopK
 
 #: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
@@ -43,29 +44,32 @@ class Best:
     """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
 
     ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
-    and ``allowed`` names, for rows where it is known, the tokens (int64) that may stand there: no other is drawn.
+    and ``allowed`` says, for rows where it is known, which tokens (bool ``[V]``) may stand there: no other is drawn.
     """
 
-    def __init__(self, positions: np.ndarray, witness: np.ndarray, allowed: Mapping[int, np.ndarray]) -> None:
+    def __init__(
+        self, positions: np.ndarray, witness: np.ndarray, allowed: Mapping[int, np.ndarray], meter: Meter
+    ) -> None:
         self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
+        self.meter = meter
         self._before: list[Tensor] = []
         self._parts: list[tuple[Tensor, ...]] = []
         self._row = 0
 
+    @metered
     def restrict(self, logits: Tensor) -> None:
         """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
         before = torch.logsumexp(logits, -1)
         own = self._witness[self._row : self._row + len(logits)].to(logits.device)
         self._before = [before, logits.gather(-1, own[:, None])[:, 0] - before]
         for i in range(len(logits)):
-            ids = self._allowed.get(self._row + i)
-            if ids is not None and len(ids):
-                places = torch.from_numpy(ids).to(logits.device)
-                kept = logits[i, places]
-                if kept.isfinite().any():  # else the model can say none of them, and the row says nothing
-                    logits[i] = -torch.inf
-                    logits[i, places] = kept
+            mask = self._allowed.get(self._row + i)
+            if mask is not None:
+                kept = logits[i].masked_fill(torch.from_numpy(~mask).to(logits.device), -torch.inf)
+                if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
+                    logits[i] = kept
 
+    @metered
     def take(self, logits: Tensor, scores: Tensor | None) -> None:
         """Note the best of the rows just restricted; ``scores [n, V]``: filtered, tempered logits and noise, normalised
         but for that; None = greedy."""
@@ -77,6 +81,7 @@ class Best:
         self._parts.append((best.indices, best.values, plain, own, after - before))
         self._row += len(logits)
 
+    @metered
     def ranked(self) -> Ranked:
         """All rows."""
         tokens, scores, plain, own, kept = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))

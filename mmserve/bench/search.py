@@ -93,11 +93,18 @@ def made_up(tokens: int, seed: int = 0) -> Language:
     return Language(Vocabulary.spelled(texts, {_END}), Lexicon.of(texts))
 
 
-def run(rounds: int, seed: int, progress: Callable[[str], None], tokens: int = TOKENS) -> dict[str, Any]:
-    """Figures over ``rounds`` decodings of each built-in document; milliseconds unless a name says otherwise."""
+def run(
+    rounds: int,
+    seed: int,
+    progress: Callable[[str], None],
+    *,
+    tokens: int = TOKENS,
+    schemas: Sequence[Wanted] = SCHEMAS,
+) -> dict[str, Any]:
+    """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``."""
     language = made_up(tokens)
     taken = _Taken()
-    for wanted in SCHEMAS:
+    for wanted in schemas:
         progress(f"search: {wanted.name}")
         grammar = _compiled(wanted, language, taken)
         for document in wanted.documents:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         default="",
         metavar="A,B,…",
-        help="tasks of `quality` (default all) and `decode`; of `constraint` any of scenes, schemas, search (default all)",
+        help="tasks of `quality` and `decode`; of `constraint` scenes, schemas and search (default all)",
     )
     parser.add_argument(
         "--recompute",

@@ -225,11 +225,10 @@ def test_the_serving_benchmark_reports_every_pair() -> None:
     assert throughput["serial_per_second"] > 0 and throughput["concurrent_per_second"] > 0
 
 
-def test_the_constraint_benchmark_asks_with_and_without() -> None:
+def test_the_constraint_benchmark_asks_with_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     fast = ("--tasks", "scenes", "--commit", "threshold", "--recompute", "dual", "--set", "engine.torch_threads=1")
-    done = command("bench", "constraint", "--limit", "1", "--json", *fast)
-    assert done.returncode == 0, done.stderr
-    report = one_json(done.stdout)
+    assert main(["bench", "constraint", "--limit", "1", "--json", *fast]) == 0
+    report = one_json(capsys.readouterr().out)
     assert report["bench"] == "constraint" and report["machine"]["torch"] and "search" not in report
     assert report["settings"]["commit"] == "threshold" and report["settings"]["recompute"] == "dual"
     ways = [(row["task"], row["steps"], row["constrained"]) for row in report["rows"]]

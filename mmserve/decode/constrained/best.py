@@ -53,6 +53,7 @@ class Best:
         self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
         self.meter = meter
         self._before: list[Tensor] = []
+        self._restricted: list[int] = []  # rows of the part in hand
         self._parts: list[tuple[Tensor, ...]] = []
         self._row = 0
 
@@ -62,23 +63,27 @@ class Best:
         before = torch.logsumexp(logits, -1)
         own = self._witness[self._row : self._row + len(logits)].to(logits.device)
         self._before = [before, logits.gather(-1, own[:, None])[:, 0] - before]
+        self._restricted = list[int]()
         for i in range(len(logits)):
             mask = self._allowed.get(self._row + i)
             if mask is not None:
                 kept = logits[i].masked_fill(torch.from_numpy(~mask).to(logits.device), -torch.inf)
                 if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
                     logits[i] = kept
+                    self._restricted.append(i)
 
     @metered
     def take(self, logits: Tensor, scores: Tensor | None) -> None:
         """Note the best of the rows just restricted; ``scores [n, V]``: filtered, tempered logits and noise, normalised
         but for that; None = greedy."""
         before, own = self._before
-        after = torch.logsumexp(logits, -1)
-        judged = logits - after[:, None] if scores is None else scores
-        best = judged.topk(min(KEPT, logits.shape[-1]), -1)
+        after = before.clone()
+        if self._restricted:
+            after[self._restricted] = torch.logsumexp(logits[self._restricted], -1)
+        best = (logits if scores is None else scores).topk(min(KEPT, logits.shape[-1]), -1)
+        values = best.values - after[:, None] if scores is None else best.values
         plain = logits.gather(-1, best.indices) - before[:, None]
-        self._parts.append((best.indices, best.values, plain, own, after - before))
+        self._parts.append((best.indices, values, plain, own, after - before))
         self._row += len(logits)
 
     @metered

@@ -25,7 +25,17 @@ import grpc
 import PIL.Image
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mmserve.core.events import Admitted, CommittedToken, Delta, Event, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.events import (
+    Admitted,
+    CommittedToken,
+    ConstraintStats,
+    Delta,
+    Event,
+    Finished,
+    Snapshot,
+    StageTimes,
+    Usage,
+)
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
 from mmserve.errors import Cancelled, DeadlineExceeded, MMServeError, Unavailable
@@ -73,6 +83,7 @@ __all__ = [
     "Client",
     "CommittedToken",
     "Confident",
+    "ConstraintStats",
     "Delta",
     "DkvDecode",
     "DkvGreedy",

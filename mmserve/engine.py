@@ -173,7 +173,7 @@ class Engine:
         """A snapshot of counters; values may be a moment old."""
         p = self._pool
         prefix = (p.cached, p.lookups, p.hits)
-        searches = (self.stages.searches, self.stages.fallbacks)
+        steps = (self.stages.constraint_steps, self.stages.constraint_fallbacks, self.stages.constraint_late)
         cache = self.stages.encoder.cache
         return Stats(
             self._admitted,
@@ -181,7 +181,7 @@ class Engine:
             p.in_use,
             self.stages.held,
             *prefix,
-            *searches,
+            *steps,
             token_cache=cache.tokens.stats(),
             pixel_cache=cache.pixels.stats(),
         )
@@ -361,6 +361,7 @@ class Engine:
                 closed_by_budget=answer.closed_by_budget,
                 companion_forwards=answer.companion_forwards,
                 log_weight=answer.log_weight,
+                constraint=answer.constraint,
             )
         )
 

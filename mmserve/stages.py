@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.events import CommittedToken, Usage
+from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.core.samples import samples
@@ -72,6 +72,7 @@ class Answer:
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
     log_weight: float | None = None
+    constraint: ConstraintStats | None = None
 
 
 class Stages:
@@ -102,7 +103,7 @@ class Stages:
         self.to_decode: Transport = LocalTransport()
         self._admission = Admission(model)
         self._admitted: dict[RequestId, Admitted] = {}
-        self.searches = self.fallbacks = 0  # of constrained requests that ended
+        self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
         self._prefilling: dict[RequestId, Any] = {}
         self._decoding: dict[RequestId, Any] = {}
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
@@ -226,8 +227,16 @@ class Stages:
         constrained = state.constrained
         if constrained is None:
             return Answer(state.text.text, *counts, tokens, beside)
-        weight = constrained.sampled.log_weight if constrained.sampled is not None else None
-        return Answer(state.text.text, *counts, tokens, beside, constrained.warnings, constrained.witness.cut, weight)
+        return Answer(
+            state.text.text,
+            *counts,
+            tokens,
+            beside,
+            constrained.warnings,
+            constrained.witness.cut,
+            constrained.sampled.log_weight if constrained.sampled is not None else None,
+            constrained.meter.stats(),
+        )
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
@@ -237,8 +246,10 @@ class Stages:
         self._prefilling.pop(request, None)
         ended = self._decoding.pop(request, None)
         if ended is not None and ended.constrained is not None:
-            self.searches += ended.constrained.searches
-            self.fallbacks += ended.constrained.fallbacks
+            took = ended.constrained.meter.stats()
+            self.constraint_steps += took.steps
+            self.constraint_fallbacks += took.fallbacks
+            self.constraint_late += took.late
 
     def warm(self) -> None:
         """Make ready what the first constrained request would wait for: seconds. Blocks, for less than that."""

@@ -13,6 +13,7 @@ from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
 BENCHMARKS = {
+    "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
     "quality": "mmserve.bench.quality",
     "serving": "mmserve.bench.serving",
@@ -27,13 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
     parser.add_argument(
-        "--tasks", default="", metavar="A,B,…", help="tasks of `quality` (default all), `decode` and `vision`"
+        "--tasks",
+        default="",
+        metavar="A,B,…",
+        help="tasks of `quality`, `decode` and `vision`; of `constraint` scenes, schemas and search (default all)",
     )
     parser.add_argument(
-        "--recompute", help="cache policy of `quality` and `vision` (default the model's) and `decode` (default all)"
+        "--recompute",
+        help="cache policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
     )
     parser.add_argument(
-        "--commit", help="commit policy of `quality` and `vision` (default the model's) and `decode` (default all)"
+        "--commit",
+        help="commit policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
     )
     parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
     parser.add_argument(
@@ -56,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for row in report["rows"]:
             print(_line(row))
+        if "search" in report:
+            print(_line({"measured": "search", **report["search"]}))
     return 0
 
 

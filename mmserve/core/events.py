@@ -81,6 +81,18 @@ class CommittedToken:
 
 
 @dataclass(frozen=True)
+class ConstraintStats:
+    """What a constraint took of a sample. Seconds are processor time of the thread that decodes."""
+
+    steps: int  # forward passes that the constraint chose from
+    fallbacks: int  # steps after which the answer known before stayed: a better one was begun, and none could be ended
+    late: int  # those of them whose time was over before the search was
+    search_seconds: float  # of all steps: masks, ranking, search and choice
+    forward_seconds: float  # of the passes, without the vocabulary's head; of all requests that shared them
+    step_ms: tuple[float, ...] = field(default=(), repr=False)  # of each step, as in search_seconds
+
+
+@dataclass(frozen=True)
 class Finished:
     """The whole answer, or a sample of it. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``.
 
@@ -100,6 +112,7 @@ class Finished:
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
     companion_forwards: int = 0  # passes that a companion made for it, which ``forwards`` does not count
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
+    constraint: ConstraintStats | None = None  # of a constrained request
 
     @property
     def tokens_per_forward(self) -> float:

@@ -40,7 +40,8 @@ class Stats:
     cached_pages: int = field(default=0, compare=False)  # published for later requests, in use or not
     prefix_lookups: int = field(default=0, compare=False)  # pages of prompts that were looked for, and
     prefix_hits: int = field(default=0, compare=False)  # those of them that were found
-    constraint_searches: int = field(default=0, compare=False)  # for the best valid answer, one or more a step, and
-    constraint_fallbacks: int = field(default=0, compare=False)  # those of them that found none better than was known
+    constraint_steps: int = field(default=0, compare=False)  # of constrained requests that ended,
+    constraint_fallbacks: int = field(default=0, compare=False)  # those after which the answer known before stayed, and
+    constraint_late: int = field(default=0, compare=False)  # those of these that had no time left
     token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
     pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from

@@ -5,6 +5,7 @@ Prefill is its step 0: prompt and masked canvas run together, and the candidates
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +65,7 @@ class DiffusionDecoder:
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
         passes = [self._first_pass(p) for _request, p in batch]
-        logits = forward(self.model, self.store, passes, self._floor)
+        logits = self._forward(passes, [begun.constrained for _request, begun in batch])
         proposed = [
             self._candidates(request, begun.commit, p, rows, begun.constrained) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
@@ -108,7 +109,7 @@ class DiffusionDecoder:
             self._companion.draft(running)
         if running:
             passes = [self._next_pass(d, rows) for d, rows in zip(running, self._rows(running), strict=True)]
-            logits = forward(self.model, self.store, passes, self._floor)
+            logits = self._forward(passes, [d.constrained for d in running])
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
@@ -131,6 +132,7 @@ class DiffusionDecoder:
         edited = self._commit(d, positions, tokens)
         if d.constrained is not None:
             settle(d.constrained, d.canvas, d.commit)
+            d.constrained.meter.end_step()
         device = self.model.device
         fresh = self.model.decoder.embed(torch.from_numpy(tokens).to(device))
         d.prefilled.embeddings[torch.from_numpy(positions).to(device)] = fresh
@@ -139,6 +141,15 @@ class DiffusionDecoder:
         if reason == "length" and d.constrained is not None:
             reason = "end"  # a constrained answer is whole
         return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason)
+
+    def _forward(self, passes: list[Pass], constrained: list[Constrained | None]) -> list[Logits]:
+        """One forward pass of the ragged batch; constrained requests note its processor time."""
+        begun = time.thread_time()
+        logits = forward(self.model, self.store, passes, self._floor)
+        for state in constrained:
+            if state is not None:
+                state.meter.forward_seconds += time.thread_time() - begun
+        return logits
 
     def _candidates(
         self, request: Request, commit: Commit, p: Pass, logits: Logits, constrained: Constrained | None

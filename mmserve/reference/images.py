@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
+from typing import Any
 
 from mmserve.reference.items import Subject
-from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, ROWS, Scene, Shape, draw_scene
+from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, MAX_SHAPES, ROWS, SIZES, Scene, Shape, draw_scene
 
 #: What a question may call a shape: by its kind, its colour, or both.
 _NAMES: tuple[Callable[[Shape], str], ...] = (
@@ -114,6 +116,8 @@ def listing(scene: Scene, rng: random.Random) -> tuple[str, str]:
     return "Describe the scene in any order.", said
 
 
+#: The question that asks for every field of each object.
+EVERYTHING = "Describe the scene as JSON."
 #: Fields of an object, in the order in which they are written.
 FIELDS = ("shape", "color", "size", "position")
 
@@ -143,7 +147,7 @@ def scene_json(scene: Scene, *, fields: tuple[str, ...], count: bool = False, co
 def as_json(scene: Scene, rng: random.Random) -> tuple[str, str]:
     """The scene as JSON; the question says which fields are wanted."""
     if rng.random() < 0.35:
-        return "Describe the scene as JSON.", scene_json(scene, fields=FIELDS)
+        return EVERYTHING, scene_json(scene, fields=FIELDS)
     fields = tuple(f for f in FIELDS if rng.random() < 0.6)
     count, colors = rng.random() < 0.4, rng.random() < 0.3
     if not (fields or count or colors):
@@ -152,6 +156,38 @@ def as_json(scene: Scene, rng: random.Random) -> tuple[str, str]:
     if fields:
         wanted.append(f"objects ({', '.join(fields)})")
     return f"Give JSON with {', '.join(wanted)}.", scene_json(scene, fields=fields, count=count, colors=colors)
+
+
+def scene_schema(*, fields: tuple[str, ...], count: bool = False, colors: bool = False) -> dict[str, Any]:
+    """A JSON schema that ``scene_json`` with the same arguments obeys, for any scene."""
+    some = {"type": "array", "minItems": 1, "maxItems": MAX_SHAPES}
+    described: dict[str, Any] = {
+        "shape": {"enum": list(KINDS)},
+        "color": {"enum": list(COLORS)},
+        "size": {"enum": list(SIZES)},
+        "position": _exactly({"row": {"enum": list(ROWS)}, "column": {"enum": list(COLUMNS)}}),
+    }
+    parts: dict[str, Any] = {}
+    if count:
+        parts["count"] = {"type": "integer", "minimum": 1, "maximum": MAX_SHAPES}
+    if colors:
+        parts["colors"] = {**some, "items": described["color"]}
+    if fields:
+        parts["objects"] = {**some, "items": _exactly({field: described[field] for field in fields})}
+    return _exactly(parts)
+
+
+def schema_asked(text: str) -> dict[str, Any]:
+    """The JSON schema of what ``text``, a question of ``as_json``, asks for."""
+    wanted, _, described = text.partition("objects (")
+    fields = tuple(field for field in FIELDS if field in re.findall(r"\w+", described))
+    if text == EVERYTHING:
+        return scene_schema(fields=FIELDS)
+    return scene_schema(fields=fields, count="count" in wanted, colors="colors" in wanted)
+
+
+def _exactly(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 IMAGE = Subject(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -370,6 +371,7 @@ def _finished(event: events.Finished) -> pb.Finished:
         closed_by_budget=event.closed_by_budget,
         companion_forwards=event.companion_forwards,
         log_weight=event.log_weight,
+        constraint=None if event.constraint is None else pb.ConstraintStats(**asdict(event.constraint)),
     )
 
 
@@ -402,4 +404,16 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
         closed_by_budget=message.closed_by_budget,
         companion_forwards=message.companion_forwards,
         log_weight=message.log_weight if _set(message, "log_weight") else None,
+        constraint=_from_constraint(message.constraint) if message.HasField("constraint") else None,
+    )
+
+
+def _from_constraint(took: pb.ConstraintStats) -> events.ConstraintStats:
+    return events.ConstraintStats(
+        steps=took.steps,
+        fallbacks=took.fallbacks,
+        late=took.late,
+        search_seconds=took.search_seconds,
+        forward_seconds=took.forward_seconds,
+        step_ms=tuple(took.step_ms),
     )

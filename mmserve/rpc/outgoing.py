@@ -101,6 +101,7 @@ class Result:
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
     companion_forwards: int = 0  # passes of a companion, which ``forwards`` does not count
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn by "awrs" or "asap"
+    constraint: events.ConstraintStats | None = None  # what its constraint took, if it had one
     others: tuple[Result, ...] = ()  # the samples behind the first
     read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
 
@@ -142,6 +143,7 @@ def _result(event: events.Finished, request_id: str, read: Callable[[str], Any] 
         closed_by_budget=event.closed_by_budget,
         companion_forwards=event.companion_forwards,
         log_weight=event.log_weight,
+        constraint=event.constraint,
         read=read,
     )
 

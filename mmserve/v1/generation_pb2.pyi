@@ -482,7 +482,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "companion_forwards", "log_weight")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -494,8 +494,9 @@ class Finished(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDITS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_BY_BUDGET_FIELD_NUMBER: _ClassVar[int]
-    COMPANION_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     LOG_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    COMPANION_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -507,9 +508,26 @@ class Finished(_message.Message):
     tokens: _containers.RepeatedCompositeFieldContainer[CommittedToken]
     edits: int
     closed_by_budget: bool
-    companion_forwards: int
     log_weight: float
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., companion_forwards: _Optional[int] = ..., log_weight: _Optional[float] = ...) -> None: ...
+    constraint: ConstraintStats
+    companion_forwards: int
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ...) -> None: ...
+
+class ConstraintStats(_message.Message):
+    __slots__ = ("steps", "fallbacks", "search_seconds", "late", "forward_seconds", "step_ms")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    fallbacks: int
+    search_seconds: float
+    late: int
+    forward_seconds: float
+    step_ms: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, steps: _Optional[int] = ..., fallbacks: _Optional[int] = ..., search_seconds: _Optional[float] = ..., late: _Optional[int] = ..., forward_seconds: _Optional[float] = ..., step_ms: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CommittedToken(_message.Message):
     __slots__ = ("id", "text", "log_probability", "step")

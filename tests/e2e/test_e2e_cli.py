@@ -226,6 +226,28 @@ def test_the_serving_benchmark_reports_every_pair() -> None:
     assert throughput["serial_per_second"] > 0 and throughput["concurrent_per_second"] > 0
 
 
+def test_the_constraint_benchmark_asks_with_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ("--tasks", "scenes", "--commit", "threshold", "--recompute", "dual", "--set", "engine.torch_threads=1")
+    assert main(["bench", "constraint", "--limit", "1", "--json", *fast]) == 0
+    report = one_json(capsys.readouterr().out)
+    assert report["bench"] == "constraint" and report["machine"]["torch"] and "search" not in report
+    assert report["settings"]["commit"] == "threshold" and report["settings"]["recompute"] == "dual"
+    ways = [(row["task"], row["steps"], row["constrained"]) for row in report["rows"]]
+    assert ways == [("scenes", steps, constrained) for steps in ("all", "1/4") for constrained in (False, True)]
+    for row in report["rows"]:
+        assert row["items"] == 1 and row["exact_share"] in (0, 1) and row["tokens_per_step"] > 0
+        if row["constrained"]:
+            assert row["valid_share"] == 1 and row["late"] == 0 and 0 <= row["fallback_share"] <= 1
+            assert 0 < row["step_ms_p50"] <= row["step_ms_p99"] and row["forward_share"] > 0
+        else:
+            assert row["step_ms_p50"] is row["forward_share"] is row["fallback_share"] is None
+
+
+def test_the_constraint_benchmark_names_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "constraint", "--tasks", "scenes,json"]) == 1
+    assert "scenes, schemas, search, not on 'json'" in capsys.readouterr().err
+
+
 def test_the_decode_benchmark_sets_a_pair_beside_the_baseline(tmp_path: Path) -> None:
     given = ("--limit", "2", "--tasks", "what", "--commit", "threshold", "--concurrent", "2")
     small = ("--set", "engine.torch_threads=1", "--plot", str(tmp_path / "pairs.png"))

@@ -122,7 +122,7 @@ def answers(bench: Bench, schemas: Sequence[Schema], seen: Counter[str]) -> Iter
             seen["closed by budget"] += done.closed_by_budget
             yield schema, done.text
     stats = bench.engine.stats()
-    seen["searches"] += stats.constraint_searches
+    seen["searches"] += stats.constraint_steps
     seen["fallbacks"] += stats.constraint_fallbacks
 
 

@@ -274,6 +274,34 @@ def test_a_parser_that_fails_leaves_the_witness(
         assert b.engine.stats().constraint_fallbacks > 0
 
 
+def test_what_a_constraint_takes_is_told_and_counted(
+    bench: Make, full: LoadedModel, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told with each answer, counted by the engine; a step that has no time left is a fallback of its own kind."""
+    for model, recompute in ((full, None), (causal, LAST)):
+        b = bench(model)
+        asked = [ask(f"t{i}", max_new_tokens=40, recompute=recompute) for i in range(2)]
+        done = [call.finished() for call in b.submit(constrained(asked[0], SCHEMAS[0]), asked[1])]
+        took = done[0].constraint
+        assert took is not None and done[1].constraint is None
+        assert took.steps == len(took.step_ms) == done[0].forwards
+        assert took.late == 0 and took.forward_seconds > 0 and min(took.step_ms) > 0
+        assert took.search_seconds == pytest.approx(sum(took.step_ms) / 1000)
+        stats = b.engine.stats()
+        assert (stats.constraint_steps, stats.constraint_fallbacks, stats.constraint_late) == (
+            took.steps,
+            took.fallbacks,
+            0,
+        )
+    monkeypatch.setattr(state_module, "SECONDS", 0.0)
+    b = bench(full)
+    [call] = b.submit(constrained(ask("late", max_new_tokens=40), SCHEMAS[0]))
+    check(call, SCHEMAS[0])
+    late = call.finished().constraint
+    assert late is not None and 0 < late.late == late.fallbacks
+    assert b.engine.stats().constraint_late == late.late
+
+
 def test_validate_checks_the_answer_and_lenient_warns(bench: Make, full: LoadedModel) -> None:
     b = bench(full)
     schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "contains": {"const": 2}, "maxItems": 3}

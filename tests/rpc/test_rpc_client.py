@@ -31,7 +31,8 @@ PNG = b"\x89PNG and so on"
 
 
 def test_public_names() -> None:
-    events = ["Admitted", "CommittedToken", "Delta", "Event", "Finished", "Snapshot", "StageTimes", "Usage"]
+    events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
+    events += ["StageTimes", "Usage"]
     inputs = ["ImagePart", "Message", "Options", "TLS", "TextPart", "VideoPart"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]

@@ -23,7 +23,7 @@ from mmserve.core.constraint import (
     Lark,
     Regex,
 )
-from mmserve.core.events import Finished, StageTimes, Usage
+from mmserve.core.events import ConstraintStats, Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
 from mmserve.rpc.convert import from_response, to_response
@@ -148,6 +148,15 @@ def test_what_the_sdk_refuses_to_send(given: dict[str, Any], field: str) -> None
 def test_that_a_budget_cut_it_short_and_a_companions_passes_go_over_the_wire() -> None:
     done = Finished("end", "{}", Usage(1, 0, 1), 1, 1, StageTimes(), closed_by_budget=True, companion_forwards=3)
     assert from_response(to_response(done, "id")) == done
+
+
+def test_what_a_constraint_took_goes_over_the_wire() -> None:
+    took = ConstraintStats(3, 2, 1, 0.25, 4.5, (0.5, 2.0, 247.5))
+    done = Finished("end", "{}", Usage(1, 0, 1), 3, 1, StageTimes(), constraint=took)
+    assert from_response(to_response(done, "id")) == done
+    assert to_result([done], 1, "id").constraint == took
+    without = dataclasses.replace(done, constraint=None)
+    assert from_response(to_response(without, "id")) == without
 
 
 def test_a_refusal_names_pointer_and_keyword_over_the_wire() -> None:

@@ -103,6 +103,17 @@ def test_a_rare_way_out_of_a_loop_is_found() -> None:
     assert lexicon.text(close.tokens) == b"q;"
 
 
+def test_a_closer_that_leads_nowhere_is_left() -> None:
+    """Zeros may follow a zero for ever, and none of them is above zero."""
+    lexicon = Lexicon.of(BYTES.token_bytes)
+    schema = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, "minItems": 2}
+    matcher = Grammar(LLMatcher.grammar_from_json_schema(schema), BYTES).start()
+    close, quick = shortest_close(matcher, lexicon), quick_close(matcher, lexicon, 100)
+    assert close is not None and quick is not None
+    assert jsonschema_rs.is_valid(schema, json.loads(lexicon.text(quick)))
+    assert lexicon.text(close.tokens) == b"[0.1,0.1]"
+
+
 def test_an_empty_language_has_no_completion() -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
     endless = Grammar('start: "a" start', BYTES).start()

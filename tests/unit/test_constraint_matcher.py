@@ -133,6 +133,24 @@ def test_among_agrees_with_allowed(tokenizer: Tokenizer, vocabulary: Vocabulary)
     every = np.arange(512)
     for token in tokenizer.encode(TEXT).ids:
         np.testing.assert_array_equal(every[matcher.among(every)], matcher.allowed())
+        np.testing.assert_array_equal(every[matcher.mask()], matcher.allowed())
+        matcher.consume([token])
+
+
+@pytest.mark.parametrize("pattern", ["[a-z0-9]{1,6}(-[A-Z]+)?", "[a-z]+@[a-z]+", "[0-9]{3,4}"])
+def test_masks_hold_what_may_follow_one_by_one(pattern: str) -> None:
+    """Words, too, which the parser decides on all at once where a text may hold any."""
+    pieces = [bytes([b]) for b in range(128)]
+    pieces += [
+        f"{a}{b}".encode() for a in ("lamp", "a", "B", "7", "42", "x-", "é") for b in ("", "s", "ing", "0", "-Q")
+    ]
+    vocabulary = Vocabulary.spelled([*dict.fromkeys(pieces), b""], {len(dict.fromkeys(pieces))})
+    matcher = Grammar(f"start: /{pattern}/", vocabulary).start()
+    for token in b"12a-Q":
+        expected = [matcher.valid([i]) == 1 for i in range(len(vocabulary.token_bytes))]
+        assert matcher.mask().tolist() == expected
+        if not expected[token]:
+            break
         matcher.consume([token])
 
 

@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 import mmserve
+from mmserve.bench.copyist import Copyist, decode, draw, written
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import (
     Infeasible,
@@ -33,7 +34,6 @@ from mmserve.decode.paths.field import TopK
 from mmserve.decode.paths.least import Effort
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary
-from tests.simulated_model import Copyist, decode, draw, written
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 

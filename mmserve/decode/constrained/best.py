@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.decode.constrained.meter import Meter, metered
 from mmserve.decode.paths.field import TopK
 
 #: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
@@ -59,42 +60,52 @@ class Best:
     """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
 
     ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
-    and ``allowed`` names, for rows where it is known, the tokens (int64) that may stand there: no other is drawn.
+    and ``allowed`` says, for rows where it is known, which tokens (bool ``[V]``) may stand there: no other is drawn.
     """
 
-    def __init__(self, positions: np.ndarray, witness: np.ndarray, allowed: Mapping[int, np.ndarray]) -> None:
+    def __init__(
+        self, positions: np.ndarray, witness: np.ndarray, allowed: Mapping[int, np.ndarray], meter: Meter
+    ) -> None:
         self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
+        self.meter = meter
         self._before: list[Tensor] = []
+        self._restricted: list[int] = []  # rows of the part in hand
         self._parts: list[tuple[Tensor, ...]] = []
         self._row = 0
 
+    @metered
     def restrict(self, logits: Tensor) -> None:
         """Leave in the next rows ``logits [n, V]``, in place, what may stand there."""
         before = torch.logsumexp(logits, -1)
         own = self._witness[self._row : self._row + len(logits)].to(logits.device)
         self._before = [before, logits.gather(-1, own[:, None])[:, 0] - before]
+        self._restricted = list[int]()
         for i in range(len(logits)):
-            ids = self._allowed.get(self._row + i)
-            if ids is not None and len(ids):
-                places = torch.from_numpy(ids).to(logits.device)
-                kept = logits[i, places]
-                if kept.isfinite().any():  # else the model can say none of them, and the row says nothing
-                    logits[i] = -torch.inf
-                    logits[i, places] = kept
+            mask = self._allowed.get(self._row + i)
+            if mask is not None:
+                kept = logits[i].masked_fill(torch.from_numpy(~mask).to(logits.device), -torch.inf)
+                if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
+                    logits[i] = kept
+                    self._restricted.append(i)
 
+    @metered
     def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
         """Note the best of the rows just restricted: by log-probability, or as they are drawn."""
         before, own = self._before
-        after = torch.logsumexp(logits, -1)
+        after = before.clone()
+        if self._restricted:
+            after[self._restricted] = torch.logsumexp(logits[self._restricted], -1)
         if tempered is None or noised is None:
-            judged = logits - after[:, None]
+            judged, mass = logits, after[:, None]
         else:
-            judged = noised - torch.logsumexp(tempered, -1, keepdim=True)
+            judged, mass = noised, torch.logsumexp(tempered, -1, keepdim=True)
         best = judged.topk(min(KEPT, logits.shape[-1]), -1)
+        values = best.values - mass
         plain = logits.gather(-1, best.indices) - before[:, None]
-        self._parts.append((best.indices, best.values, plain, own, after - before))
+        self._parts.append((best.indices, values, plain, own, after - before))
         self._row += len(logits)
 
+    @metered
     def ranked(self) -> Ranked:
         """All rows."""
         tokens, scores, plain, own, kept = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmserve.decode.constrained.futures import Met, Place, behind, learn
+from mmserve.decode.constrained.meter import Meter, metered
 from mmserve.decode.constrained.rejection import Draw, draw
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Witness
@@ -90,10 +91,12 @@ class Draws:
         drafted: np.ndarray,
         sampled: Sampled,
         guard: Callable[[Callable[[], Draw[_Way] | None]], Draw[_Way] | None],
+        meter: Meter,
     ) -> None:
         if not len(positions) or positions[0] != witness.known:
             raise ValueError("draws begin at the first open position")
         self._witness, self._lexicon, self._drafted, self._guard = witness, lexicon, drafted.tolist(), guard
+        self.meter = meter
         self._here, self._log_weight = sampled.here, 0.0
         self._begun_dead = sampled.log_weight == -math.inf
         self._tokens: list[int] = []
@@ -104,6 +107,7 @@ class Draws:
     def restrict(self, logits: Tensor) -> None:
         """Nothing: the model's own distribution is drawn from."""
 
+    @metered
     def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
         """Draw from the next rows: ``logits [n, V]``, the same filtered and tempered, and these with Gumbel noise."""
         if tempered is None or noised is None:

@@ -28,7 +28,10 @@ def projected(state: Constrained, canvas: Canvas, logits_LV: torch.Tensor, step:
         rows = part.float().clone()
         best.restrict(rows)
         best.take(rows, None, None)
-    state.search(known_tokens(canvas)[:budget], best.ranked().top, int(targets[-1]) + 1 - first)
+    ranked = best.ranked()
+    with state.meter.running():
+        state.search(known_tokens(canvas)[:budget], ranked.top, int(targets[-1]) + 1 - first)
+    state.meter.end_step()
     witness = torch.from_numpy(state.witness.tokens[targets - first]).to(logits_LV.device)
     inside = slice(0, len(targets))
     noise, predicted = step.noise_L.clone(), step.predicted_L.clone()

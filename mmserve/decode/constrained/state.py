@@ -18,6 +18,7 @@ from mmserve.constraint.judging import Judge
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.draws import Draws, Run, Sampled
+from mmserve.decode.constrained.meter import Meter, metered
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Outcome, Witness, follow, improve
 from mmserve.decode.paths.completion import after
@@ -47,21 +48,21 @@ class Constrained:
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
     forced: bool = False  # whether the draft is what must stand there anyway
     broken: bool = False  # the parser failed: it is not asked any more
-    searches: int = 0
-    fallbacks: int = 0  # searches that left the old witness as it was
+    meter: Meter = field(default_factory=Meter)
 
     def asks(self, canvas: Canvas, targets: np.ndarray, *, causal: bool) -> Best | Draws:
         """What is to be noted of the logits of ``targets`` (positions of the canvas, ascending)."""
         positions = targets - canvas.prompt_length
         if self.sampled is not None:
             guard = partial(self._guarded, otherwise=None)
-            return Draws(positions, self.witness, self.lexicon, self.drafted, self.sampled, guard)
+            return Draws(positions, self.witness, self.lexicon, self.drafted, self.sampled, guard, self.meter)
         return self.best_of(positions, causal=causal)
 
+    @metered
     def best_of(self, positions: np.ndarray, *, causal: bool) -> Best:
         """What is to be noted for a search, of the logits of ``positions`` (from the answer's start, ascending)."""
         allowed = self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
-        return Best(positions, self.witness.tokens[positions], allowed)
+        return Best(positions, self.witness.tokens[positions], allowed, self.meter)
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
         """Make the witness the best path found; ``end``: the first position behind the part that is searched.
@@ -74,8 +75,7 @@ class Constrained:
         self.witness, outcome = self._guarded(
             lambda: improve(before, known, top, end, self.lexicon, seconds=SECONDS), kept
         )
-        self.searches += 1
-        self.fallbacks += outcome is not Outcome.FOUND
+        self.meter.searched(outcome)
 
     def follow(self, known: np.ndarray) -> None:
         """Go on to what is ``known`` (int64 ``[N]``, -1 where open) by now: tokens of the witness, or other ends."""
@@ -91,8 +91,7 @@ class Constrained:
     def take(self, run: Run) -> None:
         """Go on by what was drawn."""
         self.witness = run.witness
-        self.searches += 1
-        self.fallbacks += run.log_weight == -math.inf
+        self.meter.searched(Outcome.KEPT if run.log_weight == -math.inf else Outcome.FOUND)
         if self.sampled is not None:
             self.sampled.take(run, run.witness.ends)
 
@@ -116,7 +115,7 @@ class Constrained:
         return np.array(run[:-1], np.int64)
 
     def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of ``positions`` for which it is known what may stand there, and those tokens.
+        """Rows of ``positions`` for which it is known what may stand there, and which tokens (bool ``[V]``).
 
         That is the frontier, and where only known or drafted tokens are seen all positions behind a draft that may
         stand.
@@ -129,8 +128,10 @@ class Constrained:
             for i in range(len(drafted) + 1):
                 if frontier is None or row + i >= len(positions):
                     return
-                ends = sorted(self.witness.ends) if frontier.accepting else []
-                yield row + i, np.concatenate([frontier.allowed(), np.array(ends, np.int64)])
+                mask = frontier.mask()
+                if frontier.accepting:
+                    mask[list(self.witness.ends)] = True
+                yield row + i, mask
                 frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
 
     def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:

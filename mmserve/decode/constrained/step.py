@@ -16,6 +16,7 @@ from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Judged, leading
 from mmserve.decode.constrained.best import Ranked, first_among
 from mmserve.decode.constrained.draws import Run
+from mmserve.decode.constrained.meter import metered
 from mmserve.decode.constrained.state import Constrained, known_tokens
 from mmserve.decode.paths.field import TopK
 
@@ -32,6 +33,7 @@ class Chosen:
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
 
 
+@metered
 def led(state: Constrained, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
     """Tokens (int64) for a next-token model's first masked positions: those that must stand there, or else the
     policy's ``drafted`` ones."""
@@ -41,6 +43,7 @@ def led(state: Constrained, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
     return state.drafted
 
 
+@metered
 def chosen(state: Constrained, canvas: Canvas, proposed: Candidates, commit: Commit, *, causal: bool) -> Chosen:
     """What of the witness becomes final after a pass: one position at least, if any of ``proposed`` is open.
 
@@ -58,6 +61,7 @@ def chosen(state: Constrained, canvas: Canvas, proposed: Candidates, commit: Com
     return _together(state, canvas, proposed, commit, ranked)
 
 
+@metered
 def settle(state: Constrained, canvas: Canvas, commit: Commit) -> None:
     """Take note of what has become final. Where tokens may be replaced, those of the block count as open."""
     known = known_tokens(canvas)

@@ -33,6 +33,10 @@ class Matcher(Protocol):
         """Ids (int64, ascending) of all tokens that may follow here."""
         ...
 
+    def mask(self) -> np.ndarray:
+        """Bool ``[V]``: which tokens may follow here; the caller's own."""
+        ...
+
     def among(self, tokens: np.ndarray) -> np.ndarray:
         """Bool, of the shape of ``tokens`` (int64): which of them may follow here."""
         ...

@@ -67,13 +67,13 @@ class GrammarMatcher:
         return GrammarMatcher(self._parser.deep_copy(), self._vocabulary)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` may follow here; end tokens may not. About 0.4 microseconds a token."""
+        """How many of ``tokens`` may follow here; those without bytes may not. About 0.4 microseconds a token."""
         # a parser that has come to the end of its language, or to an error, takes nothing more
         if not tokens or self._parser.is_stopped():
             return 0
-        if not self._ends.isdisjoint(tokens) or max(tokens) >= self._size or min(tokens) < 0:
-            foreign = (i for i, t in enumerate(tokens) if t in self._ends or not 0 <= t < self._size)
-            tokens = tokens[: next(foreign)]
+        content = self._vocabulary.content
+        if not content.issuperset(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token not in content)]
         return self._parser.validate_tokens(tokens if isinstance(tokens, list) else list(tokens)) if tokens else 0
 
     def consume(self, tokens: Sequence[int]) -> None:
@@ -95,6 +95,14 @@ class GrammarMatcher:
         bits = np.unpackbits(words[held].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
         ids = (held[:, None] * 32 + np.arange(32))[bits.astype(bool)]
         return ids[ids < self._size]
+
+    def mask(self) -> np.ndarray:
+        """Bool ``[V]``: which tokens may follow here. About 30 microseconds of 126,000 tokens."""
+        if self.forced():
+            mask = np.zeros(self._size, bool)
+            mask[self.allowed()] = True
+            return mask
+        return np.unpackbits(self._mask().view(np.uint8), count=self._size, bitorder="little").view(bool)
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
         """Bool, of the shape of ``tokens`` (int64): which of them may follow here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import completes
@@ -54,8 +55,8 @@ class Closing:
         forced = self.lexicon.cover(matcher.forced())
         if forced:
             return forced[:1]
-        closers = self.lexicon.closers[matcher.among(self.lexicon.closers)]
-        return [int(token) for token in closers[:2]]
+        following = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
+        return list(islice(following, 2))
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
         """The old witness's way from here, then as if it were a little farther on or back, then those seen before."""

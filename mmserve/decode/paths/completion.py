@@ -56,6 +56,8 @@ class Walk:
 
 #: Longest completion, in tokens, that a walk looks for.
 _LONGEST = 4096
+#: Times in a row that a walk takes the same closer.
+_TIRED = 8
 #: How much farther on, in tokens, a detour is expected to join the old way.
 _NEAR = 12
 #: Long tokens tried at a choice.
@@ -65,6 +67,7 @@ _FILLERS = 3
 def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) -> Walk | None:
     """The completion that takes the first closer that may follow, everywhere; None if it does not arrive.
 
+    Where one closer has led nowhere several times in a row, as zeros behind ``0.`` do, the next one is taken.
     ``keep``: whether the choices are to be kept.
     """
     at, tokens = matcher, list[int]()
@@ -74,18 +77,27 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) 
             return Walk(tuple(tokens), tuple(choices))
         step = lexicon.cover(at.forced()) or []
         if not step:
-            following = at.among(lexicon.closers)
-            if not following.any():
+            step = _first(at, lexicon, tokens[-_TIRED:])
+            if not step:
                 return None
             if keep:
                 choices.append((len(tokens), at))
-            step = [int(lexicon.closers[following.argmax()])]
         behind = after(at, step)
         if behind is None:
             return None
         at = behind
         tokens += step
     return None
+
+
+def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
+    """The first closer that may follow, but for one that is all of the ``latest`` tokens, if there is another.
+
+    Asked one by one: mostly one of the first may follow, and a mask of all tokens takes longer by far.
+    """
+    tired = latest[:1] if len(latest) == _TIRED and len(set(latest)) == 1 else []
+    others = (token for token in lexicon.closers.tolist() if token not in tired)
+    return next(([token] for token in others if at.valid([token])), tired if at.valid(tired) else [])
 
 
 def improve(begun: Walk, lexicon: Lexicon, work: Work, *, alternatives: int) -> list[int]:

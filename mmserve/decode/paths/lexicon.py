@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 #: Texts tried first where a short way to the end is looked for: what closes JSON values, then the shortest values.
-_CLOSERS = ('"', "}", "]", "0", "null", "true", '""', "[]", "{}", "{", "[", ",", ":", "1", "-", ".", "a", " ", "e")
+_CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from mmserve.decode.constraint.witness import Outcome, Witness, choose, follow, 
 from mmserve.decode.paths.field import TopK
 from mmserve.decode.paths.lexicon import Lexicon
 
+#: For one search; so long that a busy machine changes nothing.
+SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Copyist:
@@ -85,7 +88,7 @@ def decode(
             positions = begin + np.flatnonzero(known[begin:end] < 0)
             top = model.candidates(known, positions)
             started = clock() if clock else 0.0
-            grown, outcome = improve(result.witness, known, top, end, lexicon)
+            grown, outcome = improve(result.witness, known, top, end, lexicon, seconds=SECONDS)
             wanted = top.log_probabilities[:, 0] > np.log(threshold)
             chosen = choose(grown, positions, top.tokens[:, 0], wanted, top)
             known[positions[chosen]] = grown.tokens[positions[chosen]]

@@ -1,0 +1,170 @@
+"""What constraints cost apart from any model: search, masks and compiling over a vocabulary as large as LLaDA's.
+
+The model is simulated (``copyist.py``) and the vocabulary made up, so nothing has to be downloaded. Times are processor
+time of one thread: others who use the machine do not show in them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llguidance import LLParserLimits
+
+from mmserve.bench.copyist import Copyist, decode, written
+from mmserve.bench.schemas import SCHEMAS, Wanted
+from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.core.constraint import ConstraintSpec, JsonSchema
+from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.constraint.witness import Outcome, admit
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.vocabulary import Vocabulary
+
+#: Rows of LLaDA's logits.
+TOKENS = 126_464
+BLOCK = 32
+_END = 0
+_CONSONANTS, _VOWELS = "bcdfghklmnprstvw", "aeiou"
+_JSON = (
+    '{"',
+    '"}',
+    '":"',
+    '","',
+    '":',
+    ',"',
+    '"},{"',
+    '"}}',
+    '"}]}',
+    "},{",
+    "[[",
+    "]]",
+    '["',
+    '"]',
+    "],[",
+    '":[',
+    "[{",
+)
+
+
+@dataclass(frozen=True)
+class Language:
+    """A vocabulary as constraints see it."""
+
+    vocabulary: Vocabulary
+    lexicon: Lexicon
+
+
+@dataclass
+class _Taken:
+    """Seconds of each thing measured."""
+
+    steps: list[float] = field(default_factory=list)
+    masks: list[float] = field(default_factory=list)
+    rewriting: list[float] = field(default_factory=list)
+    compiling: list[float] = field(default_factory=list)
+    admission: list[float] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    commits: int = 0
+    exact: list[bool] = field(default_factory=list)
+
+
+def made_up(tokens: int, seed: int = 0) -> Language:
+    """A byte-level vocabulary: all bytes, JSON's signs as merges join them, numbers of up to three digits, the words of
+    the built-in documents, and made-up ones."""
+    rng = random.Random(seed)
+    spelled = {bytes([b]): None for b in range(256)}
+    spelled.update(dict.fromkeys(text.encode() for text in _JSON))
+    spelled.update(dict.fromkeys(str(i).encode() for i in range(1000)))
+    for wanted in SCHEMAS:
+        for part in json.dumps([wanted.schema, wanted.documents]).split('"'):
+            for word in part.split():
+                spelled.update(dict.fromkeys(f"{before}{word}".encode() for before in ("", " ") if word.isalnum()))
+    while len(spelled) < tokens - 1:
+        word = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 4)))
+        word += rng.choice(("", "", "n", "s", "ing"))
+        spelled[rng.choice((word, word.capitalize(), f" {word}", f" {word}")).encode()] = None
+    texts = [b"", *spelled]
+    return Language(Vocabulary.spelled(texts, {_END}), Lexicon.of(texts))
+
+
+def run(
+    rounds: int,
+    seed: int,
+    progress: Callable[[str], None],
+    *,
+    tokens: int = TOKENS,
+    schemas: Sequence[Wanted] = SCHEMAS,
+) -> dict[str, Any]:
+    """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``."""
+    language = made_up(tokens)
+    taken = _Taken()
+    for wanted in schemas:
+        progress(f"search: {wanted.name}")
+        grammar = _compiled(wanted, language, taken)
+        for document in wanted.documents:
+            _masks(grammar, document, language, taken)
+            for number in range(rounds):
+                _decoded(grammar, document, language, random.Random(f"{seed} {wanted.name} {number}"), taken)
+    return {
+        "vocabulary": tokens,
+        "block_length": BLOCK,
+        "steps": len(taken.steps),
+        "step_ms": _figures(taken.steps),
+        "fallback_share": round(statistics.mean(o is not Outcome.FOUND for o in taken.outcomes), 4),
+        "exact_share": round(statistics.mean(taken.exact), 4),
+        "tokens_per_step": round(taken.commits / len(taken.steps), 2),
+        "mask_us_mean": round(1e6 * statistics.mean(taken.masks), 1),
+        "rewrite_ms": _figures(taken.rewriting),
+        "compile_ms": _figures(taken.compiling),
+        "admit_ms": _figures(taken.admission),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """The 50th and the 99th percentile, and the largest."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values] * 99
+    return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values), 3)}
+
+
+def _figures(seconds: Sequence[float]) -> dict[str, float]:
+    return percentiles([1000 * s for s in seconds])
+
+
+def _compiled(wanted: Wanted, language: Language, taken: _Taken) -> Grammar:
+    spec = ConstraintSpec(JsonSchema(json.dumps(wanted.schema)))
+    begun = time.thread_time()
+    text = grammar_of(spec).text
+    rewritten = time.thread_time()
+    grammar = Grammar(text, language.vocabulary, LLParserLimits(**PARSER_LIMITS))
+    taken.rewriting.append(rewritten - begun)
+    taken.compiling.append(time.thread_time() - rewritten)
+    return grammar
+
+
+def _masks(grammar: Grammar, document: Any, language: Language, taken: _Taken) -> None:
+    """What may follow, in front of each token of ``document``."""
+    at = grammar.start()
+    for token in language.lexicon.cover(written(document).encode()) or []:
+        begun = time.thread_time()
+        at.mask()
+        taken.masks.append(time.thread_time() - begun)
+        at.consume([token])
+
+
+def _decoded(grammar: Grammar, document: Any, language: Language, rng: random.Random, taken: _Taken) -> None:
+    ids = language.lexicon.cover(written(document).encode()) or []
+    size = (len(ids) // BLOCK + 2) * BLOCK
+    begun = time.thread_time()
+    witness = admit(grammar, language.lexicon, size)
+    taken.admission.append(time.thread_time() - begun)
+    done = decode(witness, language.lexicon, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)
+    taken.steps += done.seconds
+    taken.outcomes += done.outcomes
+    taken.commits += sum(done.commits)
+    taken.exact.append(json.loads(done.text(language.lexicon)) == document)

@@ -131,6 +131,7 @@ class Stages:
             parameters=self.model.parameters,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),
+            kernels={} if isinstance(self.model, CanvasModel) else self.store.kernels,
         )
 
     def check(self, request: Request) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.core.canvas import MASKED, PROMPT, Canvas
@@ -173,7 +174,8 @@ class PlainDecoder:
             embedded[torch.from_numpy(self.encoded.image_rows)] = self.encoded.features
         at = torch.tensor(rows)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             self.keys[layer][at], self.values[layer][at] = k, v
             per_group = q.shape[1] // k.shape[1]
             keys = self.keys[layer].repeat_interleave(per_group, 1).double()

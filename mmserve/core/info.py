@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,8 @@ class ModelInfo:
 
     Limits count tokens (``max_tokens``: prompt and answer of one request) and bytes; ``visual_tokens_per_image`` is
     0 where it depends on the image. A video is sampled at ``frames_per_video`` frames and may last
-    ``max_video_seconds``. Policies go by their registered names.
+    ``max_video_seconds``. Policies go by their registered names. ``kernels``: what runs each op, ``triton`` or
+    ``pytorch``; empty where the network has attention of its own.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelInfo:
     parameters: int
     dtype: str
     device: str
+    kernels: dict[str, str] = field(default_factory=dict)
 
 
 #: What a policy needs of a model besides the kind of its attention: whether it is for diffusion models, and the rest.

@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from mmserve_kernels.cached_attention import Ragged, cached_attention, scatter
+import torch.nn.functional as F
+from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
 from mmserve.models.decoder import Attend, DecoderConfig
@@ -26,7 +28,8 @@ class KVStore:
     """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` a layer.
 
     Rotary embedding depends on a token's own position only, so an entry stays valid while its position does and
-    any subset of a request's positions can be written anew while the rest is read as it is.
+    any subset of a request's positions can be written anew while the rest is read as it is. ``kernels`` says which
+    implementation of each op runs: ``triton`` or ``pytorch``.
     """
 
     def __init__(
@@ -36,6 +39,9 @@ class KVStore:
         self.page_size, self.device = page_size, device
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        ops = [pick(op, device, dtype, config.head_dim) for op in ("rope_scatter", "cached_attention")]
+        self.kernels = {op.op: op.path for op in ops}
+        self._rope_scatter, self._cached_attention = (op.run for op in ops)
 
     def ragged(
         self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, block: int | None = None
@@ -83,21 +89,18 @@ class KVStore:
         return self.values[layer].flatten(0, 1)[ragged.slots]
 
     def attend(self, ragged: Ragged) -> Attend:
-        """Attention that first writes the rows' fresh keys and values, then reads all of each request's.
+        """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's.
 
         Rows past the batch (padding) take part in nothing and come back as zeros.
         """
         count = len(ragged.slots)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
-            scatter(k[:count].to(keys.dtype), v[:count].to(values.dtype), keys, values, ragged)
-            out = torch.zeros_like(q) if len(q) > count else None
-            rows = cached_attention(q[:count], keys, values, ragged)
-            if out is None:
-                return rows
-            out[:count] = rows
-            return out
+            fresh = (x[:count] for x in (q, k, v, cos, sin))
+            rotated = self._rope_scatter(*fresh, keys, values, ragged.slots)
+            rows: Tensor = self._cached_attention(rotated, keys, values, ragged)
+            return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 
         return attend
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 
 from mmserve.models.moe import MoE, MoEConfig
-from mmserve.models.rotary import Llama3Scaling, rotary_table, rotate
+from mmserve.models.rotary import Llama3Scaling, rotary_table
 
-#: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K]) -> [..., H, K]``; q and k arrive rotated.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+#: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K], cos, sin) -> [..., H, K]`` rotates q and k by the tables
+#: (fp32 ``[..., 1, rotated]``) itself: where K/V are kept, that is one pass over memory with their write.
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +91,10 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         h_TD = self.attn_norm(x_TD)
-        q_THK = rotate(self.q_norm(self.q_proj(h_TD).unflatten(-1, (-1, self.head_dim))), cos, sin)
-        k_TGK = rotate(self.k_norm(self.k_proj(h_TD).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        q_THK = self.q_norm(self.q_proj(h_TD).unflatten(-1, (-1, self.head_dim)))
+        k_TGK = self.k_norm(self.k_proj(h_TD).unflatten(-1, (-1, self.head_dim)))
         v_TGK = self.v_proj(h_TD).unflatten(-1, (-1, self.head_dim))
-        x_TD = x_TD + self.o_proj(attend(layer, q_THK, k_TGK, v_TGK).flatten(-2))
+        x_TD = x_TD + self.o_proj(attend(layer, q_THK, k_TGK, v_TGK, cos, sin).flatten(-2))
         h_TD = self.mlp_norm(x_TD)
         if self.moe is not None:
             return x_TD + self.moe(h_TD)
@@ -150,8 +152,8 @@ class Decoder(nn.Module):
 def dense_attention(mask: Tensor | None = None) -> Attend:
     """Attention within each row of a padded batch ``[B, T, …]``; ``mask``: bool ``[B, 1, T or 1, T]``, True = seen."""
 
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (x.transpose(-3, -2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         grouped = q.shape[-3] != k.shape[-3]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(-3, -2)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) in the half-split convention that LLaMA, Qwen and LLaDA share."""
+"""Angles of rotary position embedding (arXiv 2104.09864); ``mmserve_kernels.rope_scatter`` turns by them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,3 @@ def rotary_table(
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x [..., heads, K]``; where the table is narrower than K, what is left over stays."""
-    x, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    x = x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
-    return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x

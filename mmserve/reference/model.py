@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -59,9 +60,10 @@ def explicit_attention(mask: Tensor) -> Attend:
     """
     bias = torch.zeros(mask.shape).masked_fill(~mask, -1e4)
 
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, _length, heads, size = q.shape
-        q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in (q, k, v))
+        turned = (rotate(q, cos, sin), rotate(k, cos, sin), v)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1).to(v.dtype) for x in turned)
         scores = torch.bmm(q * size**-0.5, k.transpose(1, 2)).unflatten(0, (rows, heads)) + bias.to(q.dtype)
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype).flatten(0, 1)
         return torch.bmm(weights, v).unflatten(0, (rows, heads)).transpose(1, 2)

@@ -134,6 +134,7 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
         parameters=info.parameters,
         dtype=info.dtype,
         device=info.device,
+        kernels=info.kernels,
     )
 
 
@@ -162,6 +163,7 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         parameters=message.parameters,
         dtype=message.dtype,
         device=message.device,
+        kernels=dict(message.kernels),
     )
 
 

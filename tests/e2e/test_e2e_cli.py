@@ -142,6 +142,7 @@ def test_models_are_listed(server: Running, capsys: pytest.CaptureFixture[str]) 
     (model,) = one_json(capsys.readouterr().out)["models"]
     assert model["name"] == "reference" and model["images"] is True
     assert set(model["recompute_policies"]) >= {"none", "dkv_decode"}
+    assert set(model["kernels"]) >= {"cached_attention", "rope_scatter"}
     assert main(["models", "--server", server.address]) == 0
     assert capsys.readouterr().out.startswith("reference: ")
 

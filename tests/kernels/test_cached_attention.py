@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import BATCHES, HEAD_DIM, HEADS, PAGE_SIZES, Case, build, plain, plain_lse
-from mmserve_kernels.cached_attention import cached_attention, scatter
+from mmserve_kernels.cached_attention import cached_attention
 
 
 def attention(case: Case) -> torch.Tensor:
@@ -75,30 +75,3 @@ def test_the_inputs_stay_as_they_are() -> None:
     attention(case)
     for was, now in zip(before, (case.q, case.k_pages, case.v_pages), strict=True):
         assert torch.equal(was.nan_to_num(), now.nan_to_num())
-
-
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_scatter_writes_each_row_to_its_own_position_and_nothing_else(page_size: int) -> None:
-    case = build(BATCHES["uneven"], page_size, "gqa")
-    k_pages, v_pages = case.k_pages.clone(), case.v_pages.clone()
-    count = len(case.ragged.slots)
-    fresh_k = torch.randn(count, 2, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    scatter(fresh_k, -fresh_k, k_pages, v_pages, case.ragged)
-    start = 0
-    for table, at, key, value in zip(case.ragged.page_tables, case.rows, case.keys, case.values, strict=True):
-        expected_k, expected_v = key.clone(), value.clone()
-        expected_k[at], expected_v[at] = fresh_k[start : start + len(at)], -fresh_k[start : start + len(at)]
-        assert torch.equal(k_pages[table].flatten(0, 1)[: len(key)], expected_k)
-        assert torch.equal(v_pages[table].flatten(0, 1)[: len(value)], expected_v)
-        start += len(at)
-    written = k_pages.numel() - int(k_pages.isnan().sum())
-    assert written == sum(key.numel() for key in case.keys), "poisoned places stay poisoned"
-
-
-def test_attention_sees_what_scatter_wrote() -> None:
-    case = build([(4, 9)], 4, "gqa")
-    before = attention(case)
-    scatter(torch.zeros(4, 2, HEAD_DIM), torch.ones(4, 2, HEAD_DIM), case.k_pages, case.v_pages, case.ragged)
-    case.keys[0][case.rows[0]], case.values[0][case.rows[0]] = 0.0, 1.0
-    assert not torch.allclose(attention(case), before)
-    torch.testing.assert_close(attention(case).double(), plain(case), rtol=2e-5, atol=2e-6)

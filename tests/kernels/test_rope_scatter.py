@@ -22,11 +22,14 @@ implementations = pytest.mark.parametrize("rope_scatter", IMPLEMENTATIONS.values
 pytestmark = runs_kernels
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Dimensions i and i + width/2 as a complex number, turned by position × frequency, in fp64."""
-    x = x.double().cpu()
-    first, second, rest = x.split([width // 2, width // 2, x.shape[-1] - width], dim=-1)
-    angles = positions[:, None].double() * 10_000.0 ** (-torch.arange(0, width, 2).double() / width)
+def angles_of(positions: torch.Tensor, width: int) -> torch.Tensor:
+    return positions[:, None].double() * 10_000.0 ** (-torch.arange(0, width, 2).double() / width)
+
+
+def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Dimensions i and i + width/2 as a complex number, turned by the i-th angle, in fp64."""
+    half = angles.shape[-1]
+    first, second, rest = x.double().cpu().split([half, half, x.shape[-1] - 2 * half], dim=-1)
     out = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([out.real, out.imag, rest], dim=-1)
 
@@ -50,10 +53,11 @@ def check(
     slots = torch.randperm(pages * page_size, generator=draw)[:rows]
     k_pages, v_pages = (poisoned(pages, page_size, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     before = [x.clone() for x in (q, k, v)]
-    cos, sin = rotary_table(positions.to(DEVICE), width, 10_000.0)
+    angles = angles_of(positions, width)
+    cos, sin = (table.float().repeat(1, 2)[:, None].to(DEVICE) for table in (angles.cos(), angles.sin()))
     out = rope_scatter(q, k, v, cos, sin, k_pages, v_pages, slots.to(DEVICE))
-    assert_near(out, turned(q, positions, width), dtype, scale=4)
-    assert_near(k_pages.flatten(0, 1)[slots], turned(k, positions, width), dtype, scale=4)
+    assert_near(out, turned(q, angles), dtype, scale=4)
+    assert_near(k_pages.flatten(0, 1)[slots], turned(k, angles), dtype, scale=4)
     assert torch.equal(v_pages.flatten(0, 1)[slots], v)
     for written in (k_pages, v_pages):
         assert int(written.isnan().sum()) == written.numel() - k.numel(), "poisoned places stay poisoned"
@@ -62,8 +66,7 @@ def check(
 
 
 @implementations
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 63, 100])
+@pytest.mark.parametrize(("rows", "dtype"), [(0, DTYPES[0]), (1, DTYPES[1]), (63, DTYPES[2]), (100, DTYPES[0])])
 def test_agrees_with_rotation_of_the_plane(
     rope_scatter: Callable[..., torch.Tensor], rows: int, dtype: torch.dtype
 ) -> None:
@@ -71,9 +74,9 @@ def test_agrees_with_rotation_of_the_plane(
 
 
 @implementations
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
-    rows=st.integers(1, 20),
+    rows=st.integers(1, 9),
     heads=st.sampled_from([(1, 1), (6, 2), (9, 9), (28, 4)]),
     half=st.integers(1, 24),
     rest=st.sampled_from([0, 1, 2, 40]),

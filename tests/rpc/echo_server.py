@@ -42,6 +42,7 @@ def model_info(name: str = "echo", **changes: Any) -> ModelInfo:
         "parameters": 12_345,
         "dtype": "float32",
         "device": "cpu",
+        "kernels": {"cached_attention": "pytorch"},
     }
     return ModelInfo(**{**values, **changes})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from mmserve_kernels.aot import Variant
 from mmserve_kernels.cached_attention.reference import Ragged
-from mmserve_kernels.cached_attention.tiles import schedule, tiling
+from mmserve_kernels.cached_attention.tiles import Tiling, schedule, tiling
+from mmserve_kernels.kv_quant.kernel import read_pages
+from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages
 
 
 @triton.jit
@@ -47,7 +50,10 @@ def _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K: tl.constexp
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, programs_ptr, table_ptr, limit_ptr,
     table_width, scale,
+    k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, k_range_page, k_range_offset, k_range_group, k_range_channel,
+    v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr, v_range_page, v_range_offset, v_range_group, v_range_channel,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_KEPT: tl.constexpr, V_KEPT: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -81,10 +87,18 @@ def _attend(
             n = start + tl.arange(0, BLOCK_N)
             seen = n < last
             page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0)
-            place = ((page.to(tl.int64) * PAGE + n % PAGE) * GROUPS + group) * K
+            offset = n % PAGE
             mask = seen[:, None] & (channel < K)[None, :]
-            k = tl.load(k_ptr + place[:, None] + channel[None, :], mask=mask, other=0.0)
-            v = tl.load(v_ptr + place[:, None] + channel[None, :], mask=mask, other=0.0)
+            k = read_pages(
+                k_ptr, k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr,
+                k_range_page, k_range_offset, k_range_group, k_range_channel,
+                page, offset, group, channel, mask, PAGE, GROUPS, K, K_KIND, K_KEPT,
+            ).to(q.dtype)  # fmt: skip
+            v = read_pages(
+                v_ptr, v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr,
+                v_range_page, v_range_offset, v_range_group, v_range_channel,
+                page, offset, group, channel, mask, PAGE, GROUPS, K, V_KIND, V_KEPT,
+            ).to(q.dtype)  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
             highest = tl.maximum(top_s, tl.max(scores, 1))
@@ -135,7 +149,12 @@ def _combine(
 
 
 def cached_attention(
-    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged, *, lse_TH: Tensor | None = None
+    q_THK: Tensor,
+    k_PSGK: Tensor | QuantizedPages,
+    v_PSGK: Tensor | QuantizedPages,
+    ragged: Ragged,
+    *,
+    lse_TH: Tensor | None = None,
 ) -> Tensor:
     """See ``reference.cached_attention``."""
     heads, head_size = q_THK.shape[1:]
@@ -157,16 +176,37 @@ def cached_attention(
     }
     if len(plan.programs):
         _attend[(len(plan.programs), groups)](
-            q_THK, k_PSGK, v_PSGK, out, out if lse_TH is None else lse_TH, partial, stats,
+            q_THK, _codes(k_PSGK), _codes(v_PSGK), out, out if lse_TH is None else lse_TH, partial, stats,
             plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit,
-            plan.table.shape[1], head_size**-0.5 / math.log(2),
-            PAGE=page, HAS_LIMIT=ragged.kv_limit is not None, BLOCK_N=sizes.block_n, SPLIT=sizes.split,
-            num_stages=sizes.num_stages, **shared,
+            plan.table.shape[1], head_size**-0.5 / math.log(2), *_ranges(k_PSGK), *_ranges(v_PSGK),
+            **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None,
+            BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_stages=sizes.num_stages, **shared,
         )  # fmt: skip
     if len(plan.folds):
         _combine[(len(plan.folds), groups)](
             out, out if lse_TH is None else lse_TH, partial, stats, plan.folds, num_stages=1, **shared
         )
+    return out
+
+
+def _codes(pages: Tensor | QuantizedPages) -> Tensor:
+    return pages.codes if isinstance(pages, QuantizedPages) else pages
+
+
+def _ranges(pages: Tensor | QuantizedPages) -> tuple[Tensor | int, ...]:
+    """What ``read_pages`` asks of pages besides their codes; plain ones stand in for what they do not have."""
+    if not isinstance(pages, QuantizedPages):
+        return (pages,) * 4 + (0,) * 4
+    strides = [0 if size == 1 else step for size, step in zip(pages.scale.shape, pages.scale.stride(), strict=True)]
+    parts = (pages.scale, pages.low, pages.kept, pages.kept_at)
+    return (*(pages.scale if part is None else part for part in parts), *strides)
+
+
+def _kinds(k: Tensor | QuantizedPages, v: Tensor | QuantizedPages) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, pages in (("K", k), ("V", v)):
+        out[f"{name}_KIND"] = pages.kind if isinstance(pages, QuantizedPages) else "plain"
+        out[f"{name}_KEPT"] = isinstance(pages, QuantizedPages) and pages.kept is not None
     return out
 
 
@@ -177,23 +217,34 @@ def variants() -> Iterator[Variant]:
             sizes = tiling(dtype, head_size)
             shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
             shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
-            floats = dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32")
-            yield Variant(
-                f"attend {name} {head_size}",
-                _attend,
-                dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{name}")
-                | floats
-                | {"programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64"}
-                | {"table_width": "i32", "scale": "fp32"},
-                shared | {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split},
-                sizes.num_warps,
-                sizes.num_stages,
-            )
+            yield from _attends(name, head_size, sizes, shared)
             yield Variant(
                 f"combine {name} {head_size}",
                 _combine,
-                {"out_ptr": f"*{name}", "folds_ptr": "*i32"} | floats,
+                {"out_ptr": f"*{name}", "folds_ptr": "*i32"}
+                | dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32"),
                 shared,
                 sizes.num_warps,
                 1,
             )
+
+
+def _attends(name: str, head_size: int, sizes: Tiling, shared: dict[str, Any]) -> Iterator[Variant]:
+    """``_attend`` over pages of each kind; keys have a range a channel, values one a token."""
+    types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{name}")
+    types |= dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32")
+    types |= {"programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64", "table_width": "i32", "scale": "fp32"}
+    constants = shared | {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split}
+    for kind in ("plain", *LEVELS):
+        plain = kind == "plain"
+        for x in ("k", "v"):
+            types |= {
+                f"{x}_ptr": f"*{name}" if plain else "*u8",
+                f"{x}_kept_ptr": f"*{name}",
+                f"{x}_kept_at_ptr": "*i32",
+            }
+            types |= dict.fromkeys((f"{x}_scale_ptr", f"{x}_low_ptr"), "*fp32")
+            types |= dict.fromkeys((f"{x}_range_{part}" for part in ("page", "offset", "group", "channel")), "i32")
+            constants |= {f"{x.upper()}_KIND": kind, f"{x.upper()}_KEPT": not plain}
+        label = f"attend {name} {head_size}" + ("" if plain else f" over {kind}")
+        yield Variant(label, _attend, dict(types), dict(constants), sizes.num_warps, sizes.num_stages)

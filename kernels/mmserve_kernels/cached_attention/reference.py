@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmserve_kernels.kv_quant import QuantizedPages, dequantize
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -30,14 +32,13 @@ class Ragged:
     kv_limit: Tensor | None = None
 
 
-def scatter(k_TGK: Tensor, v_TGK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged) -> None:
-    """Write each row's fresh key and value into its slot, in place."""
-    k_PSGK.view(-1, *k_PSGK.shape[2:]).index_copy_(0, ragged.slots, k_TGK)
-    v_PSGK.view(-1, *v_PSGK.shape[2:]).index_copy_(0, ragged.slots, v_TGK)
-
-
 def cached_attention(
-    q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged, *, lse_TH: Tensor | None = None
+    q_THK: Tensor,
+    k_PSGK: Tensor | QuantizedPages,
+    v_PSGK: Tensor | QuantizedPages,
+    ragged: Ragged,
+    *,
+    lse_TH: Tensor | None = None,
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
@@ -51,8 +52,8 @@ def cached_attention(
         if rows == 0:
             continue
         here = slice(start, start + rows)
-        k_LGK = k_PSGK.index_select(0, pages).flatten(0, 1)[:length]
-        v_LGK = v_PSGK.index_select(0, pages).flatten(0, 1)[:length]
+        k_LGK = _read(k_PSGK, pages, q_THK.dtype)[:length]
+        v_LGK = _read(v_PSGK, pages, q_THK.dtype)[:length]
         mask = None
         if ragged.kv_limit is not None:
             mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[here, None]
@@ -67,6 +68,13 @@ def cached_attention(
         )[0].transpose(0, 1)
         start += rows
     return out
+
+
+def _read(source: Tensor | QuantizedPages, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values ``[pages × S, G, K]`` of ``pages``, in their order."""
+    if isinstance(source, QuantizedPages):
+        return dequantize(source.select(pages)).flatten(0, 1).to(dtype)
+    return source.index_select(0, pages).flatten(0, 1).to(dtype)
 
 
 def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:

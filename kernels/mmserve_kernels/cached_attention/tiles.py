@@ -35,7 +35,7 @@ class Tiling:
 def tiling(dtype: torch.dtype, head_size: int) -> Tiling:
     """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head."""
     if dtype == torch.float32:
-        return Tiling(32, 16 if head_size > 64 else 32, 1024, 8, 1)
+        return Tiling(32, 16, 1024, 8, 1)
     return Tiling(64, 16 if head_size > 128 else 64, 1024, 8 if head_size > 64 else 4, 2)
 
 

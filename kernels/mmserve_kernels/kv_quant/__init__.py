@@ -1,0 +1,7 @@
+"""Keys and values of pages in 8 or 4 bits, with salient tokens kept as they are."""
+
+from mmserve_kernels.kv_quant.pages import QuantizedPages
+from mmserve_kernels.kv_quant.reference import dequantize, keep, kv_quant
+from mmserve_kernels.kv_quant.salience import salient_by_mass, salient_by_share
+
+__all__ = ["QuantizedPages", "dequantize", "keep", "kv_quant", "salient_by_mass", "salient_by_share"]

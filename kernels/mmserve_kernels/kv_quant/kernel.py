@@ -1,0 +1,152 @@
+"""``kv_quant`` in Triton, and how kernels read quantised pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmserve_kernels.aot import Variant
+from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages, checked
+
+
+@triton.jit
+def _to_e4m3(x):
+    """Bits (uint8) of fp32 numbers of up to ±448, to the nearest even, on GPUs that have no fp8 as well."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.abs(x)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = ((size * 512.0 + 8388608.0) - 8388608.0).to(tl.uint32)  # adding 2^23 rounds to a whole number
+    return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _from_e4m3(bits):
+    """fp32 numbers of E4M3 bits (uint8): as fp16 the same bits say 2^-8 of the number."""
+    wide = bits.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _quantize(
+    x_ptr, filled_ptr, codes_ptr, scale_ptr, low_ptr,
+    S: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, IS_FP8: tl.constexpr, PACKED: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One head of one page."""
+    page, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, channel = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_K)
+    filled = tl.load(filled_ptr + page)
+    there = (s < S)[:, None] & (channel < K)[None, :]
+    valid = (s < filled)[:, None] & there
+    at = (page * S + s) * GROUPS + group
+    x = tl.load(x_ptr + at[:, None] * K + channel[None, :], mask=valid, other=0.0).to(tl.float32)
+    axis: tl.constexpr = 0 if PER_CHANNEL else 1
+    if IS_FP8:
+        scale = tl.expand_dims(tl.max(tl.abs(x), axis) / LEVELS, axis)
+        codes = _to_e4m3(tl.clamp(x / tl.where(scale == 0.0, 1.0, scale), -LEVELS, LEVELS))
+    else:
+        lowest = tl.min(tl.where(valid, x, float("inf")), axis)
+        highest = tl.max(tl.where(valid, x, float("-inf")), axis)
+        empty = lowest > highest
+        low = tl.expand_dims(tl.where(empty, 0.0, lowest), axis)
+        scale = tl.expand_dims((tl.where(empty, 0.0, highest) - tl.where(empty, 0.0, lowest)) / LEVELS, axis)
+        codes = tl.clamp(tl.floor((x - low) / tl.where(scale == 0.0, 1.0, scale) + 0.5), 0.0, LEVELS)
+        codes = tl.where(valid, codes, 0.0).to(tl.uint8)
+    if PER_CHANNEL:
+        range_at = (page * GROUPS + group) * K + channel[None, :]
+        in_range = (channel < K)[None, :]
+    else:
+        range_at = at[:, None]
+        in_range = (s < S)[:, None]
+    tl.store(scale_ptr + range_at, scale, mask=in_range)
+    if not IS_FP8:
+        tl.store(low_ptr + range_at, low, mask=in_range)
+    if PACKED:
+        even, odd = tl.split(tl.reshape(codes, (BLOCK_S, BLOCK_K // 2, 2)))
+        pair = tl.arange(0, BLOCK_K // 2)
+        there = (s < S)[:, None] & (pair < K // 2)[None, :]
+        tl.store(codes_ptr + at[:, None] * (K // 2) + pair[None, :], even | (odd << 4), mask=there)
+    else:
+        tl.store(codes_ptr + at[:, None] * K + channel[None, :], codes, mask=there)
+
+
+@triton.jit
+def read_pages(
+    ptr, scale_ptr, low_ptr, kept_ptr, kept_at_ptr, range_page, range_offset, range_group, range_channel,
+    page, offset, group, channel, mask,
+    PAGE: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HAS_KEPT: tl.constexpr,
+):  # fmt: skip
+    """Keys or values ``[N, K]`` at positions ``offset [N]`` of pages ``page [N]``, zeros where ``mask [N, K]`` is off.
+
+    ``KIND``: ``plain``, or that of quantised pages, whose ``scale`` and ``low`` have strides ``range_…``. Plain ones
+    come in their own dtype, others in fp32.
+    """
+    slot = page.to(tl.int64) * PAGE + offset
+    at = (slot * GROUPS + group)[:, None]
+    i = channel[None, :]
+    if KIND == "plain":
+        return tl.load(ptr + at * K + i, mask=mask, other=0.0)
+    range_at = (page.to(tl.int64) * range_page + offset * range_offset + group * range_group)[:, None]
+    range_at += i * range_channel
+    scale = tl.load(scale_ptr + range_at, mask=mask, other=0.0)
+    if KIND == "fp8":
+        x = _from_e4m3(tl.load(ptr + at * K + i, mask=mask, other=0)) * scale
+    else:
+        if KIND == "int4":
+            codes = (tl.load(ptr + at * (K // 2) + i // 2, mask=mask, other=0) >> ((i % 2) * 4).to(tl.uint8)) & 15
+        else:
+            codes = tl.load(ptr + at * K + i, mask=mask, other=0)
+        x = codes.to(tl.float32) * scale + tl.load(low_ptr + range_at, mask=mask, other=0.0)
+    if HAS_KEPT:
+        row = tl.load(kept_at_ptr + slot[:, None], mask=mask, other=-1)
+        kept = tl.load(kept_ptr + (row.to(tl.int64) * GROUPS + group) * K + i, mask=mask & (row >= 0), other=0.0)
+        x = tl.where(row >= 0, kept.to(tl.float32), x)
+    return x
+
+
+def kv_quant(x_PSGK: Tensor, filled_P: Tensor, *, kind: str, per: str) -> QuantizedPages:
+    """See ``reference.kv_quant``."""
+    pages, size, groups, head_size = x_PSGK.shape
+    checked(kind, per, head_size)
+    codes = x_PSGK.new_empty((pages, size, groups, head_size // (2 if kind == "int4" else 1)), dtype=torch.uint8)
+    ranges = (pages, 1, groups, head_size) if per == "channel" else (pages, size, groups, 1)
+    scale = x_PSGK.new_empty(ranges, dtype=torch.float32)
+    low = None if kind == "fp8" else torch.empty_like(scale)
+    if pages:
+        _quantize[(pages, groups)](
+            x_PSGK, filled_P, codes, scale, scale if low is None else low,
+            **_constants(kind, per, size, groups, head_size), num_warps=4,
+        )  # fmt: skip
+    return QuantizedPages(kind, codes, scale, low)
+
+
+def _constants(kind: str, per: str, page_size: int, groups: int, head_size: int) -> dict[str, Any]:
+    return {
+        "S": page_size,
+        "GROUPS": groups,
+        "K": head_size,
+        "LEVELS": LEVELS[kind],
+        "PER_CHANNEL": per == "channel",
+        "IS_FP8": kind == "fp8",
+        "PACKED": kind == "int4",
+        "BLOCK_S": triton.next_power_of_2(page_size),
+        "BLOCK_K": triton.next_power_of_2(head_size),
+    }
+
+
+def variants() -> Iterator[Variant]:
+    """Every kind and range, of bf16 pages of 16 positions and 4 heads."""
+    types = {"x_ptr": "*bf16", "filled_ptr": "*i64", "codes_ptr": "*u8", "scale_ptr": "*fp32", "low_ptr": "*fp32"}
+    for kind in LEVELS:
+        for per in ("channel", "token"):
+            for head_size in (64, 128, 256):
+                constants = _constants(kind, per, 16, 4, head_size)
+                yield Variant(f"quantize {kind} per {per} {head_size}", _quantize, types, constants)

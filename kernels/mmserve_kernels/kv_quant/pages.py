@@ -1,0 +1,58 @@
+"""What quantised pages are made of.
+
+Shapes in names: P pages, S positions a page, G key/value heads, K head size, N kept tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Highest code of each kind; fp8 is E4M3, whose highest number is 448.
+LEVELS = {"int8": 255, "int4": 15, "fp8": 448}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedPages:
+    """Pages ``[P, S, G, K]`` as ``low + scale × code``; fp8 has no ``low``.
+
+    ``codes``: uint8 ``[P, S, G, K]``, of fp8 its bits; of int4 ``[P, S, G, K/2]``, the even channel in the lower half.
+    ``scale`` and ``low``: fp32 ``[P, 1, G, K]`` (one for each channel of a page) or ``[P, S, G, 1]`` (for each token).
+    ``kept [N, G, K]`` holds tokens at full precision, ``kept_at`` (int32 ``[P, S]``) their places there, -1 = none.
+    """
+
+    kind: str
+    codes: Tensor
+    scale: Tensor
+    low: Tensor | None
+    kept: Tensor | None = None
+    kept_at: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[P, S, G, K]`` of the pages that these stand for."""
+        return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * (2 if self.kind == "int4" else 1)))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all tensors."""
+        parts = (self.codes, self.scale, self.low, self.kept, self.kept_at)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def select(self, pages: Tensor) -> QuantizedPages:
+        """Only ``pages`` (int64 ids), in their order."""
+        low = None if self.low is None else self.low[pages]
+        kept_at = None if self.kept_at is None else self.kept_at[pages]
+        return QuantizedPages(self.kind, self.codes[pages], self.scale[pages], low, self.kept, kept_at)
+
+
+def checked(kind: str, per: str, head_size: int) -> None:
+    """``ValueError`` for what no pages can be quantised to."""
+    if kind not in LEVELS:
+        raise ValueError(f"kind must be one of {', '.join(LEVELS)}, not {kind!r}")
+    if per not in ("channel", "token"):
+        raise ValueError(f"per must be channel or token, not {per!r}")
+    if kind == "int4" and head_size % 2:
+        raise ValueError(f"int4 packs two channels into a byte: the head size must be even, not {head_size}")

@@ -47,6 +47,7 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    backend: str | None = None  # ``cuda`` or ``hip``; None = launched so on both
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,17 @@ from mmserve_kernels.aot import TARGETS, Target, Variant, compile_for
 from mmserve_kernels.dispatch import OPS
 
 
-def variants(only: str | None = None) -> Iterator[tuple[str, Variant]]:
-    """Every op's variants, each module's once; ``only``: those of one op."""
-    modules = dict.fromkeys(op.package for name, op in OPS.items() if only in (None, name))
-    for package in modules:
-        for variant in import_module(f"{package}.kernel").variants():
-            yield package.rpartition(".")[2], variant
+def rows(only: str | None = None, *, one: bool = False) -> Iterator[dict[str, object]]:
+    """One record a variant and target; ``fits`` says that nothing is spilled and shared memory suffices.
 
-
-def rows(only: str | None = None) -> Iterator[dict[str, object]]:
-    """One record a variant and target; ``fits`` says that nothing is spilled and shared memory suffices."""
-    for op, variant in variants(only):
+    ``only``: those of one op; ``one``: the first variant of each op for each target.
+    """
+    for package in dict.fromkeys(op.package for name, op in OPS.items() if only in (None, name)):
+        variants = list(import_module(f"{package}.kernel").variants())
         for target in TARGETS:
-            yield _row(op, variant, target)
+            fitting = [v for v in variants if v.backend in (None, target.gpu.backend)]
+            for variant in fitting[:1] if one else fitting:
+                yield _row(package.rpartition(".")[2], variant, target)
 
 
 def _row(op: str, variant: Variant, target: Target) -> dict[str, object]:
@@ -46,10 +44,11 @@ def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--op", choices=sorted(OPS), help="only this one")
+    parser.add_argument("--one", action="store_true", help="only the first variant of each op for each target")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
     fits = True
-    for i, row in enumerate(rows(arguments.op)):
+    for i, row in enumerate(rows(arguments.op, one=arguments.one)):
         fits &= bool(row["fits"])
         if arguments.json:
             print(json.dumps(row), flush=True)

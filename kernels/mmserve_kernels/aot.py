@@ -48,6 +48,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     fp_fusion: bool = True  # a product and a sum rounded once
+    backend: str | None = None  # ``cuda`` or ``hip``; None = launched so on both
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ SMALL = Tiling(32, 32, 64, 4, 1)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "tiling", lambda *_: SMALL)
+    monkeypatch.setattr(kernel, "tiling", lambda *_, **__: SMALL)
 
 
 def on_device(case: Case) -> Case:
@@ -104,7 +104,7 @@ def test_any_batch_agrees_with_plain_attention(
     seed: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "tiling", lambda *_: SMALL)
+        patch.setattr(kernel, "tiling", lambda *_, **__: SMALL)
         check(build(batch, page_size, heads, kv_limit=kv_limit, seed=seed, head_dim=head_dim, dtype=dtype))
 
 

@@ -169,7 +169,7 @@ def test_kept_tokens_come_back_as_they_were() -> None:
 def test_attention_over_quantised_pages_is_attention_over_what_they_stand_for(
     kind: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_kernel, "tiling", lambda *_: Tiling(32, 32, 64, 4, 1))
+    monkeypatch.setattr(attention_kernel, "tiling", lambda *_, **__: Tiling(32, 32, 64, 4, 1))
     case = build([(5, 100), (1, 33)], 16, "gqa", kv_limit="block", dtype=torch.bfloat16)
     filled = torch.zeros(len(case.k_pages), dtype=torch.int64)
     for length, table in zip(case.ragged.kv_lengths, case.ragged.page_tables, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from mmserve_kernels.cached_attention.reference import Ragged
 from mmserve_kernels.cached_attention.tiles import Tiling, schedule, tiling
 from mmserve_kernels.kv_quant.kernel import read_pages
 from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages
+
+BACKEND = "hip" if torch.version.hip else "cuda"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @triton.jit
@@ -50,10 +54,10 @@ def _finish(out_ptr, lse_ptr, at, live, channel, acc, top, total, K: tl.constexp
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, acc_ptr, stats_ptr, programs_ptr, table_ptr, limit_ptr,
     table_width, scale,
-    k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, k_range_page, k_range_offset, k_range_group, k_range_channel,
-    v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr, v_range_page, v_range_offset, v_range_group, v_range_channel,
+    k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr,
-    K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_KEPT: tl.constexpr, V_KEPT: tl.constexpr,
+    K_KIND: tl.constexpr, K_PER: tl.constexpr, K_KEPT: tl.constexpr,
+    V_KIND: tl.constexpr, V_PER: tl.constexpr, V_KEPT: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -86,18 +90,15 @@ def _attend(
         for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             seen = n < last
-            page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0)
-            offset = n % PAGE
-            mask = seen[:, None] & (channel < K)[None, :]
+            page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0).to(tl.int64)
+            slot = page * PAGE + n % PAGE
             k = read_pages(
-                k_ptr, k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr,
-                k_range_page, k_range_offset, k_range_group, k_range_channel,
-                page, offset, group, channel, mask, PAGE, GROUPS, K, K_KIND, K_KEPT,
+                k_ptr, k_scale_ptr, k_low_ptr, k_kept_ptr, k_kept_at_ptr, slot, page, group, seen, channel,
+                GROUPS, K, K_KIND, K_PER, K_KEPT,
             ).to(q.dtype)  # fmt: skip
             v = read_pages(
-                v_ptr, v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr,
-                v_range_page, v_range_offset, v_range_group, v_range_channel,
-                page, offset, group, channel, mask, PAGE, GROUPS, K, V_KIND, V_KEPT,
+                v_ptr, v_scale_ptr, v_low_ptr, v_kept_ptr, v_kept_at_ptr, slot, page, group, seen, channel,
+                GROUPS, K, V_KIND, V_PER, V_KEPT,
             ).to(q.dtype)  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
@@ -159,7 +160,7 @@ def cached_attention(
     """See ``reference.cached_attention``."""
     heads, head_size = q_THK.shape[1:]
     page, groups = k_PSGK.shape[1:3]
-    sizes = tiling(q_THK.dtype, head_size)
+    sizes = tiling(q_THK.dtype, head_size, quantized=isinstance(k_PSGK, QuantizedPages), backend=BACKEND)
     plan = schedule(ragged, heads // groups, groups, sizes)
     q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     block_k = max(16, triton.next_power_of_2(head_size))
@@ -178,7 +179,7 @@ def cached_attention(
         _attend[(len(plan.programs), groups)](
             q_THK, _codes(k_PSGK), _codes(v_PSGK), out, out if lse_TH is None else lse_TH, partial, stats,
             plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit,
-            plan.table.shape[1], head_size**-0.5 / math.log(2), *_ranges(k_PSGK), *_ranges(v_PSGK),
+            plan.table.shape[1], head_size**-0.5 / math.log(2), *_parts(k_PSGK), *_parts(v_PSGK),
             **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None,
             BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_stages=sizes.num_stages, **shared,
         )  # fmt: skip
@@ -193,58 +194,51 @@ def _codes(pages: Tensor | QuantizedPages) -> Tensor:
     return pages.codes if isinstance(pages, QuantizedPages) else pages
 
 
-def _ranges(pages: Tensor | QuantizedPages) -> tuple[Tensor | int, ...]:
+def _parts(pages: Tensor | QuantizedPages) -> tuple[Tensor, ...]:
     """What ``read_pages`` asks of pages besides their codes; plain ones stand in for what they do not have."""
     if not isinstance(pages, QuantizedPages):
-        return (pages,) * 4 + (0,) * 4
-    strides = [0 if size == 1 else step for size, step in zip(pages.scale.shape, pages.scale.stride(), strict=True)]
-    parts = (pages.scale, pages.low, pages.kept, pages.kept_at)
-    return (*(pages.scale if part is None else part for part in parts), *strides)
+        return (pages,) * 4
+    return tuple(pages.scale if x is None else x for x in (pages.scale, pages.low, pages.kept, pages.kept_at))
 
 
 def _kinds(k: Tensor | QuantizedPages, v: Tensor | QuantizedPages) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, pages in (("K", k), ("V", v)):
         out[f"{name}_KIND"] = pages.kind if isinstance(pages, QuantizedPages) else "plain"
+        out[f"{name}_PER"] = pages.per if isinstance(pages, QuantizedPages) else "none"
         out[f"{name}_KEPT"] = isinstance(pages, QuantizedPages) and pages.kept is not None
     return out
 
 
 def variants() -> Iterator[Variant]:
     """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16."""
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        for head_size in (64, 128, 256):
-            sizes = tiling(dtype, head_size)
-            shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
-            shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
-            yield from _attends(name, head_size, sizes, shared)
-            yield Variant(
-                f"combine {name} {head_size}",
-                _combine,
-                {"out_ptr": f"*{name}", "folds_ptr": "*i32"}
-                | dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32"),
-                shared,
-                sizes.num_warps,
-                1,
-            )
+    choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), ("plain", *LEVELS), ("cuda", "hip"))
+    for name, head_size, kind, backend in choices:
+        sizes = tiling(_DTYPES[name], head_size, quantized=kind != "plain", backend=backend)
+        shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
+        shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
+        label = f"{name} {head_size}" + ("" if kind == "plain" else f" over {kind}")
+        results = {"out_ptr": f"*{name}"} | dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32")
+        launch = (sizes.num_warps, sizes.num_stages, backend)
+        yield Variant(
+            f"attend {label}", _attend, results | _types(name, kind), shared | _settings(sizes, kind), *launch
+        )
+        if kind == "plain":
+            yield Variant(f"combine {label}", _combine, results | {"folds_ptr": "*i32"}, shared, *launch)
 
 
-def _attends(name: str, head_size: int, sizes: Tiling, shared: dict[str, Any]) -> Iterator[Variant]:
-    """``_attend`` over pages of each kind; keys have a range a channel, values one a token."""
-    types = dict.fromkeys(("q_ptr", "out_ptr"), f"*{name}")
-    types |= dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32")
-    types |= {"programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64", "table_width": "i32", "scale": "fp32"}
-    constants = shared | {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split}
-    for kind in ("plain", *LEVELS):
-        plain = kind == "plain"
-        for x in ("k", "v"):
-            types |= {
-                f"{x}_ptr": f"*{name}" if plain else "*u8",
-                f"{x}_kept_ptr": f"*{name}",
-                f"{x}_kept_at_ptr": "*i32",
-            }
-            types |= dict.fromkeys((f"{x}_scale_ptr", f"{x}_low_ptr"), "*fp32")
-            types |= dict.fromkeys((f"{x}_range_{part}" for part in ("page", "offset", "group", "channel")), "i32")
-            constants |= {f"{x.upper()}_KIND": kind, f"{x.upper()}_KEPT": not plain}
-        label = f"attend {name} {head_size}" + ("" if plain else f" over {kind}")
-        yield Variant(label, _attend, dict(types), dict(constants), sizes.num_warps, sizes.num_stages)
+def _types(name: str, kind: str) -> dict[str, str]:
+    """Types of what ``_attend`` reads."""
+    types = {"q_ptr": f"*{name}", "programs_ptr": "*i32", "table_ptr": "*i32", "limit_ptr": "*i64"}
+    for x in ("k", "v"):
+        types |= {f"{x}_ptr": f"*{name}" if kind == "plain" else "*u8"}
+        types |= {f"{x}_kept_ptr": f"*{name}", f"{x}_kept_at_ptr": "*i32"}
+        types |= {f"{x}_scale_ptr": "*fp32", f"{x}_low_ptr": "*fp32"}
+    return types | {"table_width": "i32", "scale": "fp32"}
+
+
+def _settings(sizes: Tiling, kind: str) -> dict[str, Any]:
+    """Constants of ``_attend``; keys have a range a channel, values one a token."""
+    ranges = {"K_KIND": kind, "K_PER": "channel", "V_KIND": kind, "V_PER": "token"}
+    kept = {"K_KEPT": kind != "plain", "V_KEPT": kind != "plain"}
+    return {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split} | ranges | kept

@@ -7,7 +7,9 @@ K head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +33,14 @@ class Ragged:
     slots: Tensor
     kv_limit: Tensor | None = None
 
+    @cached_property
+    def runs(self) -> tuple[slice | None, ...]:
+        """Each request's pages as a slice where they lie one behind another in a CPU's memory; None elsewhere."""
+        if self.slots.device.type != "cpu":
+            return (None,) * len(self.page_tables)
+        ids = [table.numpy() for table in self.page_tables]
+        return tuple(slice(int(a[0]), int(a[0]) + len(a)) if len(a) and (np.diff(a) == 1).all() else None for a in ids)
+
 
 def cached_attention(
     q_THK: Tensor,
@@ -42,18 +52,19 @@ def cached_attention(
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    Each request is computed by itself, so its result does not depend on who else is in the batch. ``lse_TH`` (fp32,
+    Each request is computed by itself, so its result does not depend on who else is in the batch. Pages that lie one
+    behind another are read where they are, others are gathered first. ``lse_TH`` (fp32,
     if given) is filled with the natural log-sum-exp of each row's scaled scores.
     """
     out = torch.empty_like(q_THK)
     grouped = q_THK.shape[1] != k_PSGK.shape[2]
     start = 0
-    for rows, length, pages in zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, strict=True):
+    requests = zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, ragged.runs, strict=True)
+    for rows, length, pages, run in requests:
         if rows == 0:
             continue
         here = slice(start, start + rows)
-        k_LGK = _read(k_PSGK, pages, q_THK.dtype)[:length]
-        v_LGK = _read(v_PSGK, pages, q_THK.dtype)[:length]
+        k_LGK, v_LGK = (_read(x, pages, run, q_THK.dtype)[:length] for x in (k_PSGK, v_PSGK))
         mask = None
         if ragged.kv_limit is not None:
             mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[here, None]
@@ -70,11 +81,12 @@ def cached_attention(
     return out
 
 
-def _read(source: Tensor | QuantizedPages, pages: Tensor, dtype: torch.dtype) -> Tensor:
+def _read(source: Tensor | QuantizedPages, pages: Tensor, run: slice | None, dtype: torch.dtype) -> Tensor:
     """Keys or values ``[pages × S, G, K]`` of ``pages``, in their order."""
     if isinstance(source, QuantizedPages):
         return dequantize(source.select(pages)).flatten(0, 1).to(dtype)
-    return source.index_select(0, pages).flatten(0, 1).to(dtype)
+    there = source.index_select(0, pages) if run is None else source[run]
+    return there.flatten(0, 1).to(dtype)
 
 
 def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ ENOUGH_PROGRAMS = 128
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the kernel's blocks. They set the order of additions, so they depend on dtype and head size alone."""
+    """Sizes of the kernel's blocks. They set the order of additions, so they depend on nothing of a batch."""
 
     block_m: int  # rows of a tile
     block_n: int  # positions of keys and values that are read at once
@@ -32,11 +32,18 @@ class Tiling:
     num_stages: int
 
 
-def tiling(dtype: torch.dtype, head_size: int) -> Tiling:
-    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head."""
+def tiling(dtype: torch.dtype, head_size: int, *, quantized: bool = False, backend: str = "cuda") -> Tiling:
+    """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on NVIDIA's or AMD's (``hip``) GPUs.
+
+    All that ``kernels/bench/compile_table.py`` finds without spills. What is ``quantized`` takes more registers, and
+    its many small loads cannot be copied ahead.
+    """
     if dtype == torch.float32:
-        return Tiling(32, 16, 1024, 8, 1)
-    return Tiling(64, 16 if head_size > 128 else 64, 1024, 8 if head_size > 64 else 4, 2)
+        return Tiling(32, 16, 1024, 8 if backend == "cuda" else 4, 1)
+    warps = 8 if head_size > (128 if backend == "hip" else 64) else 4
+    if quantized:
+        return Tiling(32, 16, 1024, warps, 1)
+    return Tiling(64, 16 if head_size > 128 else 64, 1024, warps, 2)
 
 
 @dataclass(frozen=True)

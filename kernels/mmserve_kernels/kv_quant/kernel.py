@@ -80,35 +80,39 @@ def _quantize(
 
 @triton.jit
 def read_pages(
-    ptr, scale_ptr, low_ptr, kept_ptr, kept_at_ptr, range_page, range_offset, range_group, range_channel,
-    page, offset, group, channel, mask,
-    PAGE: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HAS_KEPT: tl.constexpr,
+    ptr, scale_ptr, low_ptr, kept_ptr, kept_at_ptr, slot, page, group, there, channel,
+    GROUPS: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, PER: tl.constexpr, HAS_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values ``[N, K]`` at positions ``offset [N]`` of pages ``page [N]``, zeros where ``mask [N, K]`` is off.
+    """Keys or values ``[N, K]`` at ``slot [N]`` (page × S + offset) of ``page [N]``, zeros where ``there [N]`` is off.
 
-    ``KIND``: ``plain``, or that of quantised pages, whose ``scale`` and ``low`` have strides ``range_…``. Plain ones
-    come in their own dtype, others in fp32.
+    ``KIND``: ``plain``, or that of quantised pages with a range ``PER`` channel or token. Plain ones come in their own
+    dtype, others in fp32.
     """
-    slot = page.to(tl.int64) * PAGE + offset
-    at = (slot * GROUPS + group)[:, None]
     i = channel[None, :]
+    mask = there[:, None] & (i < K)
+    at = (slot * GROUPS + group)[:, None]
     if KIND == "plain":
-        return tl.load(ptr + at * K + i, mask=mask, other=0.0)
-    range_at = (page.to(tl.int64) * range_page + offset * range_offset + group * range_group)[:, None]
-    range_at += i * range_channel
-    scale = tl.load(scale_ptr + range_at, mask=mask, other=0.0)
-    if KIND == "fp8":
-        x = _from_e4m3(tl.load(ptr + at * K + i, mask=mask, other=0)) * scale
+        x = tl.load(ptr + at * K + i, mask=mask, other=0.0)
     else:
         if KIND == "int4":
-            codes = (tl.load(ptr + at * (K // 2) + i // 2, mask=mask, other=0) >> ((i % 2) * 4).to(tl.uint8)) & 15
+            codes = tl.load(ptr + at * (K // 2) + i // 2, mask=mask, other=0)
+            codes = (codes >> ((i % 2) * 4).to(tl.uint8)) & 15
         else:
             codes = tl.load(ptr + at * K + i, mask=mask, other=0)
-        x = codes.to(tl.float32) * scale + tl.load(low_ptr + range_at, mask=mask, other=0.0)
-    if HAS_KEPT:
-        row = tl.load(kept_at_ptr + slot[:, None], mask=mask, other=-1)
-        kept = tl.load(kept_ptr + (row.to(tl.int64) * GROUPS + group) * K + i, mask=mask & (row >= 0), other=0.0)
-        x = tl.where(row >= 0, kept.to(tl.float32), x)
+        x = _from_e4m3(codes) if KIND == "fp8" else codes.to(tl.float32)
+        if PER == "channel":
+            of_channel = (page * GROUPS + group)[:, None] * K + i
+            x *= tl.load(scale_ptr + of_channel, mask=mask, other=0.0)
+            if KIND != "fp8":
+                x += tl.load(low_ptr + of_channel, mask=mask, other=0.0)
+        else:
+            x *= tl.load(scale_ptr + slot * GROUPS + group, mask=there, other=0.0)[:, None]
+            if KIND != "fp8":
+                x += tl.load(low_ptr + slot * GROUPS + group, mask=there, other=0.0)[:, None]
+        if HAS_KEPT:
+            row = tl.load(kept_at_ptr + slot, mask=there, other=-1).to(tl.int64)[:, None]
+            kept = tl.load(kept_ptr + (row * GROUPS + group) * K + i, mask=mask & (row >= 0), other=0.0)
+            x = tl.where(row >= 0, kept.to(tl.float32), x)
     return x
 
 

@@ -36,6 +36,11 @@ class QuantizedPages:
         return torch.Size((*self.codes.shape[:3], self.codes.shape[3] * (2 if self.kind == "int4" else 1)))
 
     @property
+    def per(self) -> str:
+        """``channel`` or ``token``: what has a range of its own; a page of one token of one channel has both."""
+        return "token" if self.scale.shape[3] == 1 else "channel"
+
+    @property
     def bytes(self) -> int:
         """Memory of all tensors."""
         parts = (self.codes, self.scale, self.low, self.kept, self.kept_at)

@@ -63,13 +63,13 @@ def _attend(
         place = ((page.to(tl.int64) * PAGE + n % PAGE) * GROUPS + group) * K
         there = seen[:, None] & (channel < K)[None, :]
         k = tl.load(k_ptr + place[:, None] + channel[None, :], mask=there, other=0.0)
-        v = tl.load(v_ptr + place[:, None] + channel[None, :], mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(top - safe)
+        v = tl.load(v_ptr + place[:, None] + channel[None, :], mask=there, other=0.0)
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = highest

@@ -1,8 +1,9 @@
 """A step of a constrained request: the commit policy says how many and which, the witness says what.
 
 The policy is shown the witness's tokens, each with its own probability, as if they were the model's candidates. Any
-part of one valid path is jointly safe, so that whatever it takes of them keeps the answer completable; only where an
-answer ends is not its to say before all of the answer stands.
+part of one valid path is jointly safe, so that whatever it takes of them keeps the answer completable. Ends of text
+are part of it where the model says them, too: they tell it how long its answer is. Those that only fill the witness up
+wait until all of the answer stands.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mmserve.decode.paths.field import TopK
 
 #: A gap of logits beyond which nothing is surer; where one token alone may stand there would be no end to it.
 _SURE = 10.0
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,12 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
     tokens = state.witness.tokens[at]
     plain = ranked.log_probabilities(before, state.witness.tokens[ranked.top.positions])[rows]
     shown = _projected(proposed, tokens, plain, ranked, rows)
+    meant = np.isin(proposed.tokens, list(state.witness.ends)) & (not commit.closes)
     if isinstance(commit, Judged):  # what stands behind a token that was not the draft's has not been judged
         kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
         shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]
-        tokens, plain = tokens[kept], plain[kept]
-    final = _final(state, canvas, shown, commit, masked)
+        tokens, plain, meant = tokens[kept], plain[kept], meant[kept]
+    final = _final(state, canvas, shown, commit, masked, meant)
     final |= reopened
     final &= masked | (tokens != canvas.tokens[shown.positions])
     return Chosen(shown.positions[final], tokens[final], plain[final])
@@ -121,30 +124,39 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
 def _projected(
     proposed: Candidates, tokens: np.ndarray, plain: np.ndarray, ranked: Ranked, rows: np.ndarray
 ) -> Candidates:
-    """The witness's tokens as candidates, with what the model's logits say of them among what may stand there."""
+    """The witness's tokens as candidates, with what the model's logits say of them.
+
+    A token that the model would choose anyway is as sure as without the constraint, so that tokens become final in the
+    order in which they would then; any other is as sure as it is among what may stand there.
+    """
     best = ranked.plain[rows].max(-1)
     behind = tokens != proposed.tokens
-    confidence = np.where(behind, np.exp(np.minimum(plain - ranked.kept[rows], 0.0)), proposed.confidence)
+    kept = np.exp(ranked.kept[rows])  # the probability of all that may stand there
+    alone = np.where(behind, np.exp(np.minimum(plain, 0.0)), proposed.confidence * kept)
+    confidence = np.where(alone >= 1 - kept, alone, np.minimum(alone / np.maximum(kept, _TINY), 1.0))
     gap = np.where(behind, np.minimum(plain - best, 0.0), np.minimum(proposed.gap, _SURE))
     return Candidates(
         proposed.positions, tokens, confidence.astype(np.float32), gap.astype(np.float32), proposed.entropy
     )
 
 
-def _final(state: Constrained, canvas: Canvas, shown: Candidates, commit: Commit, masked: np.ndarray) -> np.ndarray:
+def _final(
+    state: Constrained, canvas: Canvas, shown: Candidates, commit: Commit, masked: np.ndarray, meant: np.ndarray
+) -> np.ndarray:
     """Bool ``[n]``: which of the masked positions become final.
 
-    An end of text is not, before all of the answer is: it would bound the answer, and nothing is won by it, since the
-    answer is complete only then. With the last of the answer, the end right behind it goes along.
+    An end of text that is not ``meant`` by the model is not, before all of the answer is: it would bound the answer,
+    and nothing is won by it. With the last of the answer, the end right behind it goes along.
     """
     at = shown.positions - canvas.prompt_length
     content = masked & (at < state.witness.length)
     ends = masked & ~content
     open_content = int(canvas.masked[canvas.prompt_length :][: state.witness.length].sum())
     final = commit.choose(canvas, shown) & masked
-    if (final & ends).any() and content.any() and int((content & final).sum()) < open_content:
+    if (final & ends & ~meant).any() and content.any() and int((content & final).sum()) < open_content:
+        ready = content | (ends & meant)
         final = np.zeros_like(final)
-        final[content] = commit.choose(canvas, shown.where(content))
+        final[ready] = commit.choose(canvas, shown.where(ready))
     if not final.any() and masked.any():  # a policy with an order of its own may find nothing of it among these
         eligible = content if content.any() else ends
         final[int(np.where(eligible, shown.confidence, -1.0).argmax())] = True

@@ -43,6 +43,10 @@ class Judge:
             raise FailedPrecondition(message) from error
         except ValueError as error:
             raise FailedPrecondition(f"the answer is no JSON: {error}") from error
+        except ArithmeticError as error:
+            raise FailedPrecondition(
+                "the answer has a number too large to check; ask again with another seed"
+            ) from error
 
 
 def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:

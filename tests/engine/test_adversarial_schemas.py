@@ -66,7 +66,15 @@ def judge_of(schema: Schema) -> Any:
 
 
 def value_of(text: str) -> Any:
-    return json.loads(text, parse_float=Decimal)  # JSON's numbers have no largest one, Python's floats have
+    """JSON's numbers have no largest one, Python's floats have, and so have Decimal's exponents."""
+    return json.loads(
+        text,
+        parse_float=lambda number: (
+            Decimal(re.sub(r"(\d{6})\d+$", r"\1", number, count=1))
+            if re.search(r"[eE].{7,}$", number)
+            else Decimal(number)
+        ),
+    )
 
 
 def least_budgets(bench: Bench, schemas: Sequence[Schema], recompute: Policy) -> list[int | None]:

@@ -174,10 +174,11 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
 
 
 def _again(config: Config, asked: Sequence[tuple[Any, Question]]) -> dict[str, Any]:
-    """The first request with a picture against the second with the same; one denoising step: the time to the first
-    token is that of encode and prefill."""
+    """The first request with a picture against the second, the same; one denoising step: the time to the first token is
+    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too."""
     first, second = [], []
-    with BackgroundServer(replace(config, encoder_cache=EncoderCacheConfig())) as server:
+    cached = replace(config.engine, prefix_cache=True)
+    with BackgroundServer(replace(config, engine=cached, encoder_cache=EncoderCacheConfig())) as server:
         engine = next(iter(server.engines.values()))
         with Client(server.address, timeout=600) as client:
             client.wait_ready()

@@ -88,8 +88,7 @@ class Viewer:
     def view(self, items: Sequence[Media]) -> Iterator[list[Visual]]:
         """The visual tokens of each item, which stay in the cache until the context ends.
 
-        Images of one size go through the tower together, each clip alone: the batch has no say in its tokens. Raises
-        ``InvalidArgument`` for bad media.
+        On a CPU, what stands beside an item has no say in its tokens. Raises ``InvalidArgument`` for bad media.
         """
 
         def make(chosen: list[int]) -> list[Entry]:
@@ -123,11 +122,13 @@ class Viewer:
         return Visual(tokens[0], places, kept, before, seconds, tokens[1] if len(tokens) > 1 else None)
 
     def _make(self, items: list[Media]) -> list[Entry]:
-        """Images of one size that are asked for the same evidence go together, each clip alone."""
+        """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
+        images of one size that are asked for the same evidence go together: there that saves time."""
         seen = [self._pixels(item) for item in items]
         batches: dict[object, list[int]] = defaultdict(list)
         for i, (item, (pixels, _seconds)) in enumerate(zip(items, seen, strict=True)):
-            batches[i if item.clip else None, _needs(item), tuple(p.shape for p in pixels)].append(i)
+            alone = item.clip or self._eyes(item)[0].model.device.type == "cpu"
+            batches[i if alone else None, _needs(item), tuple(p.shape for p in pixels)].append(i)
         entries: dict[int, Entry] = {}
         for batch in batches.values():
             tiles = self._tiles([items[i] for i in batch], [seen[i][0] for i in batch])

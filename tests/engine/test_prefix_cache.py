@@ -218,12 +218,11 @@ def test_prompts_of_any_length_leave_a_row_to_run(watch, causal: LoadedModel) ->
 def test_answers_do_not_depend_on_the_cache_or_the_order(
     watch, causal: LoadedModel, seed: int, config: dict[str, Any]
 ) -> None:
-    """Nor on how the prompts are cut into chunks. The tower's last bits do depend on the pictures it is given at once;
-    so it gets those of one request at a time."""
+    """Nor on how the prompts are cut into chunks."""
     requests = related()
     expected = alone(watch, causal, requests, page_size=config.get("page_size", PAGE))
     random.Random(seed).shuffle(requests)
-    w: Watched = watch(causal, encode_batch=1, **config)
+    w: Watched = watch(causal, **config)
     calls = w.bench.submit(*requests[:10])
     calls += [w.one(r) for r in requests[10:]]
     assert sum(w.cached(call) for call in calls) > 0

@@ -340,6 +340,7 @@ class Engine:
                 tokens=answer.tokens,
                 sample=record.sample,
                 closed_by_budget=answer.closed_by_budget,
+                holes=answer.holes,
             )
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.constraint import Template
 from mmserve.core.events import CommittedToken, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
@@ -21,6 +22,7 @@ from mmserve.core.samples import samples
 from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, FILTERED, RENOISING_COMMIT
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
+from mmserve.decode.constrained.state import known_tokens
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import (
@@ -67,6 +69,7 @@ class Answer:
     tokens: tuple[CommittedToken, ...]
     warnings: tuple[str, ...] = ()
     closed_by_budget: bool = False
+    holes: tuple[str, ...] = ()  # of a template
 
 
 class Stages:
@@ -215,7 +218,10 @@ class Stages:
         constrained = state.constrained
         if constrained is None:
             return Answer(state.text.text, *counts, tokens)
-        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut)
+        asked = state.request.constraint
+        whole = asked is not None and isinstance(asked.kind, Template) and not state.text.stopped
+        holes = constrained.holes(known_tokens(state.canvas)) if whole else ()
+        return Answer(state.text.text, *counts, tokens, constrained.warnings, constrained.witness.cut, holes)
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
@@ -310,8 +316,8 @@ class Stages:
     def _commit(self, states: list[Any]) -> list[Stepped]:
         outcomes = [self.decoder.commit(state) for state in states]
         for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.reason == "end" and state.constrained is not None and state.constrained.judge is not None:
-                state.constrained.judge.check(state.text.text)
+            if outcome.reason == "end" and state.constrained is not None:
+                state.constrained.check(state.text.text, known_tokens(state.canvas))
         return outcomes
 
 

@@ -95,6 +95,7 @@ class Finished:
     tokens: tuple[CommittedToken, ...] = field(default=())
     sample: int = 0
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
+    holes: tuple[str, ...] = field(default=())  # what fills each hole of a template
 
     @property
     def tokens_per_forward(self) -> float:

@@ -180,6 +180,9 @@ class DiffusionDecoder:
             mask_id=spec.mask_id,
             aligned=spec.attention is Attention.BLOCK_CAUSAL,
         )
+        constrained = admitted.begun() if admitted is not None else None
+        if constrained is not None:
+            constrained.prepare(canvas)
         ids = canvas.tokens.copy()
         ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
         embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
@@ -189,8 +192,7 @@ class DiffusionDecoder:
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
         commit = commit_policy(request, self._offered)
         begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused)
-        if admitted is not None:
-            begun.constrained = Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge)
+        begun.constrained = constrained
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -286,7 +288,8 @@ class DiffusionDecoder:
 
     def tokens(self, d: Decoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they were committed, as far as its text goes."""
-        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
+        ends = self.model.spec.end_ids
+        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer, ends)
 
     def _snapshot(self, d: Decoding, edited: int) -> Snapshot:
         text = canvas_text(d.canvas, self.model.tokenizer, self.model.spec.end_ids)

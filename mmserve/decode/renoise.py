@@ -160,7 +160,8 @@ class CanvasDecoder:
 
     def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they became final, as far as its text goes."""
-        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
+        ends = self.model.spec.end_ids
+        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer, ends)
 
     def _steps(self, request: Request) -> int:
         """Most steps a canvas: the model's, or the share of those that the request has for all of them."""

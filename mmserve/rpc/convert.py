@@ -360,6 +360,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             for t in event.tokens
         ],
         closed_by_budget=event.closed_by_budget,
+        holes=event.holes,
     )
 
 
@@ -384,4 +385,5 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
         tokens=tuple(events.CommittedToken(t.id, t.text, t.log_probability, t.step) for t in message.tokens),
         sample=sample,
         closed_by_budget=message.closed_by_budget,
+        holes=tuple(message.holes),
     )

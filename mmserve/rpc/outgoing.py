@@ -21,7 +21,7 @@ from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 from mmserve.rpc import request_id
 from mmserve.rpc.convert import role_number
-from mmserve.rpc.outgoing_constraint import Schema, put_constraint, reader
+from mmserve.rpc.outgoing_constraint import Schema, Template, put_constraint, reader
 from mmserve.rpc.policies import Commit, Recompute, put, put_policy
 from mmserve.v1 import generation_pb2 as pb
 
@@ -58,10 +58,12 @@ class Options(TypedDict, total=False):
     commit: Commit | None
     tokens: bool  # the answer's tokens with their log-probabilities, in the result
     videos: Sequence[Video]  # in front of the last message's text, behind the images
-    schema: Schema | None  # the answer is JSON valid under it, and ``parsed`` in the result; at most one of these four
+    schema: Schema | None  # the answer is JSON valid under it, and ``parsed`` in the result; at most one of these five
     regex: str | None  # all of the answer matches it
     choices: Sequence[str] | None  # the answer is one of them
     grammar: str | None  # the answer is a sentence of it: Lark, or GBNF
+    template: Template | None  # the answer is these texts with the holes filled, which are ``holes`` in the result
+    scaffold: bool  # with ``schema``: keys and punctuation stand on a diffusion model's canvas from the start
     constraint_mode: str | None  # for what no grammar can enforce: "strict" (default), "validate" or "lenient"
 
 
@@ -94,6 +96,7 @@ class Result:
     tokens: tuple[events.CommittedToken, ...]
     request_id: str
     closed_by_budget: bool = False  # a constrained answer was made shorter than the model's, so that it ends in time
+    holes: tuple[str, ...] = ()  # what fills each hole of a ``template``; none where a stop string cut the answer
     others: tuple[Result, ...] = ()  # the samples behind the first
     read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
 
@@ -133,6 +136,7 @@ def _result(event: events.Finished, request_id: str, read: Callable[[str], Any] 
         tokens=event.tokens,
         request_id=request_id,
         closed_by_budget=event.closed_by_budget,
+        holes=event.holes,
         read=read,
     )
 
@@ -163,6 +167,8 @@ def build_request(
     regex: str | None = None,
     choices: Sequence[str] | None = None,
     grammar: str | None = None,
+    template: Template | None = None,
+    scaffold: bool = False,
     constraint_mode: str | None = None,
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
@@ -189,7 +195,8 @@ def build_request(
     put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
     put_policy(request.diffusion, "recompute", recompute, "diffusion.")
     put_policy(request.diffusion, "commit", commit, "diffusion.")
-    put_constraint(request, schema=schema, regex=regex, choices=choices, grammar=grammar, mode=constraint_mode)
+    given = {"schema": schema, "regex": regex, "choices": choices, "grammar": grammar, "template": template}
+    put_constraint(request, given, mode=constraint_mode, scaffold=scaffold)
     request.stream.deltas, request.stream.snapshots, request.stream.tokens = deltas, snapshots, tokens
     return request
 

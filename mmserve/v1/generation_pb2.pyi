@@ -57,20 +57,46 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
-    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "mode")
+    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "scaffold")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     LARK_FIELD_NUMBER: _ClassVar[int]
     GBNF_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    SCAFFOLD_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     choice: Choice
     lark: str
     gbnf: str
+    template: Template
     mode: ConstraintMode
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ...) -> None: ...
+    scaffold: bool
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., template: _Optional[_Union[Template, _Mapping]] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ..., scaffold: bool = ...) -> None: ...
+
+class Template(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[TemplatePart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[TemplatePart, _Mapping]]] = ...) -> None: ...
+
+class TemplatePart(_message.Message):
+    __slots__ = ("text", "hole")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    HOLE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    hole: Hole
+    def __init__(self, text: _Optional[str] = ..., hole: _Optional[_Union[Hole, _Mapping]] = ...) -> None: ...
+
+class Hole(_message.Message):
+    __slots__ = ("constraint", "max_tokens")
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    constraint: Constraint
+    max_tokens: int
+    def __init__(self, constraint: _Optional[_Union[Constraint, _Mapping]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("options",)
@@ -397,7 +423,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "holes")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +435,7 @@ class Finished(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDITS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_BY_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    HOLES_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -420,7 +447,8 @@ class Finished(_message.Message):
     tokens: _containers.RepeatedCompositeFieldContainer[CommittedToken]
     edits: int
     closed_by_budget: bool
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ...) -> None: ...
+    holes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., holes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CommittedToken(_message.Message):
     __slots__ = ("id", "text", "log_probability", "step")

@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from llguidance import LLParserLimits
+from tokenizers import Tokenizer
 
 from mmserve.constraint.judging import Judge, judge_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.scaffold import Part, scaffold
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import Vocabulary as Proved
-from mmserve.core.constraint import ConstraintSpec
+from mmserve.core.constraint import Choice, ConstraintSpec, Hole, JsonSchema, Regex, Template
+from mmserve.decode.constrained.allot import allotted
+from mmserve.decode.constrained.filling import Filling, Layout, laid_out
+from mmserve.decode.constrained.state import Constrained, Split
+from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Infeasible, Witness, admit
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary, spell
-from mmserve.errors import InvalidArgument, Unavailable, Unimplemented
+from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
 from mmserve.models.base import CanvasModel, Model
 
 logger = logging.getLogger("mmserve.decode")
+
+#: What a hole without a constraint holds.
+ANYTHING = Regex(r"[\s\S]*")
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,19 @@ class Admitted:
     lexicon: Lexicon
     warnings: tuple[str, ...]
     judge: Judge | None  # of the finished answer, where its grammar is wider than the constraint
+    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
+    split: Split | None = None  # of a template that is one language
+    layout: Layout | None = None  # of a template whose holes have a place each
+
+    def begun(self) -> Constrained:
+        """The state of a request that begins."""
+        if self.layout is not None:
+            return Filling.of(self.layout, self.lexicon, self.warnings, self.judge, self.judges)
+        return Constrained(self.witness, self.lexicon, self.warnings, self.judge, judges=self.judges, split=self.split)
+
+    def warned(self, warning: str) -> Admitted:
+        """The same with one more warning."""
+        return replace(self, warnings=(*self.warnings, warning))
 
 
 @dataclass(frozen=True)
@@ -43,6 +67,46 @@ class _Language:
     vocabulary: Vocabulary
     lexicon: Lexicon
     grammars: Grammars
+    tokenizer: Tokenizer
+    padding: int  # the end token that stands behind an answer
+
+    def opened(self, spec: ConstraintSpec, budget: int, field: str) -> Opened:
+        """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
+        grammar = self.grammars.grammar(spec)
+        judge = judge_of(spec, exact=grammar.exact)
+        with failures(f"at least {{}} for an answer that obeys the constraint, not {budget}", field):
+            compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
+            witness = admit(compiled, self.lexicon, budget)
+        return Opened(compiled, witness, grammar.warnings, judge)
+
+    def filled(self, hole: Hole) -> Opened:
+        """A template's hole."""
+        return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens")
+
+    def spelling(self, text: str) -> list[int]:
+        """``text`` in the model's tokens."""
+        return spelling(text, self.tokenizer, self.lexicon)
+
+    def longest(self, part: Part) -> int | None:
+        """Most tokens that a hole of a scaffold needs; None if that is not known."""
+        return max(len(self.spelling(option)) for option in part.options) if isinstance(part, Choice) else None
+
+
+@contextmanager
+def failures(why: str, field: str) -> Iterator[None]:
+    """What goes wrong with a grammar that was proved, as the request's error; ``why`` has a place for the number of
+    tokens that are needed."""
+    try:
+        yield
+    except Infeasible as error:
+        if error.needed is None:
+            raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
+        raise InvalidArgument.of(field, f"must be {why.format(error.needed)}") from error
+    except (KeyboardInterrupt, SystemExit, MMServeError):
+        raise
+    except BaseException as error:
+        logger.warning("a grammar that was proved cannot be begun", exc_info=error)
+        raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
 
 
 class Admission:
@@ -61,23 +125,51 @@ class Admission:
         with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained.
         """
         language = self._made()
-        grammar = language.grammars.grammar(spec)
-        judge = judge_of(spec, exact=grammar.exact)
-        limits = LLParserLimits(**PARSER_LIMITS)
+        if isinstance(spec.kind, Template):
+            return self._template(language, spec.kind, budget)
+        whole = language.opened(spec, budget, "sampling.max_new_tokens")
+        plain = Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge)
+        return self._scaffold(language, spec, plain, budget) if spec.scaffold else plain
+
+    def _template(self, language: _Language, template: Template, budget: int) -> Admitted:
+        found = opened(template, language.filled)
+        holes = [part for part in found if isinstance(part, Opened)]
+        warnings = tuple(dict.fromkeys(warning for hole in holes for warning in hole.warnings))
+        judges = tuple(hole.judge for hole in holes)
+        if self._model.spec.causal:
+            with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
+                row, witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
+            return Admitted(witness, language.lexicon, warnings, None, judges, split=row.split)
+        parts = [language.spelling(part) if isinstance(part, str) else part.witness for part in found]
+        layout = side_by_side(parts, budget, language.padding)
+        return Admitted(holes[0].witness, language.lexicon, warnings, None, judges, layout=layout)
+
+    def _scaffold(self, language: _Language, spec: ConstraintSpec, plain: Admitted, budget: int) -> Admitted:
+        """``plain`` with its answer's keys and punctuation in place, or with a warning that says why not."""
+        assert isinstance(spec.kind, JsonSchema)
+        if self._model.spec.causal:
+            return plain.warned("scaffold has no effect: a next-token model writes from left to right")
+        parts = scaffold(spec.kind.text)
+        if not parts:
+            return plain.warned("scaffold has no effect: the schema leaves every part of an answer open, or none")
+        texts = {i: language.spelling(part) for i, part in enumerate(parts) if isinstance(part, str)}
+        room = budget - sum(map(len, texts.values()))
         try:
-            compiled = Grammar(grammar.text, language.vocabulary, limits)
-            witness = admit(compiled, language.lexicon, budget)
-        except Infeasible as error:
-            if error.needed is None:
-                raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
-            why = f"must be at least {error.needed} for an answer that obeys the constraint, not {budget}"
-            raise InvalidArgument.of("sampling.max_new_tokens", why) from error
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            logger.warning("a grammar that was proved cannot be begun", exc_info=error)
-            raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
-        return Admitted(witness, language.lexicon, grammar.warnings, judge)
+            holes = {
+                i: language.opened(ConstraintSpec(part, spec.mode), max(room, 1), "sampling.max_new_tokens")
+                for i, part in enumerate(parts)
+                if not isinstance(part, str)
+            }
+        except InvalidArgument as error:
+            return plain.warned(f"scaffold has no effect: {error.message}")
+        given = allotted(
+            [hole.witness.length for hole in holes.values()], [language.longest(parts[i]) for i in holes], room
+        )
+        if given is None:
+            return plain.warned(f"scaffold has no effect: it leaves no room for an answer of {budget} tokens")
+        sized = {i: hole.witness.resized(n) for (i, hole), n in zip(holes.items(), given, strict=True)}
+        layout = laid_out([texts[i] if i in texts else sized[i] for i in range(len(parts))], budget, language.padding)
+        return replace(plain, layout=layout)
 
     def close(self) -> None:
         """End the process that compiles; nothing is admitted any more."""
@@ -108,4 +200,5 @@ def _language(model: Model) -> _Language:
     generated = [b"" if i in banned else text for i, text in enumerate(spelled[:size])]
     vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
     proved = Proved(vocabulary.token_bytes, min(spec.end_ids))
-    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved))
+    padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
+    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved), tokenizer, padding)

@@ -63,7 +63,9 @@ _FILLERS = 3
 
 
 def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) -> Walk | None:
-    """The completion that takes the first closer that may follow, everywhere; None if it does not arrive.
+    """The completion that takes the way known, or else the first closer that may follow, everywhere.
+
+    None if it does not arrive.
 
     ``keep``: whether the choices are to be kept.
     """
@@ -72,7 +74,7 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) 
     while work.spend() and len(tokens) < _LONGEST:
         if at.accepting:
             return Walk(tuple(tokens), tuple(choices))
-        step = lexicon.cover(at.forced()) or []
+        step = lexicon.cover(at.ahead()) or []
         if not step:
             following = at.among(lexicon.closers)
             if not following.any():

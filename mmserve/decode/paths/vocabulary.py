@@ -54,10 +54,10 @@ class Vocabulary:
         trie = LLTokenizer(wrapped, n_vocab=len(content), eos_token=sorted(end_ids))
         return cls(content, frozenset(end_ids), trie, sorted((b, i) for i, b in enumerate(content) if b))
 
-    def within(self, text: bytes) -> list[int]:
-        """Tokens that ``text`` begins with, itself left out."""
+    def within(self, text: bytes, *, whole: bool = False) -> list[int]:
+        """Tokens that ``text`` begins with; itself only if ``whole``."""
         found: list[int] = []
-        for end in range(1, min(len(text), LONGEST + 1)):
+        for end in range(1, min(len(text) + whole, LONGEST + 1)):
             found += self._from(text[:end], exactly=True)
         return found
 

@@ -1,0 +1,172 @@
+"""Templates in the real engine, over models that babble: texts stay as they are, and each hole's constraint is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from harness import Bench, Call
+from helpers import ask
+from test_constrained import SCHEMAS, constrained, like, outcome
+from test_policies import COMMITS, RECOMPUTES, policy
+
+from mmserve.core.canvas import MASKED
+from mmserve.core.constraint import (
+    Choice,
+    ConstraintMode,
+    ConstraintSpec,
+    Gbnf,
+    Hole,
+    JsonSchema,
+    Lark,
+    Regex,
+    Template,
+)
+from mmserve.core.events import Finished
+from mmserve.core.request import Policy, Request
+from mmserve.errors import FailedPrecondition, InvalidArgument
+from mmserve.models.base import Attention, LoadedModel
+
+Make = Callable[..., Bench]
+Valid = Callable[[str], bool]
+
+
+def matches(pattern: str) -> Valid:
+    return lambda text: re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def under(schema: dict[str, Any]) -> Valid:
+    return lambda text: jsonschema_rs.is_valid(schema, json.loads(text))
+
+
+#: Kinds of holes, and what may fill them, said without the server's grammars.
+HOLES: list[tuple[Any, Valid]] = [
+    (None, lambda text: True),
+    (Regex("[a-z]{1,12}"), matches("[a-z]{1,12}")),
+    (Regex("[0-9]+"), matches("[0-9]+")),
+    (Choice(("red", "a small circle", "no")), lambda text: text in ("red", "a small circle", "no")),
+    (JsonSchema(json.dumps(SCHEMAS[0])), under(SCHEMAS[0])),
+    (JsonSchema('{"type": "integer"}'), matches("-?(0|[1-9][0-9]*)")),
+    (Lark('start: "(" start? ")"'), lambda text: text == "(" * (len(text) // 2) + ")" * (len(text) // 2) != ""),
+    (Gbnf('root ::= [xy]+ "!"'), matches("[xy]+!")),
+]
+TEXTS = ("Name: ", "\n", ", and the shape is ", " — ", '{"a":', "é", "\n\nIt is left of ")
+
+
+@pytest.fixture(scope="module")
+def causal(models: dict[str, LoadedModel]) -> LoadedModel:
+    return models["causal"]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, LoadedModel]:
+    from helpers import sure_above, tiny_model
+
+    made = tiny_model(vision=False, seed=4)
+    causal = like(tiny_model(vision=False, seed=3), Attention.CAUSAL)
+    full = dataclasses.replace(made, companion=like(made, Attention.CAUSAL), commit_filter=sure_above(0.3))
+    shifted = dataclasses.replace(made, spec=dataclasses.replace(made.spec, logit_shift=1))
+    blocks = like(tiny_model(vision=False, seed=5), Attention.BLOCK_CAUSAL)
+    return {"full": full, "shifted": shifted, "blocks": blocks, "causal": causal}
+
+
+def templated(request: Request, *parts: str | Hole) -> Request:
+    return dataclasses.replace(request, constraint=ConstraintSpec(Template(parts)))
+
+
+def drawn(rng: random.Random) -> tuple[tuple[str | Hole, ...], tuple[Valid, ...]]:
+    """A random template, and what may fill its holes."""
+    parts, valid = list[str | Hole](), list[Valid]()
+    for i in range(rng.randint(1, 2)):
+        if i or rng.random() < 0.7:
+            parts.append(rng.choice(TEXTS))
+        if rng.random() < 0.2 and parts:
+            parts.append(rng.choice(TEXTS))
+        kind, may = rng.choice(HOLES)
+        parts.append(Hole(rng.randint(12, 14) if isinstance(kind, JsonSchema) else rng.randint(5, 9), kind))
+        valid.append(may)
+    if rng.random() < 0.7:
+        parts.append(rng.choice(TEXTS))
+    return tuple(parts), tuple(valid)
+
+
+def check(call: Call, valid: Sequence[Valid]) -> None:
+    assert call.request.constraint is not None
+    template, done = call.request.constraint.kind, call.finished()
+    assert isinstance(template, Template)
+    holes = iter(done.holes)
+    assert done.text == "".join(part if isinstance(part, str) else next(holes) for part in template.parts)
+    assert len(done.holes) == len(valid)
+    for text, may in zip(done.holes, valid, strict=True):
+        assert may(text), (template, done.holes)
+    assert done.reason == "end"
+    assert "".join(call.deltas) == done.text
+    assert done.usage.completion_tokens <= call.request.sampling.max_new_tokens
+
+
+def mixed(bench: Bench, pairs: Sequence[tuple[Policy, Policy]]) -> list[tuple[Request, tuple[Valid, ...]]]:
+    rng, made = random.Random(1), []
+    spec = bench.engine.stages.model.spec
+    for i, (recompute, commit) in enumerate(pairs):
+        parts, valid = drawn(rng)
+        request = ask(
+            f"t{i}",
+            "red " * (i % 3),
+            max_new_tokens=72,
+            block=rng.choice((4, 8, 32, 72)) if spec.attention is Attention.FULL else 0,
+            steps=rng.choice((0, 18)),
+            recompute=recompute,
+            commit=commit,
+            temperature=rng.choice((0.0, 0.8, 2.0)),
+            seed=i,
+        )
+        made.append((templated(request, *parts), valid))
+    return made
+
+
+def everything_obeys(bench: Bench, pairs: Sequence[tuple[Policy, Policy]], alone: int) -> list[Finished]:
+    """All at once, then every so many of them alone, with the same outcome."""
+    asked = mixed(bench, pairs)
+    calls = bench.submit(*(request for request, _valid in asked))
+    for call, (_request, valid) in zip(calls, asked, strict=True):
+        check(call, valid)
+    for call in calls[::alone]:
+        [again] = bench.submit(dataclasses.replace(call.request, id=f"{call.request.id} alone"))
+        again.wait()
+        assert outcome(bench, again) == outcome(bench, call)
+        assert again.finished().holes == call.finished().holes
+    bench.await_nothing_left()
+    return [call.finished() for call in calls]
+
+
+def test_every_policy_keeps_the_texts_and_fills_the_holes(bench: Make) -> None:
+    everything_obeys(bench(), list(itertools.product(RECOMPUTES, COMMITS)), 12)
+
+
+def test_policies_that_edit_close_or_listen(bench: Make, models: dict[str, LoadedModel]) -> None:
+    recomputes = [policy("none"), policy("dkv_decode"), policy("dual"), policy("adaptive", response_refresh=3)]
+    commits = [
+        policy("edit", confidence=0.1, edit_confidence=0.1),
+        policy("edit", confidence=0.3, edit_confidence=0.05),
+        policy("learned"),
+        policy("guided"),
+        policy("guided", top_k=20, ratio=0.01),
+        policy("threshold", confidence=0.2),
+    ]
+    done = everything_obeys(bench(models["full"], watch=False), list(itertools.product(recomputes, commits)), 5)
+    assert sum(d.edits for d in done) > 0
+
+
+@pytest.mark.parametrize("kind", ["shifted", "blocks", "causal"])
+def test_every_attention(bench: Make, models: dict[str, LoadedModel], kind: str) -> None:
+    recompute = {"shifted": "prefix", "blocks": "block", "causal": "last"}[kind]
+    commits = [policy("low_confidence"), policy("threshold", confidence=0.3)] * 6
+    everything_obeys(bench(models[kind]), list(itertools.product([policy(recompute), policy("none")], commits)), 6)

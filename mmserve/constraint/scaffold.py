@@ -13,7 +13,7 @@ from typing import Any
 
 from mmserve.constraint.document import read_schema
 from mmserve.constraint.draft import dialect, modern
-from mmserve.constraint.limits import MAX_CHOICES, MAX_HOLES
+from mmserve.constraint.limits import MAX_CHOICES, MAX_DEPTH, MAX_HOLES
 from mmserve.constraint.references import References
 from mmserve.core.constraint import Choice, ConstraintKind, JsonSchema, Regex
 
@@ -23,23 +23,25 @@ Part = str | ConstraintKind
 _SILENT = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"})
 _SILENT |= {"readOnly", "writeOnly", "$defs", "definitions"}
 _DEFINITIONS = ("$defs", "definitions")
+_MOST_PIECES = 4096
 #: What stands between the quotes of a JSON string.
 _INNER = r'(?:[^"\\\x00-\x1f]|\\["\\nrtbf])*'
 
 
 def scaffold(schema: str) -> tuple[Part, ...]:
     """Texts and holes by turns, for a schema that has a grammar; empty where it leaves nothing to be written, or
-    nothing to be filled in, or has more than ``MAX_HOLES`` holes."""
+    nothing to be filled in, or where there would be too many of either."""
     root = read_schema(schema)
     parts: list[Part] = []
     holes = 0
-    for part in _Writer(root).value(root, ()):
-        if isinstance(part, str) and parts and isinstance(parts[-1], str):
-            parts[-1] += part
-            continue
-        parts.append(part)
+    for pieces, part in enumerate(_Writer(root).value(root, (), 0)):
+        last = parts[-1] if parts else None
+        if isinstance(part, str) and isinstance(last, str):
+            parts[-1] = last + part
+        else:
+            parts.append(part)
         holes += not isinstance(part, str)
-        if holes > MAX_HOLES:
+        if holes > MAX_HOLES or pieces == _MOST_PIECES:  # references multiply
             return ()
     return tuple(parts) if len(parts) > 1 else ()
 
@@ -49,16 +51,16 @@ class _Writer:
         self._references, self._draft = References(root), dialect(root)
         self._definitions = {name: root[name] for name in _DEFINITIONS if isinstance(root, dict) and name in root}
 
-    def value(self, node: Any, path: tuple[str, ...]) -> Iterator[Part]:
+    def value(self, node: Any, path: tuple[str, ...], depth: int) -> Iterator[Part]:
         """The parts of a value under ``node``; ``path``: the references that were followed to it."""
-        if not isinstance(node, dict):
+        if not isinstance(node, dict) or depth > MAX_DEPTH:
             yield self._hole(node)
             return
         node = modern(node, self._draft, "")
         said = {name: value for name, value in node.items() if name not in _SILENT}
         match said:
             case {"$ref": str(to)} if len(said) == 1 and to not in path:
-                yield from self.value(self._references.schema(to, ""), (*path, to))
+                yield from self.value(self._references.schema(to, ""), (*path, to), depth + 1)
             case {"const": value} | {"enum": [value]} if said.keys() <= {"const", "enum", "type"} and _plain(value):
                 yield _written(value)
             case {"enum": [*values]} if said.keys() <= {"enum", "type"} and all(map(_plain, values)):
@@ -68,26 +70,26 @@ class _Writer:
             case {"type": "string"} if len(said) == 1:
                 yield from ('"', Regex(_INNER), '"')
             case {"type": "object"} if _closed(said):
-                yield from self._object(said, path)
+                yield from self._object(said, path, depth + 1)
             case {"type": "array"} if _counted(said):
-                yield from self._array(said, path)
+                yield from self._array(said, path, depth + 1)
             case _:
                 yield self._hole(node)
 
-    def _object(self, said: dict[str, Any], path: tuple[str, ...]) -> Iterator[Part]:
+    def _object(self, said: dict[str, Any], path: tuple[str, ...], depth: int) -> Iterator[Part]:
         lead = "{"
         for name, inner in said["properties"].items():
             yield f"{lead}{_written(name)}:"
-            yield from self.value(inner, path)
+            yield from self.value(inner, path, depth)
             lead = ","
         yield "}"
 
-    def _array(self, said: dict[str, Any], path: tuple[str, ...]) -> Iterator[Part]:
+    def _array(self, said: dict[str, Any], path: tuple[str, ...], depth: int) -> Iterator[Part]:
         first = said.get("prefixItems", [])
         lead = "["
         for i in range(said["minItems"]):
             yield lead
-            yield from self.value(first[i] if i < len(first) else said.get("items", True), path)
+            yield from self.value(first[i] if i < len(first) else said.get("items", True), path, depth)
             lead = ","
         yield "]"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import re
 from statistics import median
 from typing import Any
 
@@ -12,11 +10,10 @@ import jsonschema_rs
 import pytest
 from e2e_helpers import Running
 
-from mmserve.client import Client, Hole, Result, Snapshot, Threshold
-from mmserve.errors import InvalidArgument
+from mmserve.client import Client, Result, Threshold
 from mmserve.reference.evaluate import item
 from mmserve.reference.images import FIELDS, scene_json
-from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, ROWS, SIZES, Scene, draw_scene
+from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, ROWS, SIZES, Scene
 
 
 def an_object(**properties: Any) -> dict[str, Any]:

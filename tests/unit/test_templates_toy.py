@@ -26,7 +26,13 @@ TOYS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, int], ...]]] = {
     "text that begins like the hole": (("", "ab", ""), (("a*b?", 2), ("c+", 2))),
     "text that overlaps itself": (("c", "aba", ""), (("[ab]*", 3), ("[bc]?", 1))),
     "two of them": (("", "c", "c"), (("(ab)+", 2), ("a?", 1))),
-    "no room but for the least": (("b", "", ), (("cc", 1),)),
+    "no room but for the least": (
+        (
+            "b",
+            "",
+        ),
+        (("cc", 1),),
+    ),
 }
 
 

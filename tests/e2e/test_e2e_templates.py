@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jsonschema_rs
 import pytest
-from e2e_helpers import Running
+from e2e_helpers import Running, command
 
-from mmserve.client import Client, Result, Threshold
+from mmserve.client import Client, Delta, Finished, Hole, Result, Snapshot, Threshold
+from mmserve.errors import InvalidArgument
 from mmserve.reference.evaluate import item
 from mmserve.reference.images import FIELDS, scene_json
-from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, ROWS, SIZES, Scene
+from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, ROWS, SIZES, Scene, draw_scene
 
 
 def an_object(**properties: Any) -> dict[str, Any]:
@@ -60,3 +64,43 @@ def test_what_a_scaffold_changes(server: Running, options: dict[str, Any]) -> No
         print(f"{options} scaffold={scaffold}: {right[scaffold]} of {len(scenes)} right,", end=" ", flush=True)
         print(f"forwards median {median(each)}, from {each[0]} to {each[-1]}", flush=True)
     assert median(forwards[True]) < median(forwards[False])
+
+
+FORM = ["shape: ", Hole(choices=KINDS, max_tokens=2), "; where: ", Hole(regex="[a-z ]{3,20}", max_tokens=8), "."]
+
+
+def test_a_form_is_filled_in(server: Running) -> None:
+    """Streamed and at once, alone and among others, with every text in its place from the first event on."""
+    scene = draw_scene(random.Random(5))
+    asked: dict[str, Any] = {"images": [scene.png()], "template": FORM, "max_new_tokens": 48}
+    events = list(server.client.stream("What is in the picture?", snapshots=True, **asked))
+    done = events[-1]
+    assert isinstance(done, Finished)
+    assert done.text == f"shape: {done.holes[0]}; where: {done.holes[1]}."
+    assert done.holes[0] in KINDS and re.fullmatch("[a-z ]{3,20}", done.holes[1])
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == done.text
+    shown = [event.text for event in events if isinstance(event, Snapshot)]
+    assert shown and all(re.fullmatch("shape: .*; where: .*[.]", text) for text in shown)
+    others = [server.start(server.client.generate, "Describe the scene.", [scene.png()]) for _ in range(3)]
+    again = server.client.generate("What is in the picture?", **asked)
+    assert (again.text, again.holes, again.forwards) == (done.text, done.holes, done.forwards)
+    assert all(other.result().holes == () for other in others)
+
+
+def test_a_template_that_does_not_fit_is_refused(server: Running) -> None:
+    with pytest.raises(InvalidArgument, match="at least") as refused:
+        server.client.generate("x", template=FORM, max_new_tokens=8)
+    assert [violation.field for violation in refused.value.violations] == ["sampling.max_new_tokens"]
+
+
+def test_a_scaffold_that_a_schema_does_not_admit_is_a_warning(server: Running) -> None:
+    result = server.client.generate("x", schema={"type": "integer"}, scaffold=True, max_new_tokens=12)
+    assert isinstance(result.parsed, int)
+    assert [warning for warning in result.warnings if warning.startswith("scaffold has no effect")]
+
+
+def test_the_command_line_reads_a_template(server: Running, tmp_path: Path) -> None:
+    path = tmp_path / "form.json"
+    path.write_text(json.dumps(["shape: ", {"choices": ["circle", "square"], "max_tokens": 2}]))
+    done = command("generate", "x", "--server", server.address, "--template", str(path), "--json")
+    assert json.loads(done.stdout)["holes"][0] in ("circle", "square")

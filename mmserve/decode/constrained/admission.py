@@ -68,7 +68,7 @@ class _Language:
     lexicon: Lexicon
     grammars: Grammars
     tokenizer: Tokenizer
-    padding: int  # the end token that stands behind an answer
+    ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
 
     def opened(self, spec: ConstraintSpec, budget: int, field: str) -> Opened:
         """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
@@ -141,7 +141,7 @@ class Admission:
                 row, witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
             return Admitted(witness, language.lexicon, warnings, None, judges, split=row.split)
         parts = [language.spelling(part) if isinstance(part, str) else part.witness for part in found]
-        layout = side_by_side(parts, budget, language.padding)
+        layout = side_by_side(parts, budget, language.ends)
         return Admitted(holes[0].witness, language.lexicon, warnings, None, judges, layout=layout)
 
     def _scaffold(self, language: _Language, spec: ConstraintSpec, plain: Admitted, budget: int) -> Admitted:
@@ -168,7 +168,7 @@ class Admission:
         if given is None:
             return plain.warned(f"scaffold has no effect: it leaves no room for an answer of {budget} tokens")
         sized = {i: hole.witness.resized(n) for (i, hole), n in zip(holes.items(), given, strict=True)}
-        layout = laid_out([texts[i] if i in texts else sized[i] for i in range(len(parts))], budget, language.padding)
+        layout = laid_out([texts[i] if i in texts else sized[i] for i in range(len(parts))], budget, language.ends)
         return replace(plain, layout=layout)
 
     def close(self) -> None:
@@ -201,4 +201,5 @@ def _language(model: Model) -> _Language:
     vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
     proved = Proved(vocabulary.token_bytes, min(spec.end_ids))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
-    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved), tokenizer, padding)
+    ends = min(spec.end_ids - {padding}, default=padding), padding
+    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved), tokenizer, ends)

@@ -23,14 +23,16 @@ from mmserve.decode.paths.lexicon import Lexicon
 class Layout:
     """Where a template's texts and holes stand on an answer of ``N`` positions."""
 
-    fixed: np.ndarray  # int64 [N], -1 in holes; end tokens behind the template
+    fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding behind the template
     holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
 
 
-def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, end: int) -> Layout:
-    """A template of texts (as tokens) and holes on ``size`` positions, enough for all of them; ``end`` fills the
-    rest."""
-    fixed, holes, at = np.full(size, end, np.int64), list[tuple[int, Witness]](), 0
+def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
+    """A template of texts (as tokens) and holes on ``size`` positions, enough for all of them.
+
+    ``ends``: the token that ends an answer, and the one that fills the rest.
+    """
+    fixed, holes, at = np.full(size, ends[1], np.int64), list[tuple[int, Witness]](), 0
     for part in parts:
         if isinstance(part, Witness):
             holes.append((at, part))
@@ -39,6 +41,7 @@ def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, end: int) -> L
         else:
             fixed[at : at + len(part)] = part
             at += len(part)
+    fixed[at : at + 1] = ends[0]
     return Layout(fixed, tuple(holes))
 
 

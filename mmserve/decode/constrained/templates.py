@@ -62,12 +62,12 @@ def spelling(text: str, tokenizer: Tokenizer, lexicon: Lexicon) -> list[int]:
     return covered
 
 
-def side_by_side(parts: Sequence[list[int] | Witness], budget: int, end: int) -> Layout:
+def side_by_side(parts: Sequence[list[int] | Witness], budget: int, ends: tuple[int, int]) -> Layout:
     """All holes on a canvas of ``budget`` positions. Raises ``InvalidArgument`` where it is too small."""
     needed = sum(len(part.tokens) if isinstance(part, Witness) else len(part) for part in parts)
     if needed > budget:
         raise too_small(needed, budget)
-    return laid_out(parts, budget, end)
+    return laid_out(parts, budget, ends)
 
 
 def one_by_one(

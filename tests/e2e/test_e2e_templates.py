@@ -63,7 +63,8 @@ def test_what_a_scaffold_changes(server: Running, options: dict[str, Any]) -> No
         each = sorted(forwards[scaffold])
         print(f"{options} scaffold={scaffold}: {right[scaffold]} of {len(scenes)} right,", end=" ", flush=True)
         print(f"forwards median {median(each)}, from {each[0]} to {each[-1]}", flush=True)
-    assert median(forwards[True]) < median(forwards[False])
+    if "steps" in options:  # where the schedule sets the pace, what stands there already needs no step
+        assert median(forwards[True]) < median(forwards[False])
 
 
 FORM = ["shape: ", Hole(choices=KINDS, max_tokens=2), "; where: ", Hole(regex="[a-z ]{3,20}", max_tokens=8), "."]

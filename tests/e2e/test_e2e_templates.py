@@ -73,7 +73,7 @@ FORM = ["shape: ", Hole(choices=KINDS, max_tokens=2), "; where: ", Hole(regex="[
 def test_a_form_is_filled_in(server: Running) -> None:
     """Streamed and at once, alone and among others, with every text in its place from the first event on."""
     scene = draw_scene(random.Random(5))
-    asked: dict[str, Any] = {"images": [scene.png()], "template": FORM, "max_new_tokens": 48}
+    asked: dict[str, Any] = {"images": [scene.png()], "template": FORM, "max_new_tokens": 32, "timeout": 100.0}
     events = list(server.client.stream("What is in the picture?", snapshots=True, **asked))
     done = events[-1]
     assert isinstance(done, Finished)
@@ -82,7 +82,7 @@ def test_a_form_is_filled_in(server: Running) -> None:
     assert "".join(event.text for event in events if isinstance(event, Delta)) == done.text
     shown = [event.text for event in events if isinstance(event, Snapshot)]
     assert shown and all(re.fullmatch("shape: .*; where: .*[.]", text) for text in shown)
-    others = [server.start(server.client.generate, "Describe the scene.", [scene.png()]) for _ in range(3)]
+    others = [server.start(server.client.generate, "Describe the scene.", max_new_tokens=8) for _ in range(3)]
     again = server.client.generate("What is in the picture?", **asked)
     assert (again.text, again.holes, again.forwards) == (done.text, done.holes, done.forwards)
     assert all(other.result().holes == () for other in others)

@@ -56,6 +56,7 @@ from mmserve.rpc.outgoing import (
     request_label,
     to_result,
 )
+from mmserve.rpc.outgoing_constraint import Hole, Template
 from mmserve.rpc.policies import (
     Adaptive,
     Confident,
@@ -95,6 +96,7 @@ __all__ = [
     "Factor",
     "Finished",
     "Guided",
+    "Hole",
     "ImagePart",
     "Learned",
     "Message",
@@ -105,6 +107,7 @@ __all__ = [
     "Scheduler",
     "Snapshot",
     "StageTimes",
+    "Template",
     "TextPart",
     "Threshold",
     "Usage",
@@ -185,7 +188,8 @@ class Client(_Base):
         """The whole answer to a prompt or chat, with ``images`` in front of its last message; see ``Options``.
 
         ``videos`` (an option) go behind the images. With ``n`` samples, the first, and all as its ``samples``. With
-        ``schema``, a JSON schema or a pydantic model, the answer is valid JSON under it, and ``parsed`` its value.
+        ``schema``, a JSON schema or a pydantic model, the answer is valid JSON under it, and ``parsed`` its value. With
+        ``template``, texts and each ``Hole`` between them, ``holes`` is what fills them.
         """
         label = request_label(request_id)
         message = build_request(prompt, images, deltas=False, snapshots=False, **options)

@@ -362,6 +362,7 @@ class Engine:
                 companion_forwards=answer.companion_forwards,
                 log_weight=answer.log_weight,
                 constraint=answer.constraint,
+                holes=answer.holes,
             )
         )
 

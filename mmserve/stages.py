@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.constraint import Template
 from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
@@ -22,6 +23,7 @@ from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, 
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.constrained.sampling import check_sampling
+from mmserve.decode.constrained.state import known_tokens
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import (
@@ -73,6 +75,7 @@ class Answer:
     closed_by_budget: bool = False
     log_weight: float | None = None
     constraint: ConstraintStats | None = None
+    holes: tuple[str, ...] = ()  # of a template
 
 
 class Stages:
@@ -159,7 +162,10 @@ class Stages:
         if request.vision.pruner not in (*self._pruners, "none"):
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
+        asked = request.constraint
         if self.model.spec.renoising is not None:
+            if asked is not None and (asked.scaffold or isinstance(asked.kind, Template)):
+                raise Unimplemented(f"model {self.model.spec.name!r} takes no templates: it has no mask token")
             check_renoising(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
         if block and request.diffusion.block_length not in (0, block):
@@ -227,6 +233,8 @@ class Stages:
         constrained = state.constrained
         if constrained is None:
             return Answer(state.text.text, *counts, tokens, beside)
+        asked = state.request.constraint
+        whole = asked is not None and isinstance(asked.kind, Template) and not state.text.stopped
         return Answer(
             state.text.text,
             *counts,
@@ -236,6 +244,7 @@ class Stages:
             constrained.witness.cut,
             constrained.sampled.log_weight if constrained.sampled is not None else None,
             constrained.meter.stats(),
+            constrained.holes(known_tokens(state.canvas)) if whole else (),
         )
 
     def release(self, request: RequestId) -> None:
@@ -344,8 +353,8 @@ class Stages:
     def _commit(self, states: list[Any]) -> list[Stepped]:
         outcomes = [self.decoder.commit(state) for state in states]
         for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.reason == "end" and state.constrained is not None and state.constrained.judge is not None:
-                state.constrained.judge.check(state.text.text)
+            if outcome.reason == "end" and state.constrained is not None:
+                state.constrained.check(state.text.text, known_tokens(state.canvas))
         return outcomes
 
 

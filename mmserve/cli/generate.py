@@ -12,7 +12,7 @@ from typing import Any
 
 from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
 from mmserve.cli.screen import CanvasLine
-from mmserve.client import Finished, Options, Snapshot
+from mmserve.client import Finished, Hole, Options, Snapshot, Template
 from mmserve.errors import InvalidArgument
 
 
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("mask", "awrs", "asap"),
         help="what constrained samples are drawn from; 'awrs' and 'asap' are true to the model, and weighted",
     )
+    kinds.add_argument("--template", type=Path, metavar="FILE", help="a JSON array of texts and holes (objects)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     add_server(parser)
     add_config(parser)
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         "keep_ratio": arguments.keep_ratio,
         "token_budget": arguments.token_budget,
         "attention_mass": arguments.attention_mass,
+        "template": _template(arguments.template),
     }
     screen = CanvasLine()
     done: list[Finished] = []
@@ -85,13 +87,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _schema(path: Path | None) -> dict[str, Any] | None:
     """The JSON schema in the file at ``path``."""
+    schema: dict[str, Any] | None = None if path is None else _read("schema", path)
+    return schema
+
+
+def _template(path: Path | None) -> Template | None:
+    """The template in the file at ``path``: strings, and for each hole an object of ``Hole``'s fields."""
     if path is None:
         return None
+    parts = _read("template", path)
     try:
-        schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return [Hole(**part) if isinstance(part, dict) else part for part in parts]
+    except TypeError as error:
+        raise InvalidArgument.of("template", f"{path} holds no template: {error}") from error
+
+
+def _read(name: str, path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidArgument.of("schema", f"{path} is no JSON: {error}") from error
-    return schema
+        raise InvalidArgument.of(name, f"{path} is no JSON: {error}") from error
 
 
 def _row(event: Finished) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from mmserve.constraint.gbnf import to_lark
 from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from mmserve.constraint.pattern import BadPattern, literal, whole
 from mmserve.constraint.schema import rewrite
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex, Template
 
 #: How documents are spaced: one space after a comma or a colon, or none. White space without end would let an answer
 #: go on forever. Escapes leave \\u out: with it, llguidance lets a named property come again under an escaped name.
@@ -54,12 +54,14 @@ def grammar_of(spec: ConstraintSpec) -> Grammar:
             return Grammar(checked_lark(text), exact=True, warnings=())
         case Gbnf(text):
             return Grammar(to_lark(text), exact=True, warnings=())
+        case Template():
+            raise Refused.at("", "template", "is no grammar: each of its holes has one")
 
 
 def kind_of(spec: ConstraintSpec) -> str:
     """The name that the API has for the kind of ``spec``."""
-    names = {JsonSchema: "json_schema", Regex: "regex", Choice: "choice", Lark: "lark", Gbnf: "gbnf"}
-    return names[type(spec.kind)]
+    names: dict[type, str] = {JsonSchema: "json_schema", Regex: "regex", Choice: "choice", Lark: "lark", Gbnf: "gbnf"}
+    return names.get(type(spec.kind), "template")
 
 
 def _of_schema(text: str, mode: ConstraintMode) -> Grammar:

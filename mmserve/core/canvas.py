@@ -21,7 +21,8 @@ class Canvas:
     ``step`` counts the forward passes done; ``block_start`` is where the block being filled begins and
     ``block_step`` counts the forward passes done for it, ``full_passes`` those of them made since it was full. Blocks
     are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
-    within the prompt.
+    within the prompt. ``padded``: end tokens may stand anywhere in the answer and are no part of its text, which goes
+    on behind them.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -34,6 +35,7 @@ class Canvas:
     full_passes: int = 0
     origin: int = 0
     places: np.ndarray | None = None  # int64 [N]: where each stood before visual tokens were pruned; None = where it is
+    padded: bool = False
     _known: int = field(default=0, repr=False)
 
     @classmethod
@@ -142,11 +144,13 @@ class Canvas:
 
         Final are the tokens left of the first masked position, or of the current block where its tokens may still be
         ``revised``, and before the first end token among them; complete means that such an end token was reached, or
-        that no position is left.
+        that no position is left. Of a ``padded`` answer the end tokens are left out, and none of them completes it.
         """
         known = min(self.known(), self.block_start) if revised else self.known()
         tokens = self.tokens[self.prompt_length : known]
-        ends = np.flatnonzero(np.isin(tokens, list(end_ids)))
-        if len(ends):
-            return tokens[: ends[0]], True
+        is_end = np.isin(tokens, list(end_ids))
+        if self.padded:
+            return tokens[~is_end], known == self.size
+        if is_end.any():
+            return tokens[: int(is_end.argmax())], True
         return tokens, known == self.size

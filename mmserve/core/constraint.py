@@ -64,9 +64,32 @@ ConstraintKind = JsonSchema | Regex | Choice | Lark | Gbnf
 
 
 @dataclass(frozen=True)
-class ConstraintSpec:
-    """One constraint of one request."""
+class Hole:
+    """A gap of a template: ``max_tokens`` positions for a text that obeys ``kind``; None = any text."""
 
-    kind: ConstraintKind
+    max_tokens: int
+    kind: ConstraintKind | None = None
+    mode: ConstraintMode = ConstraintMode.STRICT
+
+
+@dataclass(frozen=True)
+class Template:
+    """The answer is these texts, letter for letter, with the holes between them filled.
+
+    There is one hole at least, no text is empty, and texts and holes take turns.
+    """
+
+    parts: tuple[str | Hole, ...]
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """One constraint of one request.
+
+    ``scaffold``: of a JSON schema, whether what every answer must hold is put on the canvas first.
+    """
+
+    kind: ConstraintKind | Template
     mode: ConstraintMode = ConstraintMode.STRICT
     sampling: ConstraintSampling = ConstraintSampling.MASK
+    scaffold: bool = False

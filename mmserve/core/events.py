@@ -113,6 +113,7 @@ class Finished:
     companion_forwards: int = 0  # passes that a companion made for it, which ``forwards`` does not count
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
     constraint: ConstraintStats | None = None  # of a constrained request
+    holes: tuple[str, ...] = field(default=())  # what fills each hole of a template
 
     @property
     def tokens_per_forward(self) -> float:

@@ -24,7 +24,7 @@ def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
         which = d.commit.choose(d.canvas, proposed)
         sure = np.log(np.maximum(proposed.confidence[which], np.finfo(np.float32).tiny))
         final = Chosen(proposed.positions[which], proposed.tokens[which], sure)
-    return _closed(d.canvas, final, spec) if d.commit.closes else final
+    return _closed(d.canvas, final, spec) if d.commit.closes and not d.canvas.padded else final
 
 
 def _closed(canvas: Canvas, final: Chosen, spec: ModelSpec) -> Chosen:

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from mmserve.core.canvas import MASKED, Canvas
-from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
 from mmserve.decode.commit.base import Partial, Proposing
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.final import final_tokens
@@ -210,6 +208,9 @@ class DiffusionDecoder:
             aligned=spec.attention is Attention.BLOCK_CAUSAL,
             places=encoded.places,
         )
+        constrained = admitted.begun(request) if admitted is not None else None
+        if constrained is not None:
+            constrained.prepare(canvas)
         ids = canvas.tokens.copy()
         ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
         embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
@@ -219,8 +220,7 @@ class DiffusionDecoder:
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
         commit = commit_policy(request, self._offered)
         begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused)
-        if admitted is not None:
-            begun.constrained = _constrained(admitted, request)
+        begun.constrained = constrained
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -316,18 +316,10 @@ class DiffusionDecoder:
 
     def tokens(self, d: Decoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they were committed, as far as its text goes."""
-        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
+        ends = self.model.spec.end_ids
+        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer, ends)
 
     def _snapshot(self, d: Decoding, edited: int) -> Snapshot:
         text = canvas_text(d.canvas, self.model.tokenizer, self.model.spec.end_ids)
         committed = d.canvas.new_tokens - int(d.canvas.masked.sum())
         return Snapshot(text, committed, d.canvas.new_tokens, d.forwards, edited)
-
-
-def _constrained(admitted: Admitted, request: Request) -> Constrained:
-    """What decode keeps of a request whose constraint was ``admitted``."""
-    sampled = None
-    if admitted.sampling is not ConstraintSampling.MASK:
-        # a penalty counts what stands on the canvas, and no draft stands there yet
-        sampled = Sampled(admitted.futures, speculates=request.sampling.repetition_penalty == 1)
-    return Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge, sampled)

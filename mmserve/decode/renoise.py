@@ -113,7 +113,7 @@ class CanvasDecoder:
         )
         begun = CanvasPrefilled(canvas, encoded.features)
         if admitted is not None:
-            begun.constrained = Constrained(admitted.witness, admitted.lexicon, admitted.warnings, admitted.judge)
+            begun.constrained = admitted.begun(request)
         return begun
 
     @torch.inference_mode()
@@ -184,7 +184,8 @@ class CanvasDecoder:
 
     def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they became final, as far as its text goes."""
-        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer)
+        ends = self.model.spec.end_ids
+        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer, ends)
 
     def _sampler(self, request: Request) -> CanvasSampler:
         """What makes the request's steps: the scheduler that it names, or the model's own rule, with its own bound."""

@@ -99,11 +99,17 @@ def speller(tokenizer: PreTrainedTokenizerBase) -> Callable[[np.ndarray], str]:
 
 
 def committed_tokens(
-    canvas: Canvas, count: int, log_probabilities: np.ndarray, tokenizer: PreTrainedTokenizerBase
+    canvas: Canvas,
+    count: int,
+    log_probabilities: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: frozenset[int],
 ) -> tuple[CommittedToken, ...]:
-    """The answer's first ``count`` tokens as they were committed; ``log_probabilities`` is fp32 ``[N]``."""
-    at = range(canvas.prompt_length, canvas.prompt_length + count)
-    ids = canvas.tokens[at.start : at.stop].tolist()
+    """The answer's first ``count`` tokens as they were committed, without end tokens; ``log_probabilities`` is fp32
+    ``[N]``."""
+    content = ~np.isin(canvas.tokens[canvas.prompt_length :], list(end_ids))
+    at = canvas.prompt_length + np.flatnonzero(content)[:count]
+    ids = canvas.tokens[at].tolist()
     return tuple(
         CommittedToken(token, tokenizer.decode([token]), float(log_probabilities[i]), int(canvas.committed_at[i]))
         for i, token in zip(at, ids, strict=True)
@@ -111,16 +117,17 @@ def committed_tokens(
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:
-    """The answer's canvas as text, a glyph for each masked position, cut at the first end token."""
+    """The answer's canvas as text, a glyph for each masked position; cut at the first end token, if one ends it."""
     tokens = canvas.tokens[canvas.prompt_length :]
     masked = canvas.committed_at[canvas.prompt_length :] == MASKED
     ends = np.flatnonzero(np.isin(tokens, list(end_ids)) & ~masked)
-    stop = ends[0] if len(ends) else len(tokens)
+    stop = ends[0] if len(ends) and not canvas.padded else len(tokens)
     pieces: list[str] = []
     start = 0
     for cut in [*np.flatnonzero(np.diff(masked[:stop])) + 1, stop]:
         run = tokens[start:cut]
         if len(run):
-            pieces.append(MASK_GLYPH * len(run) if masked[start] else _decode(tokenizer, run.tolist()))
+            text = run[~np.isin(run, list(end_ids))].tolist()
+            pieces.append(MASK_GLYPH * len(run) if masked[start] else _decode(tokenizer, text))
         start = cut
     return "".join(pieces)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_HOLES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
 from mmserve.core.constraint import (
     Choice,
     ConstraintKind,
@@ -15,9 +15,11 @@ from mmserve.core.constraint import (
     ConstraintSampling,
     ConstraintSpec,
     Gbnf,
+    Hole,
     JsonSchema,
     Lark,
     Regex,
+    Template,
 )
 from mmserve.v1 import generation_pb2 as pb
 
@@ -43,34 +45,77 @@ _MOST_BYTES = {
 
 def wrong_constraint(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
     """What is wrong with the constraint of ``message`` at first sight: field and description."""
-    if not message.HasField("constraint"):
-        return
-    constraint = message.constraint
+    if message.HasField("constraint"):
+        yield from _wrong(message.constraint, "constraint")
+
+
+def _wrong(constraint: pb.Constraint, path: str) -> Iterator[tuple[str, str]]:
     if constraint.mode not in _MODES:
-        yield "constraint.mode", "must be CONSTRAINT_MODE_STRICT, CONSTRAINT_MODE_VALIDATE or CONSTRAINT_MODE_LENIENT"
+        yield f"{path}.mode", "must be CONSTRAINT_MODE_STRICT, CONSTRAINT_MODE_VALIDATE or CONSTRAINT_MODE_LENIENT"
     if constraint.sampling not in _SAMPLINGS:
-        yield "constraint.sampling", "must be CONSTRAINT_SAMPLING_MASK, _AWRS or _ASAP"
+        yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK, _AWRS or _ASAP"
+    elif _SAMPLINGS[constraint.sampling] is not ConstraintSampling.MASK and _placed(constraint):
+        yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK with a template, and with a scaffold"
     kind = constraint.WhichOneof("kind")
+    if constraint.scaffold and kind != "json_schema":
+        yield f"{path}.scaffold", "must be false but with a json_schema"
     match kind:
         case None:
-            yield "constraint", "must have exactly one of json_schema, regex, choice, lark and gbnf"
+            yield path, "must have exactly one of json_schema, regex, choice, lark, gbnf and template"
         case "choice":
-            yield from _wrong_choice(constraint.choice)
+            yield from _wrong_choice(constraint.choice, f"{path}.choice")
+        case "template":
+            if constraint.mode:
+                yield f"{path}.mode", "must not be set with a template: each hole has its own"
+            yield from _wrong_template(constraint.template, f"{path}.template")
         case _:
             text, most = getattr(constraint, kind), _MOST_BYTES[kind]
             if not text:
-                yield f"constraint.{kind}", "must not be empty"
+                yield f"{path}.{kind}", "must not be empty"
             elif (size := len(text.encode())) > most:
-                yield f"constraint.{kind}", f"must be at most {most} bytes, not {size}"
+                yield f"{path}.{kind}", f"must be at most {most} bytes, not {size}"
 
 
-def _wrong_choice(choice: pb.Choice) -> Iterator[tuple[str, str]]:
+def _wrong_choice(choice: pb.Choice, path: str) -> Iterator[tuple[str, str]]:
     if not choice.options:
-        yield "constraint.choice.options", "must hold at least one option"
+        yield f"{path}.options", "must hold at least one option"
     elif len(choice.options) > MAX_CHOICES:
-        yield "constraint.choice.options", f"must hold at most {MAX_CHOICES} options, not {len(choice.options)}"
+        yield f"{path}.options", f"must hold at most {MAX_CHOICES} options, not {len(choice.options)}"
     elif (size := sum(len(option.encode()) for option in choice.options)) > MAX_GRAMMAR_BYTES:
-        yield "constraint.choice.options", f"must be at most {MAX_GRAMMAR_BYTES} bytes together, not {size}"
+        yield f"{path}.options", f"must be at most {MAX_GRAMMAR_BYTES} bytes together, not {size}"
+
+
+def _wrong_template(template: pb.Template, path: str) -> Iterator[tuple[str, str]]:
+    kinds = [part.WhichOneof("part") for part in template.parts]
+    if not 1 <= kinds.count("hole") <= MAX_HOLES:
+        yield f"{path}.parts", f"must hold from 1 to {MAX_HOLES} holes, not {kinds.count('hole')}"
+        return
+    if (size := sum(len(part.text.encode()) for part in template.parts)) > MAX_GRAMMAR_BYTES:
+        yield f"{path}.parts", f"must have at most {MAX_GRAMMAR_BYTES} bytes of text, not {size}"
+    for i, part in enumerate(template.parts):
+        place = f"{path}.parts[{i}]"
+        match kinds[i]:
+            case None:
+                yield place, "must have exactly one of text and hole"
+            case "text" if not part.text:
+                yield f"{place}.text", "must not be empty"
+            case "hole":
+                if i and kinds[i - 1] == "hole":
+                    yield f"{place}.hole", "must not follow a hole: put text between the two"
+                yield from _wrong_hole(part.hole, f"{place}.hole")
+
+
+def _wrong_hole(hole: pb.Hole, path: str) -> Iterator[tuple[str, str]]:
+    if not hole.max_tokens:
+        yield f"{path}.max_tokens", "must be at least 1"
+    if not hole.HasField("constraint"):
+        return
+    if hole.constraint.scaffold:
+        yield f"{path}.constraint.scaffold", "must be false in a hole: write what is known as text around it"
+    if hole.constraint.WhichOneof("kind") == "template":
+        yield f"{path}.constraint.template", "must not stand in a hole: write its parts into the outer template"
+    else:
+        yield from _wrong(hole.constraint, f"{path}.constraint")
 
 
 def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
@@ -78,10 +123,27 @@ def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
     if not message.HasField("constraint"):
         return None
     constraint = message.constraint
-    return ConstraintSpec(_asked_kind(constraint), _MODES[constraint.mode], _SAMPLINGS[constraint.sampling])
+    if constraint.WhichOneof("kind") == "template":
+        return ConstraintSpec(Template(tuple(map(_part, constraint.template.parts))))
+    mode, sampling = _MODES[constraint.mode], _SAMPLINGS[constraint.sampling]
+    return ConstraintSpec(_kind(constraint), mode, sampling, constraint.scaffold)
 
 
-def _asked_kind(constraint: pb.Constraint) -> ConstraintKind:
+def _placed(constraint: pb.Constraint) -> bool:
+    """Whether part of the answer has its place before anything is drawn."""
+    return bool(constraint.scaffold) or constraint.WhichOneof("kind") == "template"
+
+
+def _part(part: pb.TemplatePart) -> str | Hole:
+    if part.WhichOneof("part") == "text":
+        return part.text
+    hole = part.hole
+    if not hole.HasField("constraint"):
+        return Hole(hole.max_tokens)
+    return Hole(hole.max_tokens, _kind(hole.constraint), _MODES[hole.constraint.mode])
+
+
+def _kind(constraint: pb.Constraint) -> ConstraintKind:
     match constraint.WhichOneof("kind"):
         case "json_schema":
             return JsonSchema(constraint.json_schema)

@@ -372,6 +372,7 @@ def _finished(event: events.Finished) -> pb.Finished:
         companion_forwards=event.companion_forwards,
         log_weight=event.log_weight,
         constraint=None if event.constraint is None else pb.ConstraintStats(**asdict(event.constraint)),
+        holes=event.holes,
     )
 
 
@@ -405,6 +406,7 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
         companion_forwards=message.companion_forwards,
         log_weight=message.log_weight if _set(message, "log_weight") else None,
         constraint=_from_constraint(message.constraint) if message.HasField("constraint") else None,
+        holes=tuple(message.holes),
     )
 
 

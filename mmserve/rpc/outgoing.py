@@ -21,7 +21,7 @@ from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 from mmserve.rpc import request_id
 from mmserve.rpc.convert import role_number
-from mmserve.rpc.outgoing_constraint import Schema, put_constraint, reader
+from mmserve.rpc.outgoing_constraint import Schema, Template, put_constraint, reader
 from mmserve.rpc.policies import Commit, Pruner, Recompute, put, put_policy
 from mmserve.v1 import generation_pb2 as pb
 
@@ -58,10 +58,12 @@ class Options(TypedDict, total=False):
     commit: Commit | None
     tokens: bool  # the answer's tokens with their log-probabilities, in the result
     videos: Sequence[Video]  # in front of the last message's text, behind the images
-    schema: Schema | None  # the answer is JSON valid under it, and ``parsed`` in the result; at most one of these four
+    schema: Schema | None  # the answer is JSON valid under it, and ``parsed`` in the result; at most one of these five
     regex: str | None  # all of the answer matches it
     choices: Sequence[str] | None  # the answer is one of them
     grammar: str | None  # the answer is a sentence of it: Lark, or GBNF
+    template: Template | None  # the answer is these texts with the holes filled, which are ``holes`` in the result
+    scaffold: bool  # with ``schema``: keys and punctuation stand on a diffusion model's canvas from the start
     pruner: Pruner | None  # of visual tokens; with one of the three below
     keep_ratio: float | None  # share of the visual tokens of each image or video to keep, in (0, 1]
     token_budget: int | None  # so many of them
@@ -102,6 +104,7 @@ class Result:
     companion_forwards: int = 0  # passes of a companion, which ``forwards`` does not count
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn by "awrs" or "asap"
     constraint: events.ConstraintStats | None = None  # what its constraint took, if it had one
+    holes: tuple[str, ...] = ()  # what fills each hole of a ``template``; none where a stop string cut the answer
     others: tuple[Result, ...] = ()  # the samples behind the first
     read: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
 
@@ -144,6 +147,7 @@ def _result(event: events.Finished, request_id: str, read: Callable[[str], Any] 
         companion_forwards=event.companion_forwards,
         log_weight=event.log_weight,
         constraint=event.constraint,
+        holes=event.holes,
         read=read,
     )
 
@@ -174,6 +178,8 @@ def build_request(
     regex: str | None = None,
     choices: Sequence[str] | None = None,
     grammar: str | None = None,
+    template: Template | None = None,
+    scaffold: bool = False,
     constraint_mode: str | None = None,
     constraint_sampling: str | None = None,
     pruner: Pruner | None = None,
@@ -205,15 +211,8 @@ def build_request(
     put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
     put_policy(request.diffusion, "recompute", recompute, "diffusion.")
     put_policy(request.diffusion, "commit", commit, "diffusion.")
-    put_constraint(
-        request,
-        schema=schema,
-        regex=regex,
-        choices=choices,
-        grammar=grammar,
-        mode=constraint_mode,
-        sampling=constraint_sampling,
-    )
+    given = {"schema": schema, "regex": regex, "choices": choices, "grammar": grammar, "template": template}
+    put_constraint(request, given, mode=constraint_mode, sampling=constraint_sampling, scaffold=scaffold)
     put_policy(request.vision, "pruner", pruner, "vision.")
     amounts = {"keep_ratio": keep_ratio, "token_budget": token_budget, "attention_mass": attention_mass}
     if sum(value is not None for value in amounts.values()) > 1:

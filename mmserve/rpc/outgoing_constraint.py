@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mmserve.errors import InvalidArgument
@@ -24,21 +25,46 @@ _SAMPLINGS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hole:
+    """A gap of a template: at most ``max_tokens`` tokens that satisfy the one constraint that is given, or any text."""
+
+    max_tokens: int = 16
+    schema: Schema | None = None
+    regex: str | None = None
+    choices: Sequence[str] | None = None
+    grammar: str | None = None
+    constraint_mode: str | None = None
+
+
+#: Texts and, with text between any two, holes.
+Template = Sequence[str | Hole]
+
+
 def put_constraint(
     request: pb.GenerateRequest,
+    given: Mapping[str, Any],
     *,
-    schema: Schema | None,
-    regex: str | None,
-    choices: Sequence[str] | None,
-    grammar: str | None,
     mode: str | None,
     sampling: str | None = None,
+    scaffold: bool = False,
 ) -> None:
-    """Put the one that is given into ``request``; ``grammar`` is GBNF where it defines rules with ``::=``, else Lark.
+    """Put the one constraint that is ``given`` into ``request``: ``schema``, ``regex``, ``choices``, ``template`` or
+    ``grammar``, which is GBNF where it defines rules with ``::=``, else Lark.
 
     Raises ``InvalidArgument`` for more than one, and for what cannot be put into a message.
     """
-    given = {"schema": schema, "regex": regex, "choices": choices, "grammar": grammar}
+    made = _constraint(given, mode, sampling)
+    if scaffold and given.get("schema") is None:
+        raise InvalidArgument.of("scaffold", "needs a schema")
+    if made is not None:
+        if scaffold:
+            made.scaffold = True
+        request.constraint.CopyFrom(made)
+
+
+def _constraint(given: Mapping[str, Any], mode: str | None, sampling: str | None = None) -> pb.Constraint | None:
+    """The message for the one that is not None; None if there is none."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidArgument.of(names[1], f"cannot be given together with {names[0]}")
@@ -48,23 +74,50 @@ def put_constraint(
         if asked not in known:
             raise InvalidArgument.of(f"constraint_{field}", f"must be one of {', '.join(known)}, not {asked!r}")
         if not names:
-            raise InvalidArgument.of(f"constraint_{field}", "needs a schema, regex, choices or grammar")
-        setattr(request.constraint, field, known[asked])
+            raise InvalidArgument.of(f"constraint_{field}", "needs a schema, regex, choices, grammar or template")
+    if not names:
+        return None
+    made = pb.Constraint()
+    if mode is not None:
+        made.mode = _MODES[mode]
+    if sampling is not None:
+        made.sampling = _SAMPLINGS[sampling]
     try:
-        if schema is not None:
-            request.constraint.json_schema = _schema_text(schema)
-        elif regex is not None:
-            request.constraint.regex = regex
-        elif choices is not None:
-            if isinstance(choices, str):
-                raise TypeError("must be a list of strings")
-            request.constraint.choice.options.extend(choices)
-        elif grammar is not None:
-            setattr(request.constraint, "gbnf" if "::=" in grammar else "lark", grammar)
+        _put(made, names[0], given[names[0]])
     except (TypeError, ValueError) as error:
         raise InvalidArgument.of(names[0], f"cannot be sent: {error}") from error
-    if choices is not None:
-        request.constraint.choice.SetInParent()
+    return made
+
+
+def _put(message: pb.Constraint, name: str, value: Any) -> None:
+    match name:
+        case "schema":
+            message.json_schema = _schema_text(value)
+        case "regex":
+            message.regex = value
+        case "choices":
+            if isinstance(value, str):
+                raise TypeError("must be a list of strings")
+            message.choice.options.extend(value)
+            message.choice.SetInParent()
+        case "grammar":
+            setattr(message, "gbnf" if "::=" in value else "lark", value)
+        case "template":
+            if isinstance(value, str):
+                raise TypeError("must be a list of strings and holes")
+            message.template.parts.extend(map(_part, value))
+            message.template.SetInParent()
+
+
+def _part(part: str | Hole) -> pb.TemplatePart:
+    if isinstance(part, str):
+        return pb.TemplatePart(text=part)
+    if not isinstance(part, Hole):
+        raise TypeError(f"a template holds strings and Hole(…), not {part!r}")
+    given = {"schema": part.schema, "regex": part.regex, "choices": part.choices, "grammar": part.grammar}
+    return pb.TemplatePart(
+        hole=pb.Hole(constraint=_constraint(given, part.constraint_mode), max_tokens=part.max_tokens)
+    )
 
 
 def reader(schema: Schema | None) -> Callable[[str], Any] | None:

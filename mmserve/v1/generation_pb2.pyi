@@ -70,22 +70,48 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
-    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "mode", "sampling")
+    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "sampling", "scaffold")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     LARK_FIELD_NUMBER: _ClassVar[int]
     GBNF_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SCAFFOLD_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     choice: Choice
     lark: str
     gbnf: str
+    template: Template
     mode: ConstraintMode
     sampling: ConstraintSampling
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ..., sampling: _Optional[_Union[ConstraintSampling, str]] = ...) -> None: ...
+    scaffold: bool
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., template: _Optional[_Union[Template, _Mapping]] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ..., sampling: _Optional[_Union[ConstraintSampling, str]] = ..., scaffold: bool = ...) -> None: ...
+
+class Template(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[TemplatePart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[TemplatePart, _Mapping]]] = ...) -> None: ...
+
+class TemplatePart(_message.Message):
+    __slots__ = ("text", "hole")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    HOLE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    hole: Hole
+    def __init__(self, text: _Optional[str] = ..., hole: _Optional[_Union[Hole, _Mapping]] = ...) -> None: ...
+
+class Hole(_message.Message):
+    __slots__ = ("constraint", "max_tokens")
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    constraint: Constraint
+    max_tokens: int
+    def __init__(self, constraint: _Optional[_Union[Constraint, _Mapping]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("options",)
@@ -482,7 +508,7 @@ class Delta(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -497,6 +523,7 @@ class Finished(_message.Message):
     LOG_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     COMPANION_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    HOLES_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -511,7 +538,8 @@ class Finished(_message.Message):
     log_weight: float
     constraint: ConstraintStats
     companion_forwards: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ...) -> None: ...
+    holes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConstraintStats(_message.Message):
     __slots__ = ("steps", "fallbacks", "search_seconds", "late", "forward_seconds", "step_ms")

@@ -8,24 +8,37 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from llguidance import LLParserLimits
+from tokenizers import Tokenizer
 
 from mmserve.constraint.judging import Judge, judge_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.scaffold import Part, scaffold
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import Vocabulary as Proved
-from mmserve.core.constraint import ConstraintSampling, ConstraintSpec
+from mmserve.core.constraint import Choice, ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
+from mmserve.core.request import Request
+from mmserve.decode.constrained.allot import allotted
+from mmserve.decode.constrained.draws import Sampled
+from mmserve.decode.constrained.filling import Filling, Layout, laid_out
 from mmserve.decode.constrained.futures import Place
+from mmserve.decode.constrained.state import Constrained, Split
+from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Infeasible, Witness, admit
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary, spell
-from mmserve.errors import InvalidArgument, Unavailable, Unimplemented
+from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
 from mmserve.models.base import Model
 
 logger = logging.getLogger("mmserve.decode")
+
+#: What a hole without a constraint holds.
+ANYTHING = Regex(r"[\s\S]*")
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,25 @@ class Admitted:
     judge: Judge | None  # of the finished answer, where its grammar is wider than the constraint
     sampling: ConstraintSampling = ConstraintSampling.MASK
     futures: Place | None = None  # what its samples, one after another, have met so far
+    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
+    split: Split | None = None  # of a template that is one language
+    layout: Layout | None = None  # of a template whose holes have a place each
+
+    def begun(self, request: Request) -> Constrained:
+        """The state of a sample that begins."""
+        if self.layout is not None:
+            return Filling.of(self.layout, self.lexicon, self.warnings, self.judge, self.judges)
+        sampled = None
+        if self.sampling is not ConstraintSampling.MASK:
+            # a penalty counts what stands on the canvas, and no draft stands there yet
+            sampled = Sampled(self.futures, speculates=request.sampling.repetition_penalty == 1)
+        return Constrained(
+            self.witness, self.lexicon, self.warnings, self.judge, sampled, judges=self.judges, split=self.split
+        )
+
+    def warned(self, warning: str) -> Admitted:
+        """The same with one more warning."""
+        return replace(self, warnings=(*self.warnings, warning))
 
 
 @dataclass(frozen=True)
@@ -47,6 +79,47 @@ class _Language:
     vocabulary: Vocabulary
     lexicon: Lexicon
     grammars: Grammars
+    tokenizer: Tokenizer
+    ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
+
+    def opened(self, spec: ConstraintSpec, budget: int, field: str) -> Opened:
+        """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
+        grammar = self.grammars.grammar(spec)
+        judge = judge_of(spec, exact=grammar.exact)
+        with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
+            compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
+            witness = admit(compiled, self.lexicon, budget)
+        return Opened(compiled, witness, grammar.warnings, judge)
+
+    def filled(self, hole: Hole) -> Opened:
+        """A template's hole."""
+        return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens")
+
+    def spelling(self, text: str) -> list[int]:
+        """``text`` in the model's tokens."""
+        return spelling(text, self.tokenizer, self.lexicon)
+
+    def longest(self, part: Part) -> int | None:
+        """Most tokens that a hole of a scaffold needs; None if that is not known."""
+        return max(len(self.spelling(option)) for option in part.options) if isinstance(part, Choice) else None
+
+
+@contextmanager
+def failures(why: str, field: str) -> Iterator[None]:
+    """What goes wrong with a grammar that was proved, as the request's error; ``why`` has places for the number of
+    tokens that are needed and for what needs them."""
+    try:
+        yield
+    except Infeasible as error:
+        if error.needed is None:
+            raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
+        known = "the shortest answer" if error.exact else "the shortest answer found"
+        raise InvalidArgument.of(field, f"must be {why.format(error.needed, known)}") from error
+    except (KeyboardInterrupt, SystemExit, MMServeError):
+        raise
+    except BaseException as error:
+        logger.warning("a grammar that was proved cannot be begun", exc_info=error)
+        raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
 
 
 class Admission:
@@ -65,25 +138,52 @@ class Admission:
         with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained.
         """
         language = self._made()
-        grammar = language.grammars.grammar(spec)
-        judge = judge_of(spec, exact=grammar.exact)
-        limits = LLParserLimits(**PARSER_LIMITS)
-        try:
-            compiled = Grammar(grammar.text, language.vocabulary, limits)
-            witness = admit(compiled, language.lexicon, budget)
-        except Infeasible as error:
-            if error.needed is None:
-                raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
-            known = "the shortest answer" if error.exact else "the shortest answer found"
-            why = f"must be at least {error.needed} for {known} that obeys the constraint, not {budget}"
-            raise InvalidArgument.of("sampling.max_new_tokens", why) from error
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            logger.warning("a grammar that was proved cannot be begun", exc_info=error)
-            raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
+        if isinstance(spec.kind, Template):
+            return self._template(language, spec.kind, budget)
+        whole = language.opened(spec, budget, "sampling.max_new_tokens")
         futures = Place() if spec.sampling is ConstraintSampling.ASAP else None
-        return Admitted(witness, language.lexicon, grammar.warnings, judge, spec.sampling, futures)
+        plain = Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, spec.sampling, futures)
+        return self._scaffold(language, spec, plain, budget) if spec.scaffold else plain
+
+    def _template(self, language: _Language, template: Template, budget: int) -> Admitted:
+        found = opened(template, language.filled)
+        holes = [part for part in found if isinstance(part, Opened)]
+        warnings = tuple(dict.fromkeys(warning for hole in holes for warning in hole.warnings))
+        judges = tuple(hole.judge for hole in holes)
+        if self._model.spec.causal:
+            with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
+                row, witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
+            return Admitted(witness, language.lexicon, warnings, None, judges=judges, split=row.split)
+        parts = [language.spelling(part) if isinstance(part, str) else part.witness for part in found]
+        layout = side_by_side(parts, budget, language.ends)
+        return Admitted(holes[0].witness, language.lexicon, warnings, None, judges=judges, layout=layout)
+
+    def _scaffold(self, language: _Language, spec: ConstraintSpec, plain: Admitted, budget: int) -> Admitted:
+        """``plain`` with its answer's keys and punctuation in place, or with a warning that says why not."""
+        assert isinstance(spec.kind, JsonSchema)
+        if self._model.spec.causal:
+            return plain.warned("scaffold has no effect: a next-token model writes from left to right")
+        parts = scaffold(spec.kind.text)
+        if not parts:
+            return plain.warned("scaffold has no effect: the schema leaves every part of an answer open, or none")
+        texts = {i: language.spelling(part) for i, part in enumerate(parts) if isinstance(part, str)}
+        room = budget - sum(map(len, texts.values()))
+        try:
+            holes = {
+                i: language.opened(ConstraintSpec(part, spec.mode), max(room, 1), "sampling.max_new_tokens")
+                for i, part in enumerate(parts)
+                if not isinstance(part, str)
+            }
+        except InvalidArgument as error:
+            return plain.warned(f"scaffold has no effect: {error.message}")
+        given = allotted(
+            [hole.witness.length for hole in holes.values()], [language.longest(parts[i]) for i in holes], room
+        )
+        if given is None:
+            return plain.warned(f"scaffold has no effect: it leaves no room for an answer of {budget} tokens")
+        sized = {i: hole.witness.resized(n) for (i, hole), n in zip(holes.items(), given, strict=True)}
+        layout = laid_out([texts[i] if i in texts else sized[i] for i in range(len(parts))], budget, language.ends)
+        return replace(plain, layout=layout)
 
     def warm(self) -> None:
         """Make ready now what the first constraint would wait for; for a model without constraints, nothing."""
@@ -117,4 +217,6 @@ def _language(model: Model) -> _Language:
     generated = [b"" if i in banned else text for i, text in enumerate(spelled[:size])]
     vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
     proved = Proved(vocabulary.token_bytes, min(spec.end_ids))
-    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved))
+    padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
+    ends = min(spec.end_ids - {padding}, default=padding), padding
+    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved), tokenizer, ends)

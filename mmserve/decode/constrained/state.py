@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -34,6 +34,9 @@ SECONDS = 2.0
 
 A = TypeVar("A")
 
+#: A template's answer to the tokens that fill its holes.
+Split = Callable[[Sequence[int]], list[list[int]]]
+
 
 @dataclass
 class Constrained:
@@ -49,6 +52,48 @@ class Constrained:
     forced: bool = False  # whether the draft is what must stand there anyway
     broken: bool = False  # the parser failed: it is not asked any more
     meter: Meter = field(default_factory=Meter)
+    split: Split | None = None  # of a template's answer into what fills its holes
+    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
+
+    @property
+    def content(self) -> np.ndarray:
+        """Bool ``[N]``: where the witness holds text, and not what stands behind the end of one."""
+        return np.arange(len(self.witness.tokens)) < self.witness.length
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First position, and first behind, of each text that the decoder fills in."""
+        return ((0, len(self.witness.tokens)),)
+
+    def prepare(self, canvas: Canvas) -> None:
+        """Put onto a fresh ``canvas`` what stands there from the start."""
+
+    def settled(self, known: np.ndarray) -> np.ndarray:
+        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
+        return np.zeros(0, np.int64)
+
+    def holes(self, known: np.ndarray) -> tuple[str, ...]:
+        """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
+        split = self.split
+        if split is None:
+            return ()
+        ends = np.flatnonzero(np.isin(known, list(self.witness.ends)))
+        answer = known[: ends[0]] if len(ends) else known
+        return self._guarded(lambda: tuple(map(self.read, split(answer.tolist()))), ())
+
+    def check(self, text: str, known: np.ndarray) -> None:
+        """Raise ``FailedPrecondition`` if the finished answer, ``text`` or its tokens ``known`` (int64 ``[N]``), is not
+        what its constraint asks for."""
+        if self.judge is not None:
+            self.judge.check(text)
+        if any(self.judges):
+            for judge, filled in zip(self.judges, self.holes(known), strict=True):
+                if judge is not None:
+                    judge.check(filled)
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        return self.lexicon.text(tokens).decode(errors="replace")
 
     def asks(self, canvas: Canvas, targets: np.ndarray, *, causal: bool) -> Best | Draws:
         """What is to be noted of the logits of ``targets`` (positions of the canvas, ascending)."""
@@ -61,8 +106,11 @@ class Constrained:
     @metered
     def best_of(self, positions: np.ndarray, *, causal: bool) -> Best:
         """What is to be noted for a search, of the logits of ``positions`` (from the answer's start, ascending)."""
-        allowed = self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
-        return Best(positions, self.witness.tokens[positions], allowed, self.meter)
+        return Best(positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter)
+
+    def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
+        """Rows of ``positions`` for which it is known what may stand there, and which tokens (bool ``[V]``)."""
+        return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
         """Make the witness the best path found; ``end``: the first position behind the part that is searched.

@@ -95,6 +95,7 @@ def _one_by_one(state: Constrained, canvas: Canvas, ranked: Ranked) -> Chosen:
 def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: Commit, ranked: Ranked) -> Chosen:
     """Any of the open positions of a block, or of a canvas."""
     first, known = canvas.prompt_length, known_tokens(canvas)
+    proposed = proposed.where(_within(state.spans, proposed.positions - first))
     rows = np.searchsorted(ranked.top.positions, proposed.positions - first)
     at, masked = proposed.positions - first, canvas.masked[proposed.positions]
     top = ranked.top
@@ -118,7 +119,19 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
     final = _final(state, canvas, shown, commit, masked, meant)
     final |= reopened
     final &= masked | (tokens != canvas.tokens[shown.positions])
-    return Chosen(shown.positions[final], tokens[final], plain[final])
+    return _padded(state, canvas, Chosen(shown.positions[final], tokens[final], plain[final]))
+
+
+def _padded(state: Constrained, canvas: Canvas, final: Chosen) -> Chosen:
+    """``final`` and, where nothing but padding can stand behind it, that."""
+    known = known_tokens(canvas)
+    known[final.positions - canvas.prompt_length] = final.tokens
+    padding = state.settled(known)
+    return Chosen(
+        np.concatenate([final.positions, canvas.prompt_length + padding]),
+        np.concatenate([final.tokens, state.witness.tokens[padding]]),
+        np.concatenate([final.log_probabilities, np.zeros(len(padding), np.float32)]),
+    )
 
 
 def _projected(
@@ -146,23 +159,44 @@ def _final(
     """Bool ``[n]``: which of the masked positions become final.
 
     An end of text that is not ``meant`` by the model is not, before all of the answer is: it would bound the answer,
-    and nothing is won by it. With the last of the answer, the end right behind it goes along.
+    and nothing is won by it. With the last of the answer, the end right behind it goes along. Of a template, each hole
+    has an answer of its own.
     """
     at = shown.positions - canvas.prompt_length
-    content = masked & (at < state.witness.length)
+    still_open = state.content & canvas.masked[canvas.prompt_length :]
+    content = masked & state.content[at]
     ends = masked & ~content
-    open_content = int(canvas.masked[canvas.prompt_length :][: state.witness.length].sum())
+    due = content | (ends & (meant | ~_touched(state.spans, still_open)[at]))
     final = commit.choose(canvas, shown) & masked
-    if (final & ends & ~meant).any() and content.any() and int((content & final).sum()) < open_content:
-        ready = content | (ends & meant)
+    early = final & ends & ~meant & _touched(state.spans, _without(still_open, at[final]))[at]
+    if early.any() and due.any():
         final = np.zeros_like(final)
-        final[ready] = commit.choose(canvas, shown.where(ready))
+        final[due] = commit.choose(canvas, shown.where(due))
     if not final.any() and masked.any():  # a policy with an order of its own may find nothing of it among these
-        eligible = content if content.any() else ends
-        final[int(np.where(eligible, shown.confidence, -1.0).argmax())] = True
-    if (final & ends).any() and int((content & final).sum()) == open_content:
+        final[int(np.where(due if due.any() else ends, shown.confidence, -1.0).argmax())] = True
+    if (final & ends).any() and not _without(still_open, at[final]).any():
         final |= ends & (at == state.witness.length)
     return final
+
+
+def _without(marked: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """``marked`` (bool ``[N]``) but for ``positions``."""
+    left = marked.copy()
+    left[positions] = False
+    return left
+
+
+def _touched(spans: tuple[tuple[int, int], ...], marked: np.ndarray) -> np.ndarray:
+    """Bool ``[N]``: positions of the spans in which any is ``marked`` (bool ``[N]``)."""
+    found = np.zeros_like(marked)
+    for start, stop in spans:
+        found[start:stop] = marked[start:stop].any()
+    return found
+
+
+def _within(spans: tuple[tuple[int, int], ...], positions: np.ndarray) -> np.ndarray:
+    """Bool ``[n]``: which of ``positions`` lie in any of the spans."""
+    return np.any([(positions >= start) & (positions < stop) for start, stop in spans], axis=0)
 
 
 def _rows(top: TopK, rows: slice) -> TopK:

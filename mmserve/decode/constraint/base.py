@@ -45,6 +45,10 @@ class Matcher(Protocol):
         """The bytes that must follow here; empty where there is a choice, or where the text may end."""
         ...
 
+    def ahead(self) -> bytes:
+        """Bytes that are known to lead on towards the end: those of ``forced``, or of a choice that is made for it."""
+        ...
+
     @property
     def accepting(self) -> bool:
         """Whether the text may end here."""

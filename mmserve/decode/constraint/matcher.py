@@ -125,6 +125,10 @@ class GrammarMatcher:
             return b""
         return self._parser.compute_ff_bytes()
 
+    def ahead(self) -> bytes:
+        """The bytes that must follow here; nothing more is known."""
+        return self.forced()
+
     @property
     def accepting(self) -> bool:
         """Whether the text may end here."""

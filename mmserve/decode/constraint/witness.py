@@ -56,6 +56,12 @@ class Witness:
     closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
     cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
 
+    def resized(self, size: int) -> Witness:
+        """The same answer, of which nothing is known yet, on ``size`` positions; they must be enough."""
+        tokens = np.full(size, min(self.ends), np.int64)
+        tokens[: self.length] = self.tokens[: self.length]
+        return replace(self, tokens=tokens)
+
 
 def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort | None = None) -> Witness:
     """The first witness of an answer of ``budget`` positions.

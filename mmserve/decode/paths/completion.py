@@ -65,7 +65,9 @@ _FILLERS = 3
 
 
 def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) -> Walk | None:
-    """The completion that takes the first closer that may follow, everywhere; None if it does not arrive.
+    """The completion that takes the way known, or else the first closer that may follow, everywhere.
+
+    None if it does not arrive.
 
     Where one closer has led nowhere several times in a row, as zeros behind ``0.`` do, the next one is taken.
     ``keep``: whether the choices are to be kept.
@@ -75,7 +77,7 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) 
     while work.spend() and len(tokens) < _LONGEST:
         if at.accepting:
             return Walk(tuple(tokens), tuple(choices))
-        step = lexicon.cover(at.forced()) or []
+        step = lexicon.cover(at.ahead()) or []
         if not step:
             step = _first(at, lexicon, tokens[-_TIRED:])
             if not step:

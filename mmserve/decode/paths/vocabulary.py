@@ -61,10 +61,10 @@ class Vocabulary:
         ordered = sorted((b, i) for i, b in enumerate(content) if b)
         return cls(content, frozenset(end_ids), trie, frozenset(i for _b, i in ordered), ordered)
 
-    def within(self, text: bytes) -> list[int]:
-        """Tokens that ``text`` begins with, itself left out."""
+    def within(self, text: bytes, *, whole: bool = False) -> list[int]:
+        """Tokens that ``text`` begins with; itself only if ``whole``."""
         found: list[int] = []
-        for end in range(1, min(len(text), LONGEST + 1)):
+        for end in range(1, min(len(text) + whole, LONGEST + 1)):
             found += self._from(text[:end], exactly=True)
         return found
 

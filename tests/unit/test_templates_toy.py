@@ -1,0 +1,136 @@
+"""Concatenations over a toy vocabulary: every row of tokens, against a reading of templates written for this test."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mmserve.decode.constraint.concatenation import Bounded, Concatenation
+from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.constraint.witness import Infeasible, admit, choose, follow, improve
+from mmserve.decode.paths.field import TopK
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.vocabulary import Vocabulary
+
+END = 5
+PIECES = ("a", "b", "c", "ab", "cc")
+#: Texts (one more than holes), and of each hole its pattern and most tokens.
+TOYS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, int], ...]]] = {
+    "any text, then one of it": (("", "b"), (("[abc]*", 3),)),
+    "seam within a token": (("a", "b"), (("[abc]+", 2),)),
+    "text that begins like the hole": (("", "ab", ""), (("a*b?", 2), ("c+", 2))),
+    "text that overlaps itself": (("c", "aba", ""), (("[ab]*", 3), ("[bc]?", 1))),
+    "two of them": (("", "c", "c"), (("(ab)+", 2), ("a?", 1))),
+    "no room but for the least": (
+        (
+            "b",
+            "",
+        ),
+        (("cc", 1),),
+    ),
+}
+
+
+@cache
+def setting(name: str) -> tuple[Concatenation, Lexicon]:
+    texts, holes = TOYS[name]
+    vocabulary = Vocabulary.spelled([*(piece.encode() for piece in PIECES), b""], {END})
+    bounded = tuple(Bounded(Grammar(f"start: /{pattern}/", vocabulary), most) for pattern, most in holes)
+    made = Concatenation(tuple(text.encode() for text in texts), bounded, vocabulary)
+    return made, Lexicon.of(vocabulary.token_bytes)
+
+
+def spelled(tokens: tuple[int, ...]) -> str:
+    return "".join(PIECES[token] for token in tokens)
+
+
+def read(name: str, tokens: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """What fills each hole; None if ``tokens`` are no whole answer. Each hole ends where the text behind it is first
+    complete."""
+    texts, holes = TOYS[name]
+    at = next((n for n in range(len(tokens) + 1) if spelled(tokens[:n]) == texts[0]), -1)
+    found: list[tuple[int, ...]] = []
+    for (pattern, most), text in zip(holes, texts[1:], strict=True):
+        if at < 0:
+            return None
+        ways = [
+            (end, stop)
+            for end in range(at, len(tokens) + 1)
+            for stop in range(at, end + 1)
+            if spelled(tokens[stop:end]) == text
+            and stop - at <= most
+            and re.fullmatch(pattern, spelled(tokens[at:stop]))
+            and (text or end == len(tokens))
+        ]
+        if not ways:
+            return None
+        end, stop = min(ways)
+        found.append(tokens[at:stop])
+        at = end
+    return found if at == len(tokens) else None
+
+
+@cache
+def answers(name: str, size: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """All whole answers of at most ``size`` tokens, and what fills their holes."""
+    rows = (row for n in range(size + 1) for row in product(range(5), repeat=n))
+    return {row: filled for row in rows if (filled := read(name, row)) is not None}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_every_row_is_taken_or_not_as_it_should_be(name: str) -> None:
+    language, _lexicon = setting(name)
+    valid = answers(name, 6)
+    assert valid
+    begun = {row[:n] for row in valid for n in range(len(row) + 1)}
+    for n in range(5):
+        for row in product(range(5), repeat=n):
+            matcher = language.start()
+            taken = matcher.valid(row)
+            if row in begun:
+                assert taken == n
+            if taken < n:
+                continue
+            matcher.consume(row)
+            assert matcher.accepting == (row in valid)
+            following = [token for token in range(6) if matcher.valid([token])]
+            assert matcher.allowed().tolist() == following
+            assert matcher.among(np.arange(6)).tolist() == [token in following for token in range(6)]
+            forced = matcher.forced()
+            for token in following:
+                assert forced.startswith(PIECES[token].encode()) or PIECES[token].encode().startswith(forced)
+            if matcher.accepting:
+                assert [tuple(hole) for hole in language.split(row)] == valid[row]
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_whole_canvases_filled_in_any_order_end_in_the_language(name: str) -> None:
+    language, lexicon = setting(name)
+    rng = random.Random(name)
+    for size in (*range(1, 6), *[6] * 6):
+        valid = answers(name, size)
+        try:
+            witness = admit(language, lexicon, size)
+        except Infeasible as refused:
+            assert not valid
+            assert refused.needed is not None and answers(name, refused.needed)
+            assert not answers(name, refused.needed - 1)
+            continue
+        known = np.full(size, -1, np.int64)
+        while (known < 0).any():
+            masked = np.flatnonzero(known < 0)
+            tokens = np.array([rng.sample(range(6), 4) for _ in masked])
+            top = TopK(masked, tokens, np.full(tokens.shape, -1.0, np.float32) - np.arange(4, dtype=np.float32))
+            witness, _outcome = improve(witness, known, top, size, lexicon, seconds=60)
+            wanted = np.array([rng.random() < 0.3 for _ in masked])
+            chosen = choose(witness, masked, tokens[:, 0], wanted, top)
+            known[masked[chosen]] = witness.tokens[masked[chosen]]
+            witness = follow(witness, known)
+            assert tuple(witness.tokens[: witness.length].tolist()) in valid
+        ends = np.flatnonzero(known == END)
+        assert tuple(known[: ends[0] if len(ends) else size].tolist()) in valid

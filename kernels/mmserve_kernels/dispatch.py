@@ -45,7 +45,7 @@ class Implementation:
 #: Every op by the name of its function. To add one: a package with both files, and a line here.
 OPS: dict[str, Op] = {
     "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256),
-    "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=256),
+    "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=128),
     "rope_scatter": Op("mmserve_kernels.rope_scatter", max_head_size=256),
 }
 

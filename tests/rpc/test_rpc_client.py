@@ -33,7 +33,7 @@ PNG = b"\x89PNG and so on"
 def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
     events += ["StageTimes", "Usage"]
-    inputs = ["ImagePart", "Message", "Options", "TLS", "TextPart", "VideoPart"]
+    inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
     commit += ["DraftModel", "Guided", "Scheduler"]

@@ -47,8 +47,8 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    fp_fusion: bool = True  # a product and a sum rounded once
     backend: str | None = None  # ``cuda`` or ``hip``; None = launched so on both
+    fp_fusion: bool = True  # a product and a sum rounded once
 
 
 @dataclass(frozen=True)

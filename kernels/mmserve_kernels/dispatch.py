@@ -47,7 +47,7 @@ OPS: dict[str, Op] = {
     "attention_scores": Op("mmserve_kernels.attention_scores", max_head_size=256),
     "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256),
     "commit_scores": Op("mmserve_kernels.commit_scores"),
-    "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=256),
+    "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=128),
     "rope_scatter": Op("mmserve_kernels.rope_scatter", max_head_size=256),
     "sparse_attention": Op("mmserve_kernels.sparse_attention", max_head_size=256),
 }

@@ -151,6 +151,14 @@ def test_an_odd_head_size_is_refused_in_4_bits() -> None:
         reference.kv_quant(torch.zeros(1, 1, 1, 3), torch.ones(1), kind="int4", per="token")
 
 
+def test_the_kernel_refuses_quantised_pages_of_larger_heads() -> None:
+    x = torch.zeros(1, 1, 1, 256)
+    pages = reference.kv_quant(x, torch.ones(1), kind="int8", per="token")
+    one = build([(1, 1)], 1, "mha").ragged
+    with pytest.raises(ValueError, match="up to 128 dimensions, not 256"):
+        attention_kernel.cached_attention(x[0], pages, pages, one)
+
+
 def test_kept_tokens_come_back_as_they_were() -> None:
     x = torch.randn(3, 4, 2, 8, generator=torch.Generator().manual_seed(0))
     rough = reference.kv_quant(x, torch.full((3,), 4), kind="int4", per="token")

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from mmserve_kernels.aot import Variant
 from mmserve_kernels.cached_attention.reference import Ragged
-from mmserve_kernels.cached_attention.tiles import Tiling, schedule, tiling
+from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, schedule, tiling
 from mmserve_kernels.kv_quant.kernel import read_pages
 from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages
 
 BACKEND = "hip" if torch.version.hip else "cuda"
+#: Rows that a program folds: so few that nothing is spilled.
+FOLDED = 16
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -124,23 +126,24 @@ def _attend(
 def _combine(
     out_ptr, lse_ptr, acc_ptr, stats_ptr, folds_ptr,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, HAS_LSE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile's splits in their order."""
+    """Fold the splits of FOLDED rows of a tile in their order."""
     GROUP: tl.constexpr = HEADS // GROUPS
     record = folds_ptr + tl.program_id(0) * 8
     group = tl.program_id(1)
     first_row, rows, first = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     partial, count = tl.load(record + 3), tl.load(record + 4)
-    m = first + tl.arange(0, BLOCK_M)
+    of_tile = tl.program_id(2) * FOLDED + tl.arange(0, FOLDED)
+    m = first + of_tile
     channel = tl.arange(0, BLOCK_K)
     row = m // GROUP
     live = row < rows
-    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((FOLDED, BLOCK_K), tl.float32)
+    top = tl.full((FOLDED,), float("-inf"), tl.float32)
+    total = tl.zeros((FOLDED,), tl.float32)
     for i in range(count):
-        here = ((partial + i).to(tl.int64) * GROUPS + group) * BLOCK_M + tl.arange(0, BLOCK_M)
+        here = ((partial + i).to(tl.int64) * GROUPS + group) * BLOCK_M + of_tile
         acc_s = tl.load(acc_ptr + here[:, None] * BLOCK_K + channel[None, :], mask=live[:, None], other=0.0)
         top_s = tl.load(stats_ptr + here * 2, mask=live, other=float("-inf"))
         total_s = tl.load(stats_ptr + here * 2 + 1, mask=live, other=0.0)
@@ -173,7 +176,6 @@ def cached_attention(
         "HAS_LSE": lse_TH is not None,
         "BLOCK_M": sizes.block_m,
         "BLOCK_K": block_k,
-        "num_warps": sizes.num_warps,
     }
     if len(plan.programs):
         _attend[(len(plan.programs), groups)](
@@ -181,11 +183,11 @@ def cached_attention(
             plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit,
             plan.table.shape[1], head_size**-0.5 / math.log(2), *_parts(k_PSGK), *_parts(v_PSGK),
             **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None,
-            BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_stages=sizes.num_stages, **shared,
+            BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **shared,
         )  # fmt: skip
     if len(plan.folds):
-        _combine[(len(plan.folds), groups)](
-            out, out if lse_TH is None else lse_TH, partial, stats, plan.folds, num_stages=1, **shared
+        _combine[(len(plan.folds), groups, sizes.block_m // FOLDED)](
+            out, out if lse_TH is None else lse_TH, partial, stats, plan.folds, FOLDED=FOLDED, num_warps=4, **shared
         )
     return out
 
@@ -214,6 +216,8 @@ def variants() -> Iterator[Variant]:
     """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16."""
     choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), ("plain", *LEVELS), ("cuda", "hip"))
     for name, head_size, kind, backend in choices:
+        if kind != "plain" and head_size > QUANTIZED_HEAD_SIZE:
+            continue
         sizes = tiling(_DTYPES[name], head_size, quantized=kind != "plain", backend=backend)
         shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
         shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
@@ -224,7 +228,8 @@ def variants() -> Iterator[Variant]:
             f"attend {label}", _attend, results | _types(name, kind), shared | _settings(sizes, kind), *launch
         )
         if kind == "plain":
-            yield Variant(f"combine {label}", _combine, results | {"folds_ptr": "*i32"}, shared, *launch)
+            folds = {"folds_ptr": "*i32"}
+            yield Variant(f"combine {label}", _combine, results | folds, shared | {"FOLDED": FOLDED}, backend=backend)
 
 
 def _types(name: str, kind: str) -> dict[str, str]:

@@ -19,6 +19,8 @@ from mmserve_kernels.cached_attention.reference import Ragged
 
 #: From as many (tile, key/value head) pairs on, a program walks through all splits: the GPU is full without more.
 ENOUGH_PROGRAMS = 128
+#: Largest heads of quantized pages: for larger ones no block sizes were found that spill nothing.
+QUANTIZED_HEAD_SIZE = 128
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,15 @@ def tiling(dtype: torch.dtype, head_size: int, *, quantized: bool = False, backe
     """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on NVIDIA's or AMD's (``hip``) GPUs.
 
     All that ``kernels/bench/compile_table.py`` finds without spills. What is ``quantized`` takes more registers, and
-    its many small loads cannot be copied ahead.
+    its many small loads cannot be copied ahead: ``ValueError`` where they are too many.
     """
-    if dtype == torch.float32:
+    if quantized and head_size > QUANTIZED_HEAD_SIZE:
+        raise ValueError(
+            f"quantized pages are read for heads of up to {QUANTIZED_HEAD_SIZE} dimensions, not {head_size}"
+        )
+    if dtype == torch.float32 or quantized:
         return Tiling(32, 16, 1024, 8 if backend == "cuda" else 4, 1)
     warps = 8 if head_size > (128 if backend == "hip" else 64) else 4
-    if quantized:
-        return Tiling(32, 16, 1024, warps, 1)
     return Tiling(64, 16 if head_size > 128 else 64, 1024, warps, 2)
 
 

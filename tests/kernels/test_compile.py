@@ -30,7 +30,7 @@ def test_one_variant_of_each_op_fits_every_target() -> None:
     assert {row["target"] for row in rows} == {"sm_80", "sm_90", "gfx942"}
     for row in rows:
         assert row["fits"], row
-        assert 16 < int(str(row["registers"])) <= 512, row
+        assert 0 < int(str(row["registers"])) <= 512, row
 
 
 @pytest.mark.slow

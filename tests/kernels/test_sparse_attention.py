@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def small_tiles_and_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, so that a block of rows has several; what the kernel is to fill holds NaN."""
-    monkeypatch.setattr(kernel, "tiling", lambda *_: Tiling(64, 32, 64, 4, 1))
+    monkeypatch.setattr(kernel, "_tiling", lambda *_: Tiling(64, 32, 64, 4, 1))
     monkeypatch.setattr(kernel, "_room", lambda like: torch.full_like(like, torch.nan))
 
 

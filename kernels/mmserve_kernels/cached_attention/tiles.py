@@ -45,7 +45,8 @@ def tiling(dtype: torch.dtype, head_size: int, *, quantized: bool = False, backe
             f"quantized pages are read for heads of up to {QUANTIZED_HEAD_SIZE} dimensions, not {head_size}"
         )
     if dtype == torch.float32 or quantized:
-        return Tiling(32, 16, 1024, 8 if backend == "cuda" else 4, 1)
+        block_n = 32 if dtype != torch.float32 and head_size <= 64 else 16
+        return Tiling(32, block_n, 1024, 8 if backend == "cuda" else 4, 1)
     warps = 8 if head_size > (128 if backend == "hip" else 64) else 4
     return Tiling(64, 16 if head_size > 128 else 64, 1024, warps, 2)
 

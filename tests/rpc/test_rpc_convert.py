@@ -15,6 +15,7 @@ from mmserve.config import MediaConfig
 from mmserve.core.events import Admitted, CommittedToken, Delta, Failed, Finished, Snapshot, StageTimes, Usage
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import (
+    Amount,
     Diffusion,
     ImagePart,
     Message,
@@ -24,12 +25,14 @@ from mmserve.core.request import (
     Streaming,
     TextPart,
     VideoPart,
+    Vision,
 )
 from mmserve.decode.commit import DIFFUSION_COMMIT
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.encode.store import MediaStore
 from mmserve.errors import Cancelled, Internal, InvalidArgument, NotFound, Unimplemented
+from mmserve.prune import PRUNERS
 from mmserve.rpc import convert
 from mmserve.v1 import generation_pb2 as pb
 
@@ -357,11 +360,22 @@ def test_missing_media_and_capabilities() -> None:
         build(text_only, diffusion={"no_cache": {}, "low_confidence": {}})
 
 
+def test_pruners_and_their_amounts() -> None:
+    assert build().vision == Vision()
+    assert build(vision={"none": {}}).vision == Vision()
+    for name in (f.name for f in pb.VisionParams.DESCRIPTOR.oneofs_by_name["pruner"].fields if f.name != "none"):
+        found = build(vision={name: {}, "token_budget": 7}).vision
+        assert found == Vision(pruner=name, amount=Amount("token_budget", 7)) and name in PRUNERS
+    assert build(vision={"zipvl": {}, "attention_mass": 1.0}).vision.amount == Amount("attention_mass", 1.0)
+    for amount in ({"keep_ratio": 0.0}, {"keep_ratio": 1.5}, {"attention_mass": float("nan")}, {"token_budget": 0}):
+        assert wrong(vision={"random": {}, **amount}) == [f"vision.{next(iter(amount))}"]
+
+
 EVENTS = [
     Admitted(3),
     Snapshot("a▒", 1, 2, 1),
     Delta("é"),
-    Finished("stop", "é", Usage(5, 2, 4, 3), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
+    Finished("stop", "é", Usage(5, 2, 4, 3, 9), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
     Finished(
         "end",

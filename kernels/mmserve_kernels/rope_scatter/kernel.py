@@ -12,7 +12,7 @@ from torch import Tensor
 from mmserve_kernels.aot import Variant
 
 #: Heads that a program turns at once.
-BLOCK_HEADS = 8
+BLOCK_HEADS = 4
 
 
 @triton.jit

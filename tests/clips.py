@@ -48,6 +48,7 @@ def clip(
         settings = {"bf": "3", "g": str(gop), **{k: v for k, v in options.items() if k != "movflags"}}
         stream: Any = container.add_stream(codec, rate=rate, options=settings)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.thread_count = 1  # the same pictures give the same bytes
         if matrix is not None:
             stream.set_display_matrix(matrix)
         audio = container.add_stream("aac", rate=8000) if sound else None

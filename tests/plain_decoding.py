@@ -31,6 +31,10 @@ class Step:
     log_probabilities: dict[int, float]  # of the same positions
 
 
+#: What two computations of a logit may differ by.
+ROUNDING = 2e-5
+
+
 @dataclass
 class History:
     """A canvas from its first step to its last."""
@@ -39,6 +43,7 @@ class History:
     committed_at: np.ndarray  # int64 [N]: -1 = prompt, MASKED = never
     prompt_length: int
     steps: list[Step] = field(default_factory=list)
+    tied: bool = False  # a draw was so close that rounding decides it
 
     @property
     def recomputed(self) -> int:
@@ -57,6 +62,7 @@ class Proposal:
     gap: dict[int, float]
     entropy: dict[int, float]
     log_probability: dict[int, float]
+    tied: bool  # other tokens would have been drawn from logits that differ by rounding
 
 
 # --- LLaDA's schedule -----------------------------------------------------------------------------------------------
@@ -145,6 +151,7 @@ class PlainDecoder:
             for p in chosen:
                 assert self.committed_at[p] == MASKED
                 self.tokens[p], self.committed_at[p] = proposal.token[p], self.forwards
+            history.tied |= proposal.tied
             history.steps.append(
                 Step(
                     tuple(run),
@@ -196,9 +203,15 @@ class PlainDecoder:
         logits = logits[[rows.index(p) for p in positions]]
         sampling = self.request.sampling
         drawn: list[int] = []
+        tied = False
         if sampling.temperature > 0:
             at = np.array(positions, dtype=np.int64)
-            drawn = candidates(logits.float(), at, self.canvas(), sampling, self.spec.banned_ids).tokens.tolist()
+            nearly = torch.where(torch.arange(logits.shape[1]) % 2 == 0, ROUNDING, -ROUNDING)
+            drawn, *others = (
+                candidates(shown.float(), at, self.canvas(), sampling, self.spec.banned_ids).tokens.tolist()
+                for shown in (logits, logits + nearly, logits - nearly)
+            )
+            tied = others != [drawn, drawn]
         logits[:, list(self.spec.banned_ids)] = -torch.inf
         known = {int(t) for p, t in enumerate(self.tokens) if self.committed_at[p] != MASKED}
         for token in known if sampling.repetition_penalty != 1 else ():
@@ -216,7 +229,8 @@ class PlainDecoder:
         gap = (top[:, 0] - top[:, 1]).tolist()
         chosen = [float(log_p[i, token]) for i, token in enumerate(tokens)]
         confidence = [float(np.float32(np.exp(value))) for value in chosen]
-        return Proposal(*(dict(zip(positions, of, strict=True)) for of in (tokens, confidence, gap, entropy, chosen)))
+        figures = (dict(zip(positions, of, strict=True)) for of in (tokens, confidence, gap, entropy, chosen))
+        return Proposal(*figures, tied)
 
     # which positions a step runs: METHODS 1, "one view of all caches"
 

@@ -136,16 +136,21 @@ def most_steps(request: Request) -> int:
 @pytest.mark.parametrize("commit", COMMITS, ids=name_of)
 @pytest.mark.parametrize("recompute", RECOMPUTES, ids=name_of)
 def test_a_canvas_has_the_oracles_history(shared: Bench, model: LoadedModel, recompute: Policy, commit: Policy) -> None:
-    for call in shared.submit(*requests_of(recompute, commit)):
+    calls, ties = shared.submit(*requests_of(recompute, commit)), 0
+    for call in calls:
         done, request = call.finished(), call.request
         expected = plain(shared, model, request)
         tokens, committed = shared.canvases[request.id]
+        if expected.tied:
+            ties += 1
+            continue
         assert committed.tolist() == expected.committed_at.tolist(), request.id
         assert tokens.tolist() == expected.tokens.tolist(), request.id
         assert done.forwards == len(expected.steps)
         assert done.recomputed_tokens == expected.recomputed
         assert done.forwards <= most_steps(request)
         compare_tokens(model, done, expected)
+    assert ties < len(calls) / 2, "draws this close say nothing"
     shared.await_nothing_left()
 
 

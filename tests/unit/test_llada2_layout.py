@@ -75,10 +75,7 @@ def test_a_token_gives_the_same_bits_alone_and_among_others() -> None:
     moe = MoE(MoEConfig(experts=8, top_k=3, expert_size=64, shared_size=0, groups=2, kept_groups=1), 32).eval()
     x = torch.randn(40, 32)
     splits = ([16, 24], [17, 23], [20, 20])
-    moe.row_floor = 1
-    few = [torch.equal(torch.cat([moe(piece) for piece in x.split(sizes)]), moe(x)) for sizes in splits]
-    assert not all(few), "an expert with few rows does add in another order"
-    moe.row_floor = 16
+    moe.row_floor = 16  # on some CPUs an expert with few rows adds in another order
     whole = moe(x)
     for sizes in splits:
         assert torch.equal(torch.cat([moe(piece) for piece in x.split(sizes)]), whole)

@@ -17,11 +17,7 @@ from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Witness
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import after
-from mmserve.decode.paths.least import Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
-
-#: Work on a way to the end that is not near at hand: two milliseconds or so.
-_EFFORT = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
 
 
 @dataclass
@@ -175,11 +171,8 @@ def _way(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) 
     room = size - witness.known - 1
     if fork is None or (not room and not fork.accepting):
         return None
-    near = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1).tail(fork, witness.known + 1)
-    if near is not None:
-        return _Way(fork, near)
-    close = shortest_close(fork, lexicon, _EFFORT, within=room)
-    return _Way(fork, close.tokens) if close is not None and len(close.tokens) <= room else None
+    way = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1).tail(fork, witness.known + 1)
+    return None if way is None else _Way(fork, way)
 
 
 def _extended(witness: Witness, token: int, way: _Way, *, cut: bool) -> Witness:

@@ -8,8 +8,11 @@ from itertools import islice
 
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.least import quick_close
+from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+
+#: For a way that a walk of the parser did not find.
+SOME = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Closing:
     places: int = 60  # of the parser, for a new way
     shift: int = 6  # positions that the old witness's own way may be moved
     searches: int = 6  # new ways looked for in one search
+    thorough: int = 1  # of these, with more effort: where what comes first leads nowhere, as in `a+b`
     found: list[tuple[int, ...]] = field(default_factory=list)
     cramped: bool = False  # a new way was found, and there was no room for it
     cut: bool = False  # a better path than the one taken was given up for want of room
@@ -44,6 +48,10 @@ class Closing:
             return None
         self.searches -= 1
         new = quick_close(matcher, self.lexicon, self.places)
+        if (new is None or len(new) > room) and self.thorough:
+            self.thorough -= 1
+            close = shortest_close(matcher, self.lexicon, SOME, within=room)
+            new = new if close is None else close.tokens
         if new is None:
             return None
         self.found.append(new)

@@ -292,7 +292,10 @@ class Stages:
 
     @property
     def _pruners(self) -> tuple[str, ...]:
-        return pruners_for(self.model.vision.evidence) if self.model.vision is not None else ()
+        """Those whose evidence the tower can show; a network that keeps its own K/V knows no gaps between positions."""
+        if self.model.vision is None or isinstance(self.model, CanvasModel):
+            return ()
+        return pruners_for(self.model.vision.evidence)
 
     @property
     def _commit_policies(self) -> tuple[str, ...]:

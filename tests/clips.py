@@ -62,6 +62,18 @@ def clip(
     return file.getvalue()
 
 
+def pictures_of(data: bytes) -> bytes:
+    """The same Matroska file without its sound, packet for packet."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                container.mux(packet)
+    return file.getvalue()
+
+
 def silence() -> bytes:
     """An MP4 with sound alone."""
     file = io.BytesIO()

@@ -20,12 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = read_config(arguments)
     engines = build_engines(settings)
-    for engine in engines.values():
-        engine.warm()
 
     async def serve() -> None:
         server = Server(settings, engines)
         where = f"{settings.server.host}:{await server.start()}"
+        for engine in engines.values():
+            engine.warm()
         await server.serve_until_signal(lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True))
 
     asyncio.run(serve())

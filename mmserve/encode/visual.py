@@ -23,7 +23,7 @@ from mmserve.encode.keys import digest, media_digest, settings_digest, software,
 from mmserve.encode.media import decode_image
 from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition
-from mmserve.models.base import LoadedModel, Model, Tile, VisionEncoder
+from mmserve.models.base import Model, Tile, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
 
 
@@ -55,20 +55,15 @@ class Visual:
 class _Eye:
     """A model that looks at media: what it sees with, and digests of what decides the pixels and the tokens."""
 
-    model: LoadedModel
+    model: Model
     vision: VisionEncoder
     pixels: bytes
     tokens: bytes
 
-    @property
-    def width(self) -> int:
-        """Elements of a visual token."""
-        return self.model.decoder.config.hidden_size
-
     @classmethod
     def of(cls, model: Model) -> Self | None:
         vision = model.vision
-        if vision is None or not isinstance(model, LoadedModel):
+        if vision is None:
             return None
         settings = vision.settings()
         computes = f"{model.dtype} {model.device.type}".encode()
@@ -95,7 +90,7 @@ class Viewer:
             return self._make([items[i] for i in chosen])
 
         def fits(i: int, entry: Entry) -> bool:
-            return fitting(entry, [(eye.model.dtype, eye.width) for eye in self._eyes(items[i])])
+            return fitting(entry, [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])])
 
         with self.cache.tokens.lease([self._key(item) for item in items], make, fits) as entries:
             yield [self._visual(entry) for entry in entries]

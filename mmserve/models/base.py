@@ -165,6 +165,11 @@ class CanvasNetwork(Protocol):
         """Logits of a position; noise is drawn from as many tokens."""
         ...
 
+    @property
+    def width(self) -> int:
+        """Elements of an embedding."""
+        ...
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its weights."""
         ...
@@ -214,6 +219,11 @@ class CanvasModel:
         return self.network.vocab_size
 
     @property
+    def width(self) -> int:
+        """Elements of an embedding, and of a visual token."""
+        return self.network.width
+
+    @property
     def parameters(self) -> int:
         """Parameters of the network."""
         return sum(p.numel() for p in self.network.parameters())
@@ -240,6 +250,11 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """Logits of a position."""
         return self.decoder.config.vocab_size
+
+    @property
+    def width(self) -> int:
+        """Elements of an embedding, and of a visual token."""
+        return self.decoder.config.hidden_size
 
     @property
     def parameters(self) -> int:

@@ -104,6 +104,12 @@ class GemmaCanvas(nn.Module):
         size: int = self.network.config.text_config.vocab_size
         return size
 
+    @property
+    def width(self) -> int:
+        """Elements of an embedding."""
+        size: int = self.network.config.text_config.hidden_size
+        return size
+
     def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
         """``past`` (None = nothing yet) with the keys and values of ``ids_n`` (int64), which follow it, added.
 

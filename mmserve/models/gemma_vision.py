@@ -5,6 +5,7 @@ An image keeps its shape and becomes as many patches as fit the processor's budg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from transformers import Gemma4ImageProcessorPil
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import VisionEncoder
+from mmserve.models.base import Tile, VisionEncoder
+from mmserve.models.vision import describe_processor
+from mmserve.prune.base import Evidence, Look
 
 #: Where a checkpoint keeps its image processor's settings, by themselves or among those of the other processors.
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -27,7 +30,12 @@ class GemmaVision(VisionEncoder):
 
     def __init__(self, encoder: Any, processor: Any) -> None:
         super().__init__()
-        self._encoder, self._processor = encoder, processor
+        self.tower, self.projection = encoder.vision_tower, encoder.embed_vision
+        self._look, self._processor = encoder.get_image_features, processor
+
+    def settings(self) -> Mapping[str, Any]:
+        tower: Any = self.tower
+        return {"processor": describe_processor(self._processor), "tower": tower.config.to_dict()}
 
     def prepare(self, image: Image.Image) -> Tensor:
         """Pixels ``[3, height, width]`` fp32 of an RGB image, both sides whole numbers of patches."""
@@ -47,8 +55,13 @@ class GemmaVision(VisionEncoder):
         patches = grid.permute(0, 2, 4, 3, 5, 1).reshape(count, rows * columns, -1)
         y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         places = torch.stack([x, y], -1).reshape(1, -1, 2).expand(count, -1, -1).to(pixels.device)
-        features: Tensor = self._encoder.get_image_features(patches, places).pooler_output
+        features: Tensor = self._look(patches, places).pooler_output
         return features.reshape(count, -1, features.shape[-1])
+
+    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
+        side = self._processor.patch_size * self._processor.pooling_kernel_size
+        look = Look(pixels.shape[2] // side, pixels.shape[3] // side, {})
+        return [Tile(tokens, torch.arange(len(tokens)), look) for tokens in self(pixels)]
 
 
 def load_gemma_vision(folder: Path, encoder: Any) -> GemmaVision | None:

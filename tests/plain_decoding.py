@@ -314,7 +314,7 @@ class PlainDecoder:
         """Prophet: whether the mean gap over the answer's open positions reaches what this far into the steps will do.
 
         The reference counts the steps from 1 and changes its demand at 0.33 and 0.67 of them. An answer of which a
-        position was not run is in doubt, one that is final is not.
+        position was not run is in doubt, one that is final is not; what is behind an end of text is no answer.
         """
         length = int(policy.options.get("answer_length", 0))
         first = self.prompt + int(policy.options.get("answer_start", 0))
@@ -324,7 +324,8 @@ class PlainDecoder:
             answer = range(first, min(first + length, self.size)) if length else range(max(first, self.start), self.end)
             if not answer:
                 return False
-        still_open = [p for p in answer if self.committed_at[p] == MASKED]
+        over = next((p for p in answer if self.thought(p, proposal) in self.spec.end_ids), self.size)
+        still_open = [p for p in answer if self.committed_at[p] == MASKED and p <= over]
         if not still_open:
             return True
         if not all(p in proposal.gap for p in still_open):
@@ -333,6 +334,10 @@ class PlainDecoder:
         phase = "early" if progress < 0.33 else "middle" if progress < 0.67 else "late"
         needed = policy.options.get(phase, {"early": 7.5, "middle": 5.0, "late": 2.5}[phase])
         return sum(proposal.gap[p] for p in still_open) / len(still_open) >= needed
+
+    def thought(self, position: int, proposal: Proposal) -> int:
+        """The token that is proposed for a position, or stands there."""
+        return proposal.token.get(position, int(self.tokens[position]))
 
     def behind(self, text: str) -> int:
         """The first position left of which committed tokens, next to one another, read ``text``; the end for none."""

@@ -51,6 +51,7 @@ PAIRS: tuple[Pair, ...] = (
     ("none", "edit"),
     ("none", "learned"),
     ("none", "early_commit"),
+    ("none", "early_commit, whole answer"),
     ("none", "guided"),
     ("none", "guided, top 8"),
     ("free_cache", "guided"),
@@ -66,11 +67,19 @@ PAIRS: tuple[Pair, ...] = (
     ("block", "learned"),
     ("block", "early_commit"),
 )
-#: Policies of ``PAIRS`` that are more than a name.
-SPECIAL: dict[str, Any] = {
-    "dkv_decode": DkvDecode(refresh=8),
-    "early_commit + threshold": EarlyCommit(base="threshold"),
-    "guided, top 8": Guided(top_k=8),
+
+
+def _whole_answer(canvas: int) -> EarlyCommit:
+    """Sure of the whole answer, and as sure late as early: of a sum the last figure is known last."""
+    return EarlyCommit(early=7.5, middle=7.5, late=7.5, answer_length=canvas)
+
+
+#: Policies of ``PAIRS`` that are more than a name, some of the canvas asked for.
+SPECIAL: dict[str, Callable[[int], Any]] = {
+    "dkv_decode": lambda _canvas: DkvDecode(refresh=8),
+    "early_commit + threshold": lambda _canvas: EarlyCommit(base="threshold"),
+    "early_commit, whole answer": _whole_answer,
+    "guided, top 8": lambda _canvas: Guided(top_k=8),
 }
 
 
@@ -154,7 +163,7 @@ def _measure(
     with ThreadPoolExecutor(concurrent) as pool:
 
         def answer(pair: Pair, one: Asked) -> Result:
-            recompute, commit = (SPECIAL.get(name, name) for name in pair)
+            recompute, commit = (SPECIAL[name](one.canvas) if name in SPECIAL else name for name in pair)
             options: Options = {
                 "max_new_tokens": one.canvas,
                 "recompute": recompute,

@@ -30,6 +30,7 @@ class Offered:
     """
 
     spell: Callable[[np.ndarray], str] | None = None
+    ends: frozenset[int] = frozenset()  # tokens that end an answer
     commit_filter: CommitFilter | None = None
     schedulers: Mapping[str, Discrete] = field(default_factory=dict)
 
@@ -38,7 +39,7 @@ class Offered:
         """What ``model`` offers, and those of the server's ``schedulers`` that are for its kind of canvas."""
         renoises = model.spec.renoising is not None
         usable = {name: s for name, s in schedulers.items() if not model.spec.causal and s.serves(renoises=renoises)}
-        return cls(speller(model.tokenizer), model.commit_filter, usable)
+        return cls(speller(model.tokenizer), model.spec.end_ids, model.commit_filter, usable)
 
 
 def exists(name: str) -> bool:
@@ -84,6 +85,7 @@ def _policy(
     shared: dict[str, Any] = {
         "steps": request.diffusion.steps,
         "seed": request.sampling.seed,
+        "ends": offered.ends,
         "schedulers": offered.schedulers,
     }
     if offered.spell is not None:

@@ -263,6 +263,30 @@ def test_without_an_answer_region_only_the_block_is_committed() -> None:
     assert chosen_by(policy, canvas, proposal(canvas, gap=np.full(4, 50.0))) == {2, 3, 4, 5}
 
 
+@pytest.mark.parametrize("region", [{}, {"answer_length": 8}])
+def test_what_is_behind_an_end_of_text_is_no_answer(region: dict[str, int]) -> None:
+    """Padding is sure: with it among the answer, the mean would be."""
+    policy = EarlyCommit(base=LowConfidence(), ends=frozenset({7, 9}), early=5.0, middle=5.0, late=5.0, **region)
+    for gaps, final, sure in (
+        ([6, 4, 5, 99], False, True),  # the mean with the end's own gap, which is of the answer
+        ([6, 3, 5, 99], False, False),
+        ([6, 3, 9, 99], True, False),  # the end is final: only what is open in front of it counts
+        ([6, 4, 0, 0], True, True),
+    ):
+        canvas = blank(2, 8, 4)
+        canvas.count_forward()
+        positions = canvas.all_masked() if region else canvas.block_masked()
+        tokens = np.array([1, 1, 9, 7, 1, 1, 1, 1])[: len(positions)]
+        full = proposal(canvas, positions=positions, tokens=tokens, gap=np.resize(gaps, len(positions)).astype(float))
+        kept = np.ones(len(positions), dtype=bool)
+        if final:
+            canvas.commit(np.array([4]), np.array([9]))
+            canvas.count_forward()
+            kept[2] = False
+        taken = chosen_by(policy, canvas, full.where(kept))
+        assert (taken == set(positions[kept].tolist())) == sure
+
+
 def test_an_answer_that_was_not_run_is_in_doubt() -> None:
     canvas = blank(2, 12, 4)
     canvas.count_forward()

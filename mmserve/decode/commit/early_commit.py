@@ -3,7 +3,8 @@
 When the model is sure enough of the answer, everything that is left is committed at once. Sure is measured by the mean
 gap between the two highest logits over the answer's positions; how sure it must be falls as decoding goes on. The
 reference knows five answer positions and one request at a time; here the answer region comes from the request, or is
-the current block, and each request decides for itself.
+the current block, and each request decides for itself. What stands behind an end of text is no part of an answer:
+that padding is sure long before the answer is, and there is more of it.
 
 Where the answer begins the reference knows because it writes the words in front of it onto the canvas itself. Here they
 are looked for among the tokens that the model has made final; among candidates they might yet go away or move. They are
@@ -36,6 +37,7 @@ class EarlyCommit(Undrafted):
     it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
     A position of the answer that is final already is not in doubt: only masked ones count, and an answer without any
     is sure.
+    ``ends``: tokens that end an answer; nothing behind the first of them in it, final or proposed, counts.
     ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
     """
 
@@ -48,6 +50,7 @@ class EarlyCommit(Undrafted):
     answer_after: str = ""
     steps: int = 0
     spell: Callable[[np.ndarray], str] | None = None
+    ends: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if any(np.isnan(gap) for gap in (self.early, self.middle, self.late)):
@@ -87,6 +90,7 @@ class EarlyCommit(Undrafted):
 
     def _sure(self, canvas: Canvas, candidates: Candidates) -> bool:
         start, end = self._region(canvas)
+        end = self._ended(canvas, candidates, start, end)
         region = (candidates.positions >= start) & (candidates.positions < end)
         open_there = int(canvas.masked[start:end].sum())
         # A region past the canvas says nothing, nor does one of which a recompute policy left some out of this pass.
@@ -100,6 +104,13 @@ class EarlyCommit(Undrafted):
             return max(start if self.answer_after else 0, canvas.block_start), canvas.block_end
         start = min(start, canvas.size)
         return start, min(start + self.answer_length, canvas.size)
+
+    def _ended(self, canvas: Canvas, candidates: Candidates, start: int, end: int) -> int:
+        """The first position behind an end of text among those from ``start`` on, at most ``end``."""
+        tokens = canvas.tokens.copy()
+        tokens[candidates.positions] = candidates.tokens
+        over = np.flatnonzero(np.isin(tokens[start:end], list(self.ends)))
+        return start + int(over[0]) + 1 if len(over) else end
 
     def _found(self, canvas: Canvas) -> int:
         """First position behind ``answer_after``, ``canvas.size`` where it is not found."""

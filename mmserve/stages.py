@@ -286,6 +286,7 @@ class Stages:
             return RENOISING
         return {
             Attention.FULL: FULL_ATTENTION,
+            Attention.PREFIX: FULL_ATTENTION,
             Attention.BLOCK_CAUSAL: BLOCK_CAUSAL_ATTENTION,
             Attention.CAUSAL: CAUSAL_ATTENTION,
         }[self.model.spec.attention]

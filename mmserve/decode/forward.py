@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
 from mmserve.kv.store import KVStore
-from mmserve.models.base import LoadedModel, Products
+from mmserve.models.base import Attention, LoadedModel, Products
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -69,7 +69,12 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
     """
     if len(model.decoder.layers) < 2:
         return [np.zeros(len(w.positions), np.float32) for w in batch]
-    ragged = store.ragged([w.positions for w in batch], [w.pages for w in batch], [w.canvas.size for w in batch])
+    ragged = store.ragged(
+        [w.positions for w in batch],
+        [w.pages for w in batch],
+        [w.canvas.size for w in batch],
+        prompts=_prompts(model, [w.canvas for w in batch]),
+    )
     places = [w.canvas.rotary_positions(w.positions) for w in batch]
     positions = torch.from_numpy(np.concatenate(places)).to(model.device)
     x = torch.cat([w.embeddings[torch.from_numpy(w.positions).to(model.device)] for w in batch])
@@ -79,6 +84,11 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
     fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged))[:count]
     changes = 1 - F.cosine_similarity(fresh.flatten(1).float(), store.values_at(1, ragged).flatten(1).float(), dim=-1)
     return [part.cpu().numpy() for part in changes.split([len(w.positions) for w in batch])]
+
+
+def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
+    """Lengths of the prompts where they do not see what stands behind them."""
+    return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,11 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
     are taken some at a time, such as in SiLU, is computed by other code, with other last bits.
     """
     ragged = store.ragged(
-        [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], block=model.spec.attention_block
+        [p.rows for p in batch],
+        [p.pages for p in batch],
+        [p.visible for p in batch],
+        block=model.spec.attention_block,
+        prompts=_prompts(model, [p.canvas for p in batch]),
     )
     places = [p.canvas.rotary_positions(p.rows) for p in batch]
     positions = torch.from_numpy(np.concatenate(places)).to(model.device)

@@ -23,11 +23,13 @@ from mmserve.prune.base import Evidence, Look
 class Attention(Enum):
     """How far right a position may look.
 
-    To the end of the canvas (masked diffusion), to the end of its own block, counted from position 0 (block
-    diffusion), or to itself (next token).
+    To the end of the canvas (masked diffusion; or, where attention is of the prefix, to the prompt's end as long as it
+    stands within the prompt), to the end of its own block, counted from position 0 (block diffusion), or to itself
+    (next token).
     """
 
     FULL = "full"
+    PREFIX = "prefix"
     BLOCK_CAUSAL = "block_causal"
     CAUSAL = "causal"
 
@@ -76,16 +78,14 @@ class ModelSpec:
         """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
         if self.renoising is not None:
             return self.default_block_length
-        if self.attention is Attention.FULL:
+        if self.attention in (Attention.FULL, Attention.PREFIX):
             return asked or self.default_block_length
         return self.attention_block or 1
 
     @property
     def attention_block(self) -> int | None:
-        """Length of the blocks, counted from position 0, that bound a position's sight; None = it sees everything."""
-        return {Attention.FULL: None, Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}[
-            self.attention
-        ]
+        """Length of the blocks, counted from position 0, that bound a position's sight; None = no block does."""
+        return {Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}.get(self.attention)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import layout_of
+from mmserve.models.picture import VisionEncoder
 from mmserve.models.towers import load_vision
 from mmserve.models.vision import LlavaVision
 
@@ -47,10 +48,12 @@ def load_family(
     target: Target,
     tokenizer: PreTrainedTokenizerFast,
     spec: Callable[[Sources], ModelSpec],
+    vision: Callable[[Decoder], VisionEncoder] | None = None,
 ) -> LoadedModel:
     """Load decoder, tower and projector; ``spec`` says what the model is.
 
-    Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    ``vision`` makes what sees images for the decoder, where the checkpoint has it in no layout of LLaVA. Raises
+    ``ConfigError`` naming the key, tensor or file that is wrong.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     config = decoder_config(keys)
@@ -66,16 +69,18 @@ def load_family(
             config=config,
             tokenizer=tokenizer,
             name=target.name,
-            image_id=_placeholder(tokenizer, IMAGE) if images else None,
+            image_id=_placeholder(tokenizer, IMAGE) if images or vision is not None else None,
             video_id=_placeholder(tokenizer, VIDEO) if videos else None,
         )
     )
     decoder = _load_decoder(checkpoint, config, target)
-    vision = load_vision(checkpoint, config.hidden_size, target) if images else None
-    if vision is not None:
-        _check_frame_text(keys, tokenizer, vision)
+    seeing = load_vision(checkpoint, config.hidden_size, target) if images else None
+    if seeing is not None:
+        _check_frame_text(keys, tokenizer, seeing)
+    elif vision is not None:
+        seeing = vision(decoder)
     checkpoint.weights.warn_unread()
-    return LoadedModel(made, decoder, tokenizer, vision, target.dtype, target.device)
+    return LoadedModel(made, decoder, tokenizer, seeing, target.dtype, target.device)
 
 
 def make_spec(

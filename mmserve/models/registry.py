@@ -25,6 +25,7 @@ LOADERS = {
     "llama": "mmserve.models.llama",
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
+    "mmada": "mmserve.models.mmada",
     "qwen2": "mmserve.models.llama",
     "qwen3": "mmserve.models.llama",
     "sdar": "mmserve.models.block_diffusion",

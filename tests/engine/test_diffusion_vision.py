@@ -1,0 +1,132 @@
+"""Diffusion models that see, in the one loop, token for token against plain loops over transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from harness import Bench, Call
+from helpers import ask, dkv, picture
+from llada_checkpoints import load
+from mmada_checkpoints import Mmada
+from PIL import Image
+from transformers import PreTrainedModel
+
+from mmserve.core.request import Amount, Policy, Request, Vision
+from mmserve.models.base import LoadedModel
+
+Make = Callable[..., Bench]
+
+
+def endless(model: LoadedModel) -> LoadedModel:
+    """The model with an end of text that no test's answer meets: answers run to their full length."""
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, end_ids=frozenset({-1})))
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def answer(bench: Bench, call: Call) -> list[int]:
+    prompt = call.finished().usage.prompt_tokens
+    return bench.canvases[call.request.id][0][prompt:].tolist()
+
+
+def outcome(bench: Bench, call: Call) -> tuple[object, ...]:
+    done = call.finished()
+    return done.text, done.forwards, answer(bench, call)
+
+
+@torch.no_grad()
+def plain_loop(
+    oracle: PreTrainedModel, prompt_PD: torch.Tensor, new: int, mask_id: int, banned: set[int], *, at_once: int = 1
+) -> list[int]:
+    """LLaDA's ``generate`` as these models have it: one block, the surest ``at_once`` tokens of each step become final.
+
+    Every step runs the whole row, the prompt's embeddings in front.
+    """
+    row = torch.full((new,), mask_id)
+    embed = oracle.get_input_embeddings()
+    length = len(prompt_PD) + new
+    seen = torch.ones(length, length, dtype=torch.bool)
+    mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+    while (row == mask_id).any():
+        x = torch.cat([prompt_PD, embed(row)])
+        logits = oracle(inputs_embeds=x[None], attention_mask=mask[None, None]).logits[0, len(prompt_PD) :]
+        logits[:, list(banned)] = -torch.inf
+        sure, token = logits.double().softmax(-1).max(-1)
+        best = sure.masked_fill(row != mask_id, -1.0).topk(min(at_once, int((row == mask_id).sum()))).indices
+        row[best] = token[best]
+    return row.tolist()
+
+
+# --- MMaDA ---
+
+
+@pytest.fixture(scope="module")
+def mmada(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mmada, LoadedModel]:
+    made = Mmada(tmp_path_factory.mktemp("mmada"))
+    return made, endless(load(made.folder))
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_mmada_gives_the_tokens_of_mmu_generate(
+    bench: Make, mmada: tuple[Mmada, LoadedModel], images: int, at_once: int
+) -> None:
+    made, model = mmada
+    b = bench(model, stages="inline")
+    kinds: set[int] = set()
+    for seed in (1, 2):
+        media = (picture(seed),) * images
+        text = model.tokenizer.encode(
+            "<|startoftext|><|start_header_id|>user<|end_header_id|>\nwhat is it?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n",
+            add_special_tokens=False,
+        )
+        prompt = [*(made.picture_ids(opened(media[0])) if images else []), *text]
+        embedded = made.oracle.model.embed_tokens(torch.tensor(prompt))
+        banned = {model.spec.mask_id, *range(made.first, made.first + 32)}
+        expected = plain_loop(made.oracle, embedded, 12, model.spec.mask_id, banned, at_once=at_once)
+        options = {"max_new_tokens": 12, "block": 12, "steps": 12 // at_once}
+        for policy in (Policy(name="none"), dkv(1)):
+            [call] = b.submit(ask(f"{policy.name} {seed}", "what is it?", images=media, recompute=policy, **options))
+            assert answer(b, call) == expected
+        kinds |= set(expected)
+    assert len(kinds) > 4
+
+
+# --- all of them ---
+
+
+def mixed(pictures: int) -> list[Request]:
+    """Requests that differ in pictures, pruning, policy and temperature; none has more than ``pictures``."""
+    requests = [
+        ask(
+            f"r{i}",
+            "a circle " * (i % 3) + "?",
+            images=tuple(picture(10 + i + n) for n in range(i % (pictures + 1))),
+            max_new_tokens=[3, 9, 12][i % 3],
+            recompute=[Policy(name="none"), dkv(2), Policy(name="dual")][i % 3],
+            temperature=[0.0, 0.9][i % 2],
+            seed=i,
+        )
+        for i in range(8)
+    ]
+    half = Vision(pruner="random", amount=Amount("keep_ratio", 0.5))
+    return [dataclasses.replace(r, vision=half) if i % 4 == 3 else r for i, r in enumerate(requests)]
+
+
+@pytest.mark.parametrize("family", ["mmada"])
+def test_a_batch_gives_what_each_request_gives_alone(bench: Make, family: str, request: pytest.FixtureRequest) -> None:
+    _made, model = request.getfixturevalue(family)
+    requests = mixed(1 if family == "mmada" else 2)
+    alone, together = bench(model, stages="inline"), bench(model)
+    expected = [outcome(alone, alone.submit(r)[0]) for r in requests]
+    calls = together.submit(*requests)
+    assert [outcome(together, call) for call in calls] == expected
+    assert len({tuple(np.ravel(tokens)) for _text, _forwards, tokens in expected}) > 4  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from mmserve.models.companion import accompany
 LOADERS = {
     "Dream": "mmserve.models.dream",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
+    "idefics3": "mmserve.models.smolvlm",
+    "internvl": "mmserve.models.internvl",
     "llada": "mmserve.models.llada",
     "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",
@@ -28,6 +30,7 @@ LOADERS = {
     "qwen2": "mmserve.models.llama",
     "qwen3": "mmserve.models.llama",
     "sdar": "mmserve.models.block_diffusion",
+    "smolvlm": "mmserve.models.smolvlm",
 }
 HUB = "hub:"
 #: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.

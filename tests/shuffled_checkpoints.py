@@ -263,7 +263,7 @@ def _tokenizer(specials: list[str]) -> PreTrainedTokenizerFast:
 def _model(kind: Any, config: Any, settings: dict[str, Any]) -> Any:
     """A random model whose next token depends on what came before, a picture's every part among it."""
     torch.manual_seed(11)
-    model = kind._from_config(config.from_dict(settings), attn_implementation="eager").eval()
+    model = kind._from_config(config.from_dict(settings), attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "lambda" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

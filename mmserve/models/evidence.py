@@ -32,8 +32,9 @@ def gather(
 ) -> dict[Evidence, Tensor]:
     """The ``wanted`` evidence, ``[B, patches]`` or ``[B, patches, C]``, in fp32.
 
-    ``layers``: the tower's, which call their parts as CLIP's do (``layers_of``). ``hidden``: its hidden states ``[B, N, C]``, from the embeddings on; ``selected``: the one (from the end,
-    negative) that features are taken from; ``first``: where patches begin, 1 behind a class token.
+    ``layers``: the tower's, which call their parts as CLIP's do (``layers_of``). ``hidden``: its hidden states
+    ``[B, N, C]``, from the embeddings on; ``selected``: the one (from the end, negative) that features are taken from;
+    ``first``: where patches begin, 1 behind a class token.
     """
     at = max(0, len(layers) + selected)  # the layer that made those features; for the embeddings, the first
     found: dict[Evidence, Tensor] = {}

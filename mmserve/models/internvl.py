@@ -10,9 +10,9 @@ from functools import partial
 from transformers import InternVLConfig
 
 from mmserve.models.base import LoadedModel
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.internvl_vision import load_intern_vision, video_frames
+from mmserve.models.internvl_vision import CLIP_BEGIN, load_intern_vision, video_frames
 from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
 
 #: Where the decoder's tensors lie: as published, and as transformers names them within.
@@ -31,6 +31,8 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     image = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
     videos = bool(video_frames(folder))
     adapt_chat_template(tokenizer, folder, images=True, videos=videos, vicuna=False, image=image)
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}")
     published, within = _LAYOUTS
     layout = within if within.tensor("embed.weight") in checkpoint.weights else published
     see = partial(load_intern_vision, checkpoint, target, config, inside=layout is within)

@@ -24,6 +24,8 @@ from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
 _BEGIN, _END = "<img>", "</img>"
+#: What the chat template says of a clip, so that it and the text before are split into tokens together.
+CLIP_BEGIN = "Frame"
 _VIDEO_SETTINGS = "video_preprocessor_config.json"
 #: Frames of a video where its settings do not say: what InternVL's own examples take.
 _FRAMES = 8
@@ -143,8 +145,8 @@ def _pixels(made: Any) -> Tensor:
 
 
 def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:
-    """A clip's row, as ``InternVLProcessor`` writes it."""
+    """A clip's row behind ``CLIP_BEGIN``, as ``InternVLProcessor`` writes it."""
     parts: list[Tile | Text] = []
     for i, frame in enumerate(frames, start=1):
-        parts += [f"{_END}\n" * (i > 1) + f"Frame{i}: {_BEGIN}", frame]
+        parts += [f"{_END}\n{CLIP_BEGIN}" * (i > 1) + f"{i}: {_BEGIN}", frame]
     return [*parts, _END]

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' vision-language classes: the decoder's settings lie in ``text_config`` of ``config.json``.
+"""Checkpoints of transformers' vision-language classes: ``text_config`` of ``config.json`` describes the decoder.
 
 What ``text_config`` does not say has the default of transformers' own class, as in checkpoints that it wrote.
 """

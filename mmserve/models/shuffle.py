@@ -31,9 +31,9 @@ def squares(x_BNC: Tensor, factor: int) -> Tensor:
 class ShuffledTower(nn.Module):
     """A tower from transformers, pixel shuffle over squares of ``factor`` patches a side, and a projector.
 
-    ``layers``: the tower's layers by the names that CLIP's have, for evidence; ``select_layer`` counts its hidden states
-    from the end, and -1 is its final output; ``first`` is where patches begin, 1 behind a class token, which is left
-    out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
+    ``layers``: the tower's layers by the names that CLIP's have, for evidence; ``select_layer`` counts its hidden
+    states from the end, and -1 is its final output; ``first`` is where patches begin, 1 behind a class token, which is
+    left out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
     """
 
     def __init__(

@@ -16,21 +16,22 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMVisionTransformer,
 )
-from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE, DEFAULT_MEDIA_OUTTRO
 
 from mmserve.models.base import LoadedModel
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
-from mmserve.models.smolvlm_vision import load_smol_vision, takes_videos
+from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision, takes_videos
 
 _KINDS = {"idefics3": (Idefics3Config, Idefics3VisionTransformer), "smolvlm": (SmolVLMConfig, SmolVLMVisionTransformer)}
 #: A chat with a video is written by transformers' own template, whatever the checkpoint's is, as its processor has it.
-_WITH_VIDEO = (
+#: What stands around a video belongs to the text there, so that both are split into tokens together.
+_VIDEO_CHAT = DEFAULT_CHAT_TEMPLATE.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}{DEFAULT_MEDIA_OUTTRO}")
+_EITHER = (
     "{% set seen = namespace(video=false) %}{% for message in messages %}{% for part in message['content'] %}"
     "{% if part is mapping and part['type'] == 'video' %}{% set seen.video = true %}{% endif %}"
-    "{% endfor %}{% endfor %}"
-    f"{{% if seen.video %}}{DEFAULT_CHAT_TEMPLATE}{{% else %}}%s{{% endif %}}"
+    "{% endfor %}{% endfor %}{% if seen.video %}"
 )
 
 
@@ -51,5 +52,6 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint, *, image: str, videos: bool) -> None:
     use_processor_template(tokenizer, checkpoint.folder)
     if videos and isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = _WITH_VIDEO.replace("%s", tokenizer.chat_template)
+        own = tokenizer.chat_template
+        tokenizer.chat_template = f"{_EITHER}{_VIDEO_CHAT}{{% else %}}{own}{{% endif %}}"
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image)

@@ -14,11 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import SmolVLMImageProcessorPil
-from transformers.models.smolvlm.processing_smolvlm import (
-    DEFAULT_MEDIA_OUTTRO,
-    DEFAULT_VIDEO_INTRO,
-    FRAME_TIMESTAMP_MESSAGE,
-)
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_VIDEO_INTRO, FRAME_TIMESTAMP_MESSAGE
 
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target
@@ -29,6 +25,8 @@ from mmserve.models.shuffle import ShuffledTower
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
+#: What the chat template says of a clip, and what comes with its first frame.
+CLIP_BEGIN, _INTRO = DEFAULT_VIDEO_INTRO.split(" {frame_count}")
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 _ONES = [
     "zero",
@@ -76,7 +74,7 @@ class SmolVision(VisionEncoder):
         return {"processor": processors, "tower": tower.config.to_dict(), "factor": self.tower.factor}
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [tiles, 3, side, side]``, the whole picture last; ``grid``: rows and columns, 0 where it is alone."""
+        """``pixels [tiles, 3, side, side]``, the whole picture last; ``grid``: rows and columns, 0 of a single tile."""
         made = self._processor([image], return_tensors="np", return_row_col_info=True)
         return {"pixels": _pixels(made), "grid": torch.tensor([made["rows"][0][0], made["cols"][0][0]])}
 
@@ -148,15 +146,16 @@ def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
 
 
 def _clip(frames: Sequence[Tile], seconds: Tensor) -> list[Tile | Text]:
-    """A clip's row, as ``SmolVLMProcessor`` writes that of one whose length is not known but for its last frame."""
+    """A clip's row behind ``CLIP_BEGIN``, as ``SmolVLMProcessor`` writes that of one whose length is not known but for
+    its last frame's time."""
     length = timedelta(seconds=int(seconds[-1]))
-    text = DEFAULT_VIDEO_INTRO.format(frame_count=in_words(len(frames)), video_duration=str(length))
+    text = f" {in_words(len(frames))}{_INTRO.format(video_duration=str(length))}"
     parts: list[Tile | Text] = []
     for frame, second in zip(frames, seconds.tolist(), strict=True):
         stamp = f"{int(second // 60):02d}:{int(second % 60):02d}"
         parts += [f"{text}{FRAME_TIMESTAMP_MESSAGE.format(timestamp=stamp)}{_FAKE}{_GLOBAL}", frame]
         text = _FAKE
-    return [*parts, f"{text}{DEFAULT_MEDIA_OUTTRO}"]
+    return [*parts, _FAKE]
 
 
 def in_words(number: int) -> str:

@@ -253,8 +253,8 @@ class LoadedModel:
 
     @property
     def width(self) -> int:
-        """Elements of an embedding, and of a visual token."""
-        return self.decoder.config.hidden_size
+        """Elements of a visual token: an embedding, and what each of the decoder's first layers takes beside."""
+        return self.decoder.config.hidden_size * (1 + self.decoder.config.deep_layers)
 
     @property
     def parameters(self) -> int:

@@ -128,7 +128,7 @@ def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:
         merged |= {"rope_type": values["type"]} if "type" in values else {}
         merged |= values
     rope = Keys(merged, keys.path)
-    axes = _axes(rope)
+    axes = _axes(rope, interleaved=rope.flag("mrope_interleaved") or keys.values.get("model_type") == "qwen3_vl")
     kinds = ("default", "mrope", None) if axes else ("default", "llama3", None)
     rope.check({"rope_type": kinds, "partial_rotary_factor": (1, None)})
     theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
@@ -143,7 +143,7 @@ def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:
     return theta, scaling, axes
 
 
-def _axes(rope: Keys) -> tuple[int, ...]:
+def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
     """M-RoPE's axes (``mrope_section``: frequencies of time, rows and columns); () where positions have one."""
     sections = rope.values.get("mrope_section")
     if sections is None:
@@ -151,7 +151,7 @@ def _axes(rope: Keys) -> tuple[int, ...]:
     whole = isinstance(sections, list) and all(type(count) is int and count > 0 for count in sections)
     if not whole or len(sections) != 3:
         raise ConfigError(f"{rope.path}: mrope_section must be three positive numbers, not {sections!r}")
-    return frequency_axes(sections, interleaved=rope.flag("mrope_interleaved"))
+    return frequency_axes(sections, interleaved=interleaved)
 
 
 def _from_qwen(keys: Keys) -> DecoderConfig:

@@ -14,7 +14,7 @@ from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.visual import Media, Viewer, Visual
+from mmserve.encode.visual import VISUAL, Media, Viewer, Visual
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
@@ -85,29 +85,13 @@ class Encoder:
         )
 
     def _rows(self, item: Media, seen: Visual) -> _Rows:
-        """The rows of an image or a clip: of each tile its text, where the model has one, and its visual tokens."""
-        vision, spec = self.model.vision, self.model.spec
-        placeholder = spec.video_id if item.clip else spec.image_id
-        assert vision is not None and placeholder is not None
-        front, behind = ((), ()) if item.clip else spec.image_frame
-        ids: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        start = 0  # of the kept tokens
-        span = 0
-        for kept, before, seconds in zip(seen.kept_F, seen.before_F, seen.seconds_F, strict=True):
-            text = self._plain_ids(vision.frame_text(seconds)) if item.clip else [] if ids else list(front)
-            ids += [np.asarray(text, np.int64), np.full(kept, placeholder)]
-            places += [span + np.arange(len(text)), span + len(text) + seen.places_K[start : start + kept]]
-            span, start = span + len(text) + int(before), start + int(kept)
-        ids.append(np.asarray(behind, np.int64))
-        places.append(span + np.arange(len(behind)))
-        span += len(behind)
-        visual = np.concatenate([np.full(len(part), i % 2 == 1) for i, part in enumerate(ids)])
-        return _Rows(np.concatenate(ids), np.concatenate(places), span, visual, seen.tokens_KD, seen.beside_KD)
-
-    def _plain_ids(self, text: str) -> list[int]:
-        ids: list[int] = self.model.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        """The rows of an image or a clip: what is left of its visual tokens, and the text between them."""
+        placeholder = self.model.spec.video_id if item.clip else self.model.spec.image_id
+        assert placeholder is not None
+        ids = seen.ids_R[seen.places]
+        visual = ids == VISUAL
+        ids[visual] = placeholder
+        return _Rows(ids, seen.places, len(seen.ids_R), visual, seen.tokens_KD, seen.beside_KD)
 
     def _splice(self, request: Request, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""

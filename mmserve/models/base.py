@@ -11,13 +11,12 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
-from mmserve.prune.base import Evidence, Look
+from mmserve.models.picture import VisionEncoder
 
 
 class Attention(Enum):
@@ -56,7 +55,6 @@ class ModelSpec:
     padding_id: int | None = None  # one of them that fills the canvas behind an answer's end; None = whatever ended it
     banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
-    image_frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # tokens in front of an image's own, and behind
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
@@ -86,59 +84,6 @@ class ModelSpec:
         return {Attention.FULL: None, Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}[
             self.attention
         ]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The visual tokens of an image or a frame, and what a pruner may know of those that are patches.
-
-    The others (a class token, separators) stay whatever is pruned.
-    """
-
-    tokens: Tensor  # [n, D]
-    patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``look``
-    look: Look
-
-
-class VisionEncoder(nn.Module):
-    """Tower and projector: pictures to visual tokens in the decoder's embedding space."""
-
-    #: Visual tokens an image becomes; 0 where it depends on the image.
-    tokens_per_image: int
-    #: Frames that a video is sampled at; 0 = takes no video.
-    frames_per_video: int = 0
-
-    @property
-    def evidence(self) -> frozenset[Evidence]:
-        """What the tower can show to pruners."""
-        return frozenset()
-
-    def settings(self) -> Mapping[str, Any]:
-        """All that decides, beside the weights, what becomes of a picture; ``processor`` of it, what its pixels are."""
-        raise NotImplementedError
-
-    def prepare(self, image: Image.Image) -> Tensor:
-        """Pixels ``[3, height, width]`` fp32 of an RGB image, resized and normalised as the checkpoint says."""
-        raise NotImplementedError
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``."""
-        raise NotImplementedError
-
-    def video_tokens(self, pixels: Tensor) -> list[Tensor]:
-        """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]`` in their order."""
-        raise NotImplementedError
-
-    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
-        """Each picture of ``pixels [B, 3, height, width]`` with the ``wanted`` evidence; ``clip``: as a clip's frames.
-
-        The tokens are those of ``forward``, or of ``video_tokens``.
-        """
-        raise NotImplementedError
-
-    def frame_text(self, seconds: float) -> str:
-        """Text that stands in front of the visual tokens of a frame ``seconds`` after the clip's start."""
-        return ""
 
 
 #: Products of rows with a model's weights, one of each shape: widths of a row before and after.

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, LoadedModel, ModelSpec, VisionEncoder
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import IMAGE, VIDEO
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
@@ -22,6 +22,7 @@ from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import layout_of
 from mmserve.models.towers import load_vision
+from mmserve.models.vision import LlavaVision
 
 END_OF_TURN = "<|eot_id|>"
 #: What ends a turn in the chat formats of Llama 3 and LLaDA, and of Qwen (ChatML).
@@ -193,7 +194,7 @@ def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
-def _check_frame_text(keys: Keys, tokenizer: PreTrainedTokenizerFast, vision: VisionEncoder) -> None:
+def _check_frame_text(keys: Keys, tokenizer: PreTrainedTokenizerFast, vision: LlavaVision) -> None:
     text = vision.frame_text(0)
     special = set(tokenizer.encode(text, add_special_tokens=False)) & set(tokenizer.get_added_vocab().values())
     if special:

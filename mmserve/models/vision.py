@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmserve.models.base import Tile, VisionEncoder
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather
+from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.prune.base import Evidence, Look
 
 
@@ -73,9 +73,9 @@ class LlavaVision(VisionEncoder):
         config: Any = tower.config
         self.tokens_per_image = (int(config.image_size) // int(config.patch_size)) ** 2
 
-    def prepare(self, image: Image.Image) -> Tensor:
-        pixels = self.processor(image, return_tensors="np")["pixel_values"][0]
-        return torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))
+    def prepare(self, image: Image.Image) -> Prepared:
+        pixels = self.processor(image, return_tensors="np")["pixel_values"]
+        return {"pixels": torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))}
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -97,16 +97,24 @@ class LlavaVision(VisionEncoder):
         }
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``, each an image's one tile."""
         return self.projector(self._features(self._hidden(pixels)))
 
-    def video_tokens(self, pixels: Tensor) -> list[Tensor]:
-        return [tile.tokens for tile in self.tiles(pixels, frozenset(), clip=True)]
-
-    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        pixels = torch.cat([one["pixels"] for one in batch])
         hidden = self._hidden(pixels)
         seen = gather(self.tower, hidden, self.select_layer, wanted, first=self._first)
         features = self._features(hidden)
-        return self._frames(features, seen) if clip else self._images(features, seen)
+        if not clip:
+            return [joined([tile]) for tile in self._images(features, seen)]
+        pictures, start = [], 0
+        for one in batch:
+            own = slice(start, start + len(one["pixels"]))
+            tiles = self._frames(features[own], {kind: values[own] for kind, values in seen.items()})
+            times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
+            pictures.append(joined(part for pair in zip(times, tiles, strict=True) for part in pair))
+            start = own.stop
+        return pictures
 
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)
@@ -139,6 +147,7 @@ class LlavaVision(VisionEncoder):
         ]
 
     def frame_text(self, seconds: float) -> str:
+        """Text in front of a frame ``seconds`` after the clip's start."""
         return self.video.time.format(seconds=int(seconds)) if self.video is not None else ""
 
     def _hidden(self, pixels: Tensor) -> Sequence[Tensor]:

@@ -100,7 +100,7 @@ def test_images_spliced_in_equal_llama_with_the_same_embeddings(tmp_path: Path, 
     image = Image.effect_noise((30, 30), 80).convert("RGB")
     expected = made.visual_tokens(image)
     with torch.no_grad():
-        visual = model.vision(model.vision.prepare(image)[None])[0]
+        visual = model.vision(model.vision.prepare(image)["pixels"])[0]
         assert (visual - expected).abs().max() < 1e-5
         rows = ids(9, 1)
         ours, theirs = model.decoder.embed(rows), made.oracle.model.embed_tokens(rows)
@@ -261,7 +261,7 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
         for name, parameter in two.named_parameters():
             assert torch.equal(parameter, expected[name]), name
     image = Image.effect_noise((20, 30), 80).convert("RGB")
-    assert torch.equal(first.vision.prepare(image), second.vision.prepare(image))
+    assert torch.equal(first.vision.prepare(image)["pixels"], second.vision.prepare(image)["pixels"])
 
 
 # --- errors ---

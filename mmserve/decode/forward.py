@@ -138,7 +138,7 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
 
     Where the model's positions have several axes, one that has a single number has it on each.
     """
-    axes = model.decoder.config.position_axes
+    axes = model.position_axes
     found = [canvas.rotary_positions(rows) for canvas, _embeddings, rows in batch]
     if axes > 1:
         found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]

@@ -35,7 +35,8 @@ class Encoded:
     image_rows: np.ndarray  # int64 [visual tokens], ascending
     features: Tensor | None  # [visual tokens, visual width]; None without images
     companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
-    places: np.ndarray | None = None  # int64 [prompt + 1] of a pruned prompt, see ``Canvas.create``
+    places: np.ndarray | None = None  # int64 [prompt + 1], or [axes, prompt + 1]: see ``Canvas.create``
+    pruned: int = 0  # visual tokens that are gone
 
 
 @dataclass

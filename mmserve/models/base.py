@@ -159,6 +159,11 @@ class CanvasModel:
         """None: the model says itself when a canvas is final."""
 
     @property
+    def position_axes(self) -> int:
+        """Axes of a position: one."""
+        return 1
+
+    @property
     def vocab_size(self) -> int:
         """Logits of a position."""
         return self.network.vocab_size
@@ -190,6 +195,11 @@ class LoadedModel:
     device: torch.device
     companion: LoadedModel | None = None
     commit_filter: CommitFilter | None = None
+
+    @property
+    def position_axes(self) -> int:
+        """Axes of a position: one, or three where images have rows and columns."""
+        return self.decoder.config.position_axes
 
     @property
     def vocab_size(self) -> int:

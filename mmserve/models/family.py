@@ -20,7 +20,7 @@ from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
-from mmserve.models.layouts import layout_of
+from mmserve.models.layouts import Layout, layout_of
 from mmserve.models.towers import load_vision
 from mmserve.models.vision import LlavaVision
 
@@ -54,10 +54,7 @@ def load_family(
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     config = decoder_config(keys)
-    if len(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
-        )
+    check_vocabulary(checkpoint, tokenizer, config)
     images, videos = takes_images(checkpoint), takes_videos(checkpoint)
     made = spec(
         Sources(
@@ -70,7 +67,7 @@ def load_family(
             video_id=_placeholder(tokenizer, VIDEO) if videos else None,
         )
     )
-    decoder = _load_decoder(checkpoint, config, target)
+    decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
     vision = load_vision(checkpoint, config.hidden_size, target) if images else None
     if vision is not None:
         _check_frame_text(keys, tokenizer, vision)
@@ -176,10 +173,19 @@ def _padding_ids(sources: Sources) -> list[Any]:
     return [*named, tokenizer.pad_token_id, tokenizer.eos_token_id]
 
 
-def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target) -> Decoder:
+def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, config: DecoderConfig) -> None:
+    """``ConfigError`` where the tokenizer has more tokens than the model."""
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
+        )
+
+
+def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, layout: Layout) -> Decoder:
+    """The decoder of a checkpoint whose tensors are named by ``layout``; raises ``ConfigError``."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    names = layout_of(checkpoint.config).names(decoder)
+    names = layout.names(decoder)
     checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=(".expert_bias",))
     return decoder.eval()
 

@@ -60,7 +60,9 @@ class QwenVision(VisionEncoder):
         pictures = []
         for one, start, count in zip(batch, starts, counts, strict=False):
             own = slice(start, start + count)
-            tiles = self._tiles(one["grid"][0], tokens_UD[own], {kind: values[own] for kind, values in evidence.items()})
+            tiles = self._tiles(
+                one["grid"][0], tokens_UD[own], {kind: values[own] for kind, values in evidence.items()}
+            )
             pictures.append(self._picture(tiles, one.get("seconds") if clip else None))
         return pictures
 
@@ -145,8 +147,8 @@ def _evidence(
         yield Evidence.KEYS, key_NHK.flatten(1).float()
     if Evidence.COLUMN_MEANS in wanted:
         turned = apply_rotary_pos_emb_vision(query_NHK, key_NHK, *position_embeddings)
-        ends = cu_seqlens.tolist()
-        frames = zip(*(x.split([b - a for a, b in zip(ends, ends[1:], strict=False)]) for x in turned), strict=True)
+        lengths = cu_seqlens.diff().tolist()
+        frames = zip(*(x.split(lengths) for x in turned), strict=True)
         yield Evidence.COLUMN_MEANS, torch.cat([_column_means(q, k) for q, k in frames])
 
 

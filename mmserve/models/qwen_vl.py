@@ -47,9 +47,7 @@ class _Kind:
 
 
 _KINDS = {
-    "qwen2_vl": _Kind(
-        Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "hidden_size"
-    ),
+    "qwen2_vl": _Kind(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "hidden_size"),
     "qwen2_5_vl": _Kind(
         Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen25Vision, False, "out_hidden_size"
     ),
@@ -70,9 +68,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     tokenizer = load_tokenizer(checkpoint.folder)
     image_id, video_id = keys.integer("image_token_id"), keys.integer("video_token_id")
     image, video = (str(tokenizer.convert_ids_to_tokens(i)) for i in (image_id, video_id))
-    adapt_chat_template(
-        tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video
-    )
+    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video)
     tower = _tower_config(checkpoint, kind)
     config = _decoder_config(keys, tower, kind)
     check_vocabulary(checkpoint, tokenizer, config)
@@ -108,9 +104,7 @@ def _flat(checkpoint: Checkpoint) -> Checkpoint:
         raise ConfigError(f"{checkpoint.folder / CONFIG}: text_config must be an object, not {text!r}")
     own = {name: value for name, value in checkpoint.config.items() if name != "text_config"}
     tied = any(values.get("tie_word_embeddings") for values in (own, text))
-    return Checkpoint(
-        checkpoint.folder, {**text, **own, "tie_word_embeddings": tied}, checkpoint.weights
-    )
+    return Checkpoint(checkpoint.folder, {**text, **own, "tie_word_embeddings": tied}, checkpoint.weights)
 
 
 def _tower_config(checkpoint: Checkpoint, kind: _Kind) -> Any:

@@ -26,7 +26,10 @@ LOADERS = {
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
     "qwen2": "mmserve.models.llama",
+    "qwen2_5_vl": "mmserve.models.qwen_vl",
+    "qwen2_vl": "mmserve.models.qwen_vl",
     "qwen3": "mmserve.models.llama",
+    "qwen3_vl": "mmserve.models.qwen_vl",
     "sdar": "mmserve.models.block_diffusion",
 }
 HUB = "hub:"

@@ -116,7 +116,7 @@ class Qwen:
             if "norm" in name or ".ln_q." in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             elif parameter.dim() > 1:
-                spread = 1.6 / parameter[0].numel() ** 0.5 if ".visual." in name else 0.3
+                spread = 1.6 / parameter[0].numel() ** 0.5 if ".visual." in name else 0.2
                 torch.nn.init.normal_(parameter, std=spread)
             else:
                 torch.nn.init.normal_(parameter, std=0.3)

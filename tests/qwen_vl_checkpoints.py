@@ -10,6 +10,7 @@ import ast
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from mmserve.config import MediaConfig, ModelConfig
 from mmserve.core.request import ImagePart, Request, TextPart, VideoPart
+from mmserve.decode.forward import forward
+from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.state import Encoded
 from mmserve.encode.media import decode_image
 from mmserve.encode.video import Clip, decode_video
+from mmserve.kv.store import KVStore
+from mmserve.kv.table import PageTable
 from mmserve.models.base import LoadedModel
 from mmserve.models.checkpoint import read_json, write_json
 from mmserve.models.registry import load_model
@@ -209,6 +215,17 @@ class Qwen:
             suppress_tokens=list(banned) or None,
         )
         return [int(token) for token in made[0, inputs["input_ids"].shape[1] :]]
+
+
+@torch.inference_mode()
+def served_rows(model: LoadedModel, request: Request, one: Encoded) -> Tensor:
+    """Logits ``[T, V]`` of a prompt's rows over paged K/V."""
+    store = KVStore(model.decoder.config, pages=100, page_size=4, dtype=model.dtype, device=model.device)
+    decoder = DiffusionDecoder(model, store)
+    begun = decoder.begin(request, one, PageTable(tuple(range(100))))
+    rows = np.arange(len(one.ids))
+    whole = replace(decoder._first_pass(begun), rows=rows, targets=rows + 1, wanted=rows, visible=len(rows))
+    return forward(model, store, [whole], decoder._floor)[0].whole()
 
 
 def flatten(path: Path) -> None:

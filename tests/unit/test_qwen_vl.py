@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from clips import clip
 from helpers import ask, picture
-from qwen_vl_checkpoints import KINDS, Qwen
+from qwen_vl_checkpoints import KINDS, Qwen, served_rows
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
-from mmserve.decode.forward import forward
-from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
-from mmserve.kv.store import KVStore
-from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, LoadedModel
 
 FILE = clip(frames=20, rate=4)
@@ -48,27 +42,16 @@ def encoded(model: LoadedModel, request: Request) -> Encoded:
     return one
 
 
-@torch.inference_mode()
-def served_logits(model: LoadedModel, request: Request, one: Encoded) -> torch.Tensor:
-    """Logits ``[T, V]`` of the prompt's rows over paged K/V."""
-    store = KVStore(model.decoder.config, pages=100, page_size=4, dtype=model.dtype, device=model.device)
-    decoder = DiffusionDecoder(model, store)
-    begun = decoder.begin(request, one, PageTable(tuple(range(100))))
-    rows = np.arange(len(one.ids))
-    whole = replace(decoder._first_pass(begun), rows=rows, targets=rows + 1, wanted=rows, visible=len(rows))
-    return forward(model, store, [whole], decoder._floor)[0].whole()
-
-
 @pytest.mark.parametrize("what", ASKED)
 def test_logits_are_those_of_transformers(both: tuple[Qwen, LoadedModel], what: str) -> None:
     made, model = both
     request = show(*ASKED[what])
     one, inputs = encoded(model, request), made.inputs(request, model.tokenizer)
     assert one.ids.tolist() == inputs["input_ids"][0].tolist()
-    difference = served_logits(model, request, one) - made.logits(inputs)
+    difference = served_rows(model, request, one) - made.logits(inputs)
     assert difference.abs().max() < 1e-4
     if one.places is not None:
-        renumbered = served_logits(model, request, replace(one, places=None))
+        renumbered = served_rows(model, request, replace(one, places=None))
         assert (renumbered - made.logits(inputs)).abs().max() > 1e-2, "rows and columns do matter"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -264,6 +265,7 @@ def clip_rows(clip: Clip, kind: str) -> tuple[Tensor, list[int]]:
     return rows[0], grid
 
 
+@functools.cache
 def installed(file: str, name: str) -> Callable[..., Any]:
     """A function or method of a file of transformers, without importing the file."""
     tree = ast.parse((Path(transformers.__file__).parent / "models" / file).read_text())

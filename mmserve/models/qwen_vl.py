@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -22,7 +24,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
-from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
+from mmserve.models.checkpoint import CONFIG, Checkpoint, Target, read_json
 from mmserve.models.decoder import DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec
@@ -67,7 +69,8 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     tokenizer = load_tokenizer(checkpoint.folder)
     image_id, video_id = keys.integer("image_token_id"), keys.integer("video_token_id")
-    image, video = (str(tokenizer.convert_ids_to_tokens(i)) for i in (image_id, video_id))
+    image, video = (_framed(tokenizer, keys, i) for i in (image_id, video_id))
+    _take_processor_template(tokenizer, checkpoint.folder)
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video)
     tower = _tower_config(checkpoint, kind)
     config = _decoder_config(keys, tower, kind)
@@ -90,6 +93,27 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     )
     checkpoint.weights.warn_unread()
     return LoadedModel(_spec(sources), decoder, tokenizer, vision.eval(), target.dtype, target.device)
+
+
+def _framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:
+    """What stands in a text for an image or a video; ``ConfigError`` where the tokenizer lacks a token of it."""
+    ids = (keys.integer("vision_start_token_id"), placeholder, keys.integer("vision_end_token_id"))
+    tokens = tokenizer.convert_ids_to_tokens(list(ids))
+    missing = [number for number, token in zip(ids, tokens, strict=True) if token is None]
+    if missing:
+        raise ConfigError(f"{keys.path}: the tokenizer has no token {missing[0]}, which stands around or for an image")
+    return "".join(tokens)
+
+
+def _take_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """The processor's chat template goes before the tokenizer's, which may know text only."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return
+    template = read_json(path).get("chat_template")
+    if not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template must be a template, not {template!r}")
+    tokenizer.chat_template = template
 
 
 def _spec(sources: Sources) -> ModelSpec:

@@ -107,7 +107,7 @@ def text_settings(kind: str, **options: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": ROWS,
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "rope_theta": 50_000.0,
         **({"head_dim": 12} if kind == "qwen3" else {}),
         **options,

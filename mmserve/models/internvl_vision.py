@@ -107,7 +107,8 @@ def load_intern_vision(
     projector = load_part(
         lambda: InternVLMultiModalProjector(config), f"{prefix}multi_modal_projector.", checkpoint, target
     )
-    layers = [_Layer(layer) for layer in tower.get_submodule("encoder").layer]
+    inner: Any = tower.get_submodule("encoder.layer")
+    layers = [_Layer(layer) for layer in inner]
     select = _select_layer(keys, len(layers))
     shuffled = ShuffledTower(tower, projector, layers, factor=factor, select_layer=select, first=1)
     frames = video_frames(folder)

@@ -93,9 +93,7 @@ class SmolVision(VisionEncoder):
         return found
 
 
-def load_smol_vision(
-    checkpoint: Checkpoint, target: Target, config: Any, tower: type[nn.Module], width: int
-) -> SmolVision:
+def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, tower: type[Any], width: int) -> SmolVision:
     """Tower, connector and processor of a checkpoint; raises ``ConfigError``."""
     folder, vision = checkpoint.folder, config.vision_config
     processor = read_processor(SmolVLMImageProcessorPil, folder)

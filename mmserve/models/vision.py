@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
 from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.prune.base import Evidence, Look
 
@@ -103,7 +103,7 @@ class LlavaVision(VisionEncoder):
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
         hidden = self._hidden(pixels)
-        seen = gather(self.tower, hidden, self.select_layer, wanted, first=self._first)
+        seen = gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first)
         features = self._features(hidden)
         if not clip:
             return [joined([tile]) for tile in self._images(features, seen)]

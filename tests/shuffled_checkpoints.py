@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class Checkpoint:
     """A checkpoint on disk, and what transformers says of the same request: its processor and its model."""
 
     def __init__(self, folder: Path, oracle: Any, processor: Any, config: dict[str, Any]) -> None:
-        self.folder, self.oracle, self.processor = folder, oracle, processor
+        self.folder, self.oracle, self.processor, self.config = folder, oracle, processor, config
         oracle.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         write_json(folder / "config.json", config)
@@ -203,8 +204,15 @@ def smolvlm(folder: Path, kind: str = "smolvlm", **changes: Any) -> Checkpoint:
     return Checkpoint(folder, _model(classes[1], classes[0], settings), made, settings)
 
 
-def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
-    """``text``: the decoder's ``model_type``; ``changes`` of ``config.json``."""
+def internvl(
+    folder: Path,
+    text: str = "qwen2",
+    *,
+    tower: Mapping[str, Any] = MappingProxyType({}),
+    text_options: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Checkpoint:
+    """``text``: the decoder's ``model_type``; ``changes`` of ``config.json`` and of what it says of both parts."""
     names = {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -225,7 +233,7 @@ def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
         "image_token_id": tok.convert_tokens_to_ids("<IMG_CONTEXT>"),
         "model_type": "internvl",
         "projector_hidden_act": "gelu",
-        "text_config": text_settings(text),
+        "text_config": text_settings(text, **text_options),
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vision_config": {
@@ -241,6 +249,7 @@ def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
             "use_mask_token": False,
             "use_mean_pooling": True,
             "use_qk_norm": False,
+            **tower,
         },
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",

@@ -124,7 +124,8 @@ def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None]:
         merged |= {"rope_type": values["type"]} if "type" in values else {}
         merged |= values
     rope = Keys(merged, keys.path)
-    rope.check({"rope_type": ("default", "llama3", None), "partial_rotary_factor": (1, None)})
+    # "dynamic" changes nothing within max_position_embeddings, and no request is longer.
+    rope.check({"rope_type": ("default", "dynamic", "llama3", None), "partial_rotary_factor": (1, None)})
     theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
     if rope.values["rope_type"] != "llama3":
         return theta, None

@@ -62,7 +62,9 @@ class SmolVision(VisionEncoder):
         super().__init__()
         self.tower, self._processor, self._frames = tower, processor, frames
         self.tokens_per_image = 0
-        self.frames_per_video = 0 if frames is None else int(frames.video_sampling["max_frames"])
+        sampling = {} if frames is None else frames.video_sampling
+        self.frames_per_video = int(sampling.get("max_frames", 0))
+        self.frames_per_second = float(sampling.get("fps", 0))
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -120,11 +122,15 @@ def _frame_processor(folder: Path) -> Any:
     processor = read_processor(SmolVLMImageProcessorPil, folder)
     sampling = processor.video_sampling
     try:
-        size, frames = {"longest_edge": int(sampling["video_size"]["longest_edge"])}, int(sampling["max_frames"])
+        size = {"longest_edge": int(sampling["video_size"]["longest_edge"])}
+        frames, rate = int(sampling["max_frames"]), float(sampling["fps"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}: video_sampling = {sampling!r} names no video_size and max_frames") from error
-    if not 0 < frames <= MOST_FRAMES:
-        raise ConfigError(f"{folder}: video_sampling has max_frames = {frames}; it can be 1 to {MOST_FRAMES}")
+        raise ConfigError(f"{folder}: video_sampling = {sampling!r} names no video_size, max_frames and fps") from error
+    if not (0 < frames <= MOST_FRAMES and rate > 0):
+        raise ConfigError(
+            f"{folder}: video_sampling has max_frames = {frames} and fps = {rate:g}; "
+            f"there can be 1 to {MOST_FRAMES} frames, more than 0 a second"
+        )
     return read_processor(SmolVLMImageProcessorPil, folder, size=size, do_image_splitting=False)
 
 

@@ -271,7 +271,7 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_type = 'yarn' is not supported; it can be 'default'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported; it can be 'default'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear' is not supported; it can be 'default'"),
         ({"rope_scaling": "llama3"}, "rope_scaling must be an object, not 'llama3'"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4.0}}, "low_freq_factor must be below high_freq_factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),

@@ -134,9 +134,7 @@ def llava_onevision(folder: Path, text: str = "qwen2", **changes: Any) -> Llava:
     write_json(folder / "preprocessor_config.json", {**values, "image_processor_type": "LlavaOnevisionImageProcessor"})
     images = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
     ratio = {"vision_aspect_ratio": "anyres_max_2"}
-    processor = _OneVision(
-        images, tok, None, num_image_tokens=TILE, vision_feature_select_strategy="full", **ratio
-    )
+    processor = _OneVision(images, tok, None, num_image_tokens=TILE, vision_feature_select_strategy="full", **ratio)
     settings = _config(tok, "llava_onevision", text, "siglip_vision_model", **pinpoints, **ratio)
     settings |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **changes}
     model = _model(LlavaOnevisionForConditionalGeneration, LlavaOnevisionConfig, settings)

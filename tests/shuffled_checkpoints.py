@@ -107,7 +107,7 @@ def text_settings(kind: str, **options: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": ROWS,
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "rope_theta": 50_000.0,
         **({"head_dim": 12} if kind == "qwen3" else {}),
         **options,
@@ -131,7 +131,7 @@ class Checkpoint:
     def inputs(self, text: str, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
         """What the processor makes of a prompt and its images, as the model takes it."""
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
-        made = self.processor(text=text, images=images or None, return_tensors="pt", add_special_tokens=False)
+        made = self.processor(text=text, images=images or None, return_tensors="pt")
         return {key: value for key, value in made.items() if key not in ("rows", "cols")}
 
     @torch.no_grad()

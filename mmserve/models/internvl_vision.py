@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import GotOcr2ImageProcessorPil, InternVLVisionModel
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from mmserve.errors import ConfigError
@@ -19,7 +20,7 @@ from mmserve.models.evidence import OF_CLASS, OF_PATCHES
 from mmserve.models.keys import Keys
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.shuffle import ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
@@ -72,8 +73,12 @@ class InternVision(VisionEncoder):
         }
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [tiles, 3, side, side]``, the thumbnail last where there is more than one."""
-        return {"pixels": _pixels(self._processor([image], return_tensors="np"))}
+        """``pixels [tiles, 3, side, side]``, the thumbnail last where there are several; ``grid``: rows and columns
+        of the others."""
+        p = self._processor
+        size = (p.size.height, p.size.width)
+        columns, rows = get_optimal_tiled_canvas((image.height, image.width), size, p.min_patches, p.max_patches)
+        return {"pixels": _pixels(p([image], return_tensors="np")), "grid": torch.tensor([rows, columns])}
 
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
         """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
@@ -84,7 +89,10 @@ class InternVision(VisionEncoder):
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
         own = [[next(tiles) for _ in one["pixels"]] for one in batch]
-        return [joined(_clip(some) if clip else [_BEGIN, *some, _END]) for some in own]
+        if clip:
+            return [joined(_clip(some)) for some in own]
+        grids = [one["grid"].tolist() if len(one["pixels"]) > 1 else (0, 0) for one in batch]
+        return [joined([_BEGIN, *with_parts(some, *grid), _END]) for some, grid in zip(own, grids, strict=True)]
 
 
 def load_intern_vision(
@@ -107,7 +115,8 @@ def load_intern_vision(
     projector = load_part(
         lambda: InternVLMultiModalProjector(config), f"{prefix}multi_modal_projector.", checkpoint, target
     )
-    layers = [_Layer(layer) for layer in tower.get_submodule("encoder").layer]
+    inner: Any = tower.get_submodule("encoder.layer")
+    layers = [_Layer(layer) for layer in inner]
     select = _select_layer(keys, len(layers))
     shuffled = ShuffledTower(tower, projector, layers, factor=factor, select_layer=select, first=1)
     frames = video_frames(folder)

@@ -90,6 +90,7 @@ def load_nested(
     )
     banned = set(listed_ids(checkpoint.generation.get("suppress_tokens")))
     spec = make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
+    spec = replace(spec, special_tokens=True)
     decoder = load_decoder(checkpoint, dimensions, target, layout)
     checkpoint.weights.warn_unread()
     return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)

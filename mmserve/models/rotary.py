@@ -38,7 +38,7 @@ def rotary_table(
     positions: Tensor, width: int, theta: float, scaling: Llama3Scaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``."""
-    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
     angles = positions[..., None].float() * frequencies

@@ -21,7 +21,7 @@ from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.evidence import OF_PATCHES, layers_of
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.shuffle import ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
@@ -93,9 +93,7 @@ class SmolVision(VisionEncoder):
         return found
 
 
-def load_smol_vision(
-    checkpoint: Checkpoint, target: Target, config: Any, tower: type[nn.Module], width: int
-) -> SmolVision:
+def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, tower: type[Any], width: int) -> SmolVision:
     """Tower, connector and processor of a checkpoint; raises ``ConfigError``."""
     folder, vision = checkpoint.folder, config.vision_config
     processor = read_processor(SmolVLMImageProcessorPil, folder)
@@ -137,7 +135,7 @@ def _pixels(made: Any) -> Tensor:
 def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
     """A picture's row, as transformers' ``get_image_prompt_string`` writes it."""
     parts: list[Tile | Text] = []
-    for i, tile in enumerate(tiles[: rows * columns]):
+    for i, tile in enumerate(with_parts(tiles[:-1], rows, columns)):
         row, column = divmod(i, columns)
         gap = "\n" if row and not column else ""
         parts += [f"{gap}{_FAKE}<row_{row + 1}_col_{column + 1}>", tile]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import Bench
 from helpers import ask, picture
-from llama_checkpoints import edit, load, our_logits
+from llama_checkpoints import load, our_logits
 from shuffled_checkpoints import ROWS, Checkpoint, internvl, smolvlm
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Policy, Request
 from mmserve.encode.encoder import Encoder
-from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]

@@ -82,7 +82,6 @@ class LlavaVision(VisionEncoder):
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
             return {"pixels": _pixels(self.processor, image)}
-        self.anyres.shape(image.height, image.width)  # finds out what cannot be cut
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
 
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:

@@ -20,7 +20,7 @@ from shuffled_checkpoints import ROWS
 from transformers import SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
-from mmserve.core.request import Message, Policy, Request, TextPart, VideoPart
+from mmserve.core.request import Amount, Message, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
@@ -95,6 +95,25 @@ def test_answers_equal_transformers_in_one_batch(pair: tuple[Llava, LoadedModel]
         ours = tokens[(committed < 1 << 30) & (np.arange(len(tokens)) >= done.usage.prompt_tokens)].tolist()
         theirs = oracle.greedy(oracle.inputs(rendered(model, files), files), NEW, model.spec.banned_ids)
         assert ours == theirs and len(ours) == NEW
+
+
+@pytest.mark.parametrize("kind", ["next with llama", "onevision"])
+def test_pruned_answers_are_the_same_alone_and_together(tmp_path: Path, kind: str, bench: Make) -> None:
+    model = load(KINDS[kind](tmp_path).folder)
+    endless = replace(model, spec=replace(model.spec, end_ids=frozenset({-1})))
+    names = ("resize", "column_attention" if kind == "onevision" else "hired", "tome")
+    asked = [
+        replace(r, id=f"{name} {r.id}", vision=Vision(pruner=name, amount=Amount("keep_ratio", 0.25)))
+        for name in names
+        for r in requests()[1:]
+    ]
+    alone = bench(endless, max_tokens=800, encode_batch=1, max_running=1, prefix_cache=False)
+    expected = [alone.ask(r) for r in asked]
+    together = [call.finished() for call in bench(endless, max_tokens=800).submit(*asked)]
+    assert [d.text for d in together] == [d.text for d in expected]
+    for done in together:
+        assert 0.2 * done.usage.visual_tokens_before < done.usage.visual_tokens < 0.5 * done.usage.visual_tokens_before
+    assert len({d.text for d in together}) > 2, "what is pruned does matter"
 
 
 def test_spec_of_each(pair: tuple[Llava, LoadedModel]) -> None:

@@ -12,7 +12,14 @@ import torch
 from llada_checkpoints import Sighted, edit, image, load, processor_json
 from PIL import Image
 from torch import Tensor
-from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
+    SiglipImageProcessorPil,
+)
 
 from mmserve.core.request import Amount
 from mmserve.errors import ConfigError
@@ -236,6 +243,34 @@ def test_hired_gives_the_whole_view_half_and_tiles_what_it_sees_of_them() -> Non
     assert best.tolist() == sorted(tiles[0][Evidence.CLS_ROW].topk(6).indices.tolist())
     much = [len(plan.places) for plan in PRUNERS["hired"]().plans(looks, Amount("token_budget", 75))]
     assert much == [16, 16, 16, 14, 13], "nothing gets more than it has"
+
+
+# --- the sizes that are served ---
+
+
+@pytest.mark.parametrize("kind", ["next", "onevision"])
+def test_as_many_tokens_as_transformers_counts_at_real_sizes(kind: str) -> None:
+    tile, patch = (336, 14) if kind == "next" else (384, 14)
+    make, images = {
+        "next": (LlavaNextProcessor, LlavaNextImageProcessorPil),
+        "onevision": (LlavaOnevisionProcessor, LlavaOnevisionImageProcessorPil),
+    }[kind]
+    processor: Any = make.__new__(make)
+    processor.image_processor, processor.patch_size, processor.num_additional_image_tokens = images(), patch, 0
+    processor.num_image_tokens, processor.vision_aspect_ratio = 729, "anyres_max_9"
+    side = tile // patch
+    anyres = Anyres(
+        pinpoints=tuple((y, x) for y, x in processor.image_processor.image_grid_pinpoints),
+        tile=tile,
+        max_tiles=None if kind == "next" else 9,
+        rounded=True,
+    )
+    sizes = np.random.default_rng(0).integers(1, 4000, (40, 2)).tolist()
+    for height, width in [*sizes, [4000, 1], [1, 4000], [336, 336], [2304, 2304], [1000, 1001]]:
+        rows, columns = anyres.shape(height, width)
+        tokens = torch.zeros(1 + rows * columns, side * side, 1)
+        found = anyres.picture(tokens, {}, torch.zeros(1), height, width)
+        assert len(found.tokens) == processor._get_number_of_features(height, width, tile, tile), (height, width)
 
 
 # --- what cannot be served ---

@@ -95,22 +95,14 @@ class InternVision(VisionEncoder):
         return [joined([_BEGIN, *with_parts(some, *grid), _END]) for some, grid in zip(own, grids, strict=True)]
 
 
-def load_intern_vision(
-    checkpoint: Checkpoint, target: Target, config: Any, width: int, *, inside: bool
-) -> InternVision:
-    """Tower, projector and processors of a checkpoint; ``inside``: its tensors lie below ``model``.
-
-    Raises ``ConfigError``.
-    """
+def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) -> InternVision:
+    """Tower, projector and processors of a checkpoint, whose tensors have ``prefix``; raises ``ConfigError``."""
     folder, vision = checkpoint.folder, config.vision_config
     keys = Keys(config.to_dict(), folder / "config.json")
     keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
-    if config.text_config.hidden_size != width:
-        raise ConfigError(f"{keys.path}: the projector's width is not the decoder's {width}")
     processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=True)
     factor = int(1 / config.downsample_ratio)
     _check_sides(folder, processor, vision, factor)
-    prefix = "model." if inside else ""
     tower = load_part(lambda: InternVLVisionModel._from_config(vision), f"{prefix}vision_tower.", checkpoint, target)
     projector = load_part(
         lambda: InternVLMultiModalProjector(config), f"{prefix}multi_modal_projector.", checkpoint, target

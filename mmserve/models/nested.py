@@ -53,6 +53,15 @@ def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
         tokenizer.chat_template = read_json(path).get("chat_template", tokenizer.chat_template)
 
 
+def image_token(tokenizer: PreTrainedTokenizerFast, config: Any, checkpoint: Checkpoint) -> str:
+    """The token of ``image_token_id``, which stands for an image in a chat; ``ConfigError`` where there is none."""
+    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+    if not isinstance(token, str):
+        path = checkpoint.folder / "config.json"
+        raise ConfigError(f"{path}: image_token_id {config.image_token_id!r} is no token of the tokenizer")
+    return token
+
+
 def layout_below(stem: str, head: str) -> Layout:
     """LLaMA's and Qwen's tensor names with ``stem`` instead of ``model``, and ``head`` for the output layer."""
     outer = {"embed": f"{stem}.embed_tokens", "norm": f"{stem}.norm", "head": head}

@@ -54,7 +54,7 @@ class Anyres:
     def picture(
         self, tokens_TPD: Tensor, seen: Mapping[Evidence, Tensor], newline_D: Tensor, height: int, width: int
     ) -> Picture:
-        """A picture of so many pixels: of its tiles' tokens and what is ``seen`` of them, ``[T, P]`` or ``[T, P, C]``."""
+        """A picture of so many pixels; its tiles' tokens, and what is ``seen`` of them, ``[T, P]`` or ``[T, P, C]``."""
         _count, patches, hidden = tokens_TPD.shape
         side = math.isqrt(patches)
         laid = self._lay(height, width, side)

@@ -17,6 +17,9 @@ from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
 from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.prune.base import Evidence, Look
 
+#: Tiles that go through a tower together: all of its layers' outputs are held while they do.
+_AT_ONCE = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
@@ -116,10 +119,7 @@ class LlavaVision(VisionEncoder):
         return self.projector(self._features(self._hidden(pixels)))
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
-        pixels = torch.cat([one["pixels"] for one in batch])
-        hidden = self._hidden(pixels)
-        seen = gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first)
-        features = self._features(hidden)
+        features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
         if not clip and self.anyres is None:
             return [joined([tile]) for tile in self._images(features, seen)]
         pictures, start = [], 0
@@ -129,6 +129,16 @@ class LlavaVision(VisionEncoder):
             pictures.append(show(one, features[own], {kind: values[own] for kind, values in seen.items()}))
             start = own.stop
         return pictures
+
+    def _look(self, pixels: Tensor, wanted: frozenset[Evidence]) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
+        """The features of tiles ``[B, 3, height, width]``, and the evidence of all of them."""
+        features: list[Tensor] = []
+        seen: list[Mapping[Evidence, Tensor]] = []
+        for some in pixels.split(_AT_ONCE):
+            hidden = self._hidden(some)
+            features.append(self._features(hidden))
+            seen.append(gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first))
+        return torch.cat(features), {kind: torch.cat([one[kind] for one in seen]) for kind in wanted}
 
     def _tiles(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
         project = self.projector

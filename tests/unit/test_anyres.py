@@ -139,6 +139,24 @@ def test_frames_of_a_clip_are_one_tile(tmp_path: Path) -> None:
     assert [piece for piece in found.pieces if isinstance(piece, int)] == [4, 5]
 
 
+def test_pictures_seen_together_are_those_seen_alone(tmp_path: Path) -> None:
+    """Of one shape in tiles, and still not of one size."""
+    Sighted(tmp_path, "clip", image_aspect_ratio="anyres", **TILES)
+    vision = vision_of(tmp_path)
+    pictures = [vision.prepare(image(*size)) for size in ((70, 61), (72, 72), (65, 71))]
+    assert {len(one["pixels"]) for one in pictures} == {10}, "more than go through the tower at once"
+    with torch.inference_mode():
+        together = vision.see(pictures, vision.evidence, clip=False)
+        alone = [vision.see([one], vision.evidence, clip=False)[0] for one in pictures]
+    assert len({len(one.tokens) for one in together}) == 3
+    for one, other in zip(together, alone, strict=True):
+        assert torch.allclose(one.tokens, other.tokens, atol=1e-5) and one.pieces == other.pieces
+        for mine, its in zip(one.grids, other.grids, strict=True):
+            assert torch.equal(mine.patches, its.patches) and mine.look.part == its.look.part
+            for kind in vision.evidence:
+                assert torch.allclose(mine.look[kind], its.look[kind], atol=1e-5)
+
+
 # --- what pruners see ---
 
 

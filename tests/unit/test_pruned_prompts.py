@@ -10,6 +10,7 @@ from typing import Any
 
 import llada_checkpoints as llada
 import llama_checkpoints as llava
+import llava_checkpoints as tiled
 import numpy as np
 import pytest
 import shuffled_checkpoints as shuffled
@@ -46,15 +47,15 @@ def show(*parts: Part, name: str = "r") -> Request:
 
 
 def encoder(model: LoadedModel, cache: EncoderCache | None = None, **limits: Any) -> Encoder:
-    return Encoder(model, MediaConfig(**limits), max_tokens=400, cache=cache)
+    return Encoder(model, MediaConfig(**limits), max_tokens=600, cache=cache)
 
 
 @torch.inference_mode()
 def served_logits(model: LoadedModel, request: Request, encoded: Encoded) -> tuple[torch.Tensor, np.ndarray]:
     """Logits of the first pass over paged K/V, and where their rows stood before pruning."""
-    store = KVStore(model.decoder.config, pages=100, page_size=4, dtype=model.dtype, device=model.device)
+    store = KVStore(model.decoder.config, pages=150, page_size=4, dtype=model.dtype, device=model.device)
     decoder = DiffusionDecoder(model, store)
-    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(100)))))
+    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(150)))))
     return forward(model, store, [p], decoder._floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
 
 
@@ -83,9 +84,19 @@ LAYOUTS: dict[str, Callable[[Path], tuple[LoadedModel, Any]]] = {
     "llada-v with separators": lambda folder: _llada(
         folder, "clip", mm_patch_merge_type="spatial_unpad", mm_video_frames=3, mm_newline_position="grid"
     ),
+    "llada-v in tiles": lambda folder: _llada(
+        folder,
+        "clip",
+        mm_patch_merge_type="spatial_unpad",
+        image_aspect_ratio="anyres_max_2",
+        image_grid_pinpoints="(1x1),...,(3x3)",
+    ),
     "llava-1.5": lambda folder: _llava(folder),
-    "smolvlm": lambda folder: _shuffled(shuffled.smolvlm(folder)),
-    "internvl": lambda folder: _shuffled(shuffled.internvl(folder)),
+    "llava": lambda folder: _nested(tiled.llava(folder)),
+    "llava-next": lambda folder: _nested(tiled.llava_next(folder)),
+    "llava-onevision": lambda folder: _nested(tiled.llava_onevision(folder)),
+    "smolvlm": lambda folder: _nested(shuffled.smolvlm(folder)),
+    "internvl": lambda folder: _nested(shuffled.internvl(folder)),
 }
 
 
@@ -99,12 +110,12 @@ def _llava(folder: Path) -> tuple[LoadedModel, Any]:
     return llava.load(folder), oracle
 
 
-def _shuffled(made: shuffled.Checkpoint) -> tuple[LoadedModel, Any]:
+def _nested(made: shuffled.Checkpoint) -> tuple[LoadedModel, Any]:
     return llava.load(made.folder), made.oracle
 
 
 #: Towers without a class token.
-CLASSLESS = {"llada-v with siglip", "smolvlm"}
+CLASSLESS = {"llada-v with siglip", "llava-onevision", "smolvlm"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

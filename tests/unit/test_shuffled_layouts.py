@@ -16,7 +16,7 @@ from clips import clip
 from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
 from PIL import Image
-from shuffled_checkpoints import SIDE, TILE, Checkpoint, internvl, smolvlm
+from shuffled_checkpoints import SIDE, TILE, Checkpoint, internvl, internvl_chat, smolvlm
 from transformers.models.internvl.modeling_internvl import InternVLModel
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
@@ -237,6 +237,11 @@ def test_rotation_that_grows_beyond_the_context_is_plain_within(tmp_path: Path) 
         (internvl, {"vision_feature_layer": [-1, -2]}, r"vision_feature_layer = \[-1, -2\] is not one of"),
         (internvl, {"vision_feature_layer": 9}, "vision_feature_layer = 9 is not one of the tower's 3 layers"),
         (internvl, {"text_config": "qwen2"}, "config.json"),
+        (internvl_chat, {"ps_version": "v1"}, "ps_version = 'v1' is not supported; it can be 'v2'"),
+        (internvl_chat, {"use_thumbnail": False}, "use_thumbnail = False is not supported"),
+        (internvl_chat, {"llm_config": ...}, "has no vision_config and llm_config"),
+        (internvl_chat, {"llm_config": {"model_type": "internlm2"}}, "internlm2"),
+        (internvl_chat, {"force_image_size": 48}, r"makes tiles of \(48, 48\), the tower takes"),
     ],
 )
 def test_configurations_that_cannot_be_served(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from helpers import tokenizer
 from PIL import Image
+from qwen_checkpoints import CHATML
 from transformers import (
     GotOcr2ImageProcessorPil,
     Idefics3Config,
@@ -32,7 +34,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.smolvlm import processing_smolvlm
 
-from mmserve.models.checkpoint import read_json, write_json
+from mmserve.models.checkpoint import read_json, write_checkpoint, write_json
 
 WIDTH, SIDE, PATCH = 32, 24, 4
 #: Rows of the embeddings: more than the tokenizers have tokens.
@@ -261,6 +263,79 @@ def internvl(
     made = _Intern(images, tok, None, image_seq_length=TILE)
     model = _model(InternVLForConditionalGeneration, InternVLConfig, settings)
     return Checkpoint(folder, model, made, settings)
+
+
+#: Names of transformers' tensors in the authors' own layout.
+_ORIGINAL = {
+    r"^model\.language_model": "language_model.model",
+    r"^lm_head": "language_model.lm_head",
+    r"^model\.multi_modal_projector\.layer_norm": "mlp1.0",
+    r"^model\.multi_modal_projector\.linear_1": "mlp1.1",
+    r"^model\.multi_modal_projector\.linear_2": "mlp1.3",
+    r"^model\.vision_tower": "vision_model",
+    r"cls_token$": "class_embedding",
+    r"position_embeddings$": "position_embedding",
+    r"patch_embeddings\.projection": "patch_embedding",
+    r"encoder\.layer\.": "encoder.layers.",
+    r"layernorm_before": "norm1",
+    r"layernorm_after": "norm2",
+    r"lambda_": "ls",
+    r"attention\.projection_layer": "attn.proj",
+    r"attention\.([qk])_norm": r"attn.\1_norm",
+}
+
+
+def internvl_chat(folder: Path, **changes: Any) -> Checkpoint:
+    """The same network as ``internvl`` makes, as OpenGVLab/InternVL3-8B has it; ``changes`` of ``config.json``."""
+    made = internvl(folder, tower={"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False})
+    for name in ("model.safetensors", "preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink()
+    made.processor.image_processor.image_mean = (0.485, 0.456, 0.406)
+    made.processor.image_processor.image_std = (0.229, 0.224, 0.225)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    tower = {key: value for key, value in made.config["vision_config"].items() if key in _TOWER or key == "norm_type"}
+    config = {
+        "architectures": ["InternVLChatModel"],
+        "downsample_ratio": 0.5,
+        "dynamic_image_size": True,
+        "force_image_size": SIDE,
+        "llm_config": made.config["text_config"],
+        "max_dynamic_patch": 6,
+        "min_dynamic_patch": 1,
+        "model_type": "internvl_chat",
+        "pad2square": False,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "template": "internvl2_5",
+        "torch_dtype": "bfloat16",
+        "use_thumbnail": True,
+        "vision_config": {
+            **tower,
+            "image_size": SIDE,
+            "model_type": "intern_vit_6b",
+            "patch_size": PATCH,
+            "qk_normalization": True,
+            "qkv_bias": False,
+            "use_flash_attn": True,
+        },
+        **changes,
+    }
+    write_checkpoint(folder, config, _original(made.oracle.state_dict()))
+    return made
+
+
+def _original(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if re.search(r"vision.*attention\.[kv]_proj", name):
+            continue
+        if "vision" in name and "attention.q_proj" in name:
+            tensor = torch.cat([tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            name = name.replace("attention.q_proj", "attn.qkv")
+        for pattern, new in _ORIGINAL.items():
+            name = re.sub(pattern, new, name)
+        found[name] = tensor
+    return found
 
 
 def _tokenizer(specials: list[str]) -> PreTrainedTokenizerFast:

@@ -95,8 +95,8 @@ class SmolVision(VisionEncoder):
         return found
 
 
-def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, tower: type[Any], width: int) -> SmolVision:
-    """Tower, connector and processor of a checkpoint; raises ``ConfigError``."""
+def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: type[Any]) -> SmolVision:
+    """Tower (a ``kind`` of transformers), connector and processors of a checkpoint; raises ``ConfigError``."""
     folder, vision = checkpoint.folder, config.vision_config
     processor = read_processor(SmolVLMImageProcessorPil, folder)
     side, factor = int(processor.max_image_size["longest_edge"]), int(config.scale_factor)
@@ -105,22 +105,16 @@ def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, tower:
             f"{folder}: tiles of {side} pixels (max_image_size of the image processor, with do_resize) are not whole "
             f"squares of {factor} x {factor} patches of {vision.patch_size}"
         )
-    made = load_part(lambda: tower._from_config(vision), "model.vision_model.", checkpoint, target)
-    inner = int(vision.hidden_size) * factor**2
+    tower = load_part(lambda: kind._from_config(vision), "model.vision_model.", checkpoint, target)
+    widths = int(vision.hidden_size) * factor**2, int(config.text_config.hidden_size)
     prefix = "model.connector.modality_projection.proj."
-    linear = load_part(lambda: nn.Linear(inner, width, bias=False), prefix, checkpoint, target)
-    shuffled = ShuffledTower(made, linear, layers_of(made), factor=factor)
-    return SmolVision(shuffled, processor, _frame_processor(folder) if takes_videos(folder) else None)
+    linear = load_part(lambda: nn.Linear(*widths, bias=False), prefix, checkpoint, target)
+    frames = _frame_processor(folder, processor.video_sampling) if hasattr(processor, "video_sampling") else None
+    return SmolVision(ShuffledTower(tower, linear, layers_of(tower), factor=factor), processor, frames)
 
 
-def takes_videos(folder: Path) -> bool:
-    """Whether the processor's settings say how videos are sampled."""
-    return hasattr(read_processor(SmolVLMImageProcessorPil, folder), "video_sampling")
-
-
-def _frame_processor(folder: Path) -> Any:
-    processor = read_processor(SmolVLMImageProcessorPil, folder)
-    sampling = processor.video_sampling
+def _frame_processor(folder: Path, sampling: Any) -> Any:
+    """The image processor as it is for frames; ``sampling`` says how many there are, and how large."""
     try:
         size = {"longest_edge": int(sampling["video_size"]["longest_edge"])}
         frames, rate = int(sampling["max_frames"]), float(sampling["fps"])

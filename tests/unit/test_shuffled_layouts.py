@@ -16,13 +16,13 @@ from clips import clip
 from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
 from PIL import Image
-from shuffled_checkpoints import SIDE, TILE, Checkpoint, internvl, smolvlm
+from shuffled_checkpoints import SIDE, TILE, Checkpoint, internvl, internvl_chat, smolvlm
 from transformers.models.internvl.modeling_internvl import InternVLModel
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
 from mmserve.config import MediaConfig
-from mmserve.core.request import Message, TextPart, VideoPart
+from mmserve.core.request import Amount, Message, TextPart, VideoPart
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
@@ -32,7 +32,8 @@ from mmserve.models.checkpoint import write_json
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES
 from mmserve.models.shuffle import squares
 from mmserve.models.smolvlm_vision import in_words
-from mmserve.prune.base import Evidence, Part
+from mmserve.prune.base import Evidence, Look, Part
+from mmserve.prune.hired import Hired
 
 FILE = clip(frames=12, rate=4)
 VIDEO_SETTINGS = {"num_frames": 3, "size": {"height": SIDE, "width": SIDE}}
@@ -106,6 +107,18 @@ def test_tiles_say_what_they_show(tmp_path: Path, make: Callable[[Path], Checkpo
         small = vision.see([vision.prepare(Image.new("RGB", (1, 1)))], frozenset(), clip=False)
     assert [grid.look.part for grid in wide[0].grids] == [Part(0, 1, 0, 0.5), Part(0, 1, 0.5, 1), None]
     assert small[0].grids[-1].look.part is None
+
+
+def test_hired_knows_the_whole_view_wherever_it_stands() -> None:
+    def look(row: list[float], part: Part | None) -> Look:
+        scores = torch.tensor(row)
+        return Look(2, 2, {Evidence.CLS_ROW: scores, Evidence.FIRST_CLS_ROW: scores}, part)
+
+    tiles = [look([0.1] * 4, Part(0, 1, 0, 0.5)), look([0.1] * 4, Part(0, 1, 0.5, 1))]
+    whole = look([0.6, 0.2, 0.1, 0.1], None)
+    last, first = (Hired().plans(looks, Amount("token_budget", 8)) for looks in ([*tiles, whole], [whole, *tiles]))
+    assert [len(plan.places) for plan in last] == [3, 1, 4]
+    assert [plan.places.tolist() for plan in [last[2], *last[:2]]] == [plan.places.tolist() for plan in first]
 
 
 # --- clips ---
@@ -218,12 +231,17 @@ def test_rotation_that_grows_beyond_the_context_is_plain_within(tmp_path: Path) 
     [
         (smolvlm, {"scale_factor": 4}, "tiles of 24 pixels .* are not whole squares of 4 x 4 patches of 4"),
         (smolvlm, {"image_token_id": 3}, "chat template cannot render"),
-        (smolvlm, {"text_config": {"model_type": "gpt2"}}, "has no|must be|not supported"),
+        (internvl, {"image_token_id": 5000}, "image_token_id 5000 is no token of the tokenizer"),
         (internvl, {"downsample_ratio": 0.3}, "downsample_ratio = 0.3 is not supported; it can be 0.5"),
         (internvl, {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy = 'full' is not"),
         (internvl, {"vision_feature_layer": [-1, -2]}, r"vision_feature_layer = \[-1, -2\] is not one of"),
         (internvl, {"vision_feature_layer": 9}, "vision_feature_layer = 9 is not one of the tower's 3 layers"),
         (internvl, {"text_config": "qwen2"}, "config.json"),
+        (internvl_chat, {"ps_version": "v1"}, "ps_version = 'v1' is not supported; it can be 'v2'"),
+        (internvl_chat, {"use_thumbnail": False}, "use_thumbnail = False is not supported"),
+        (internvl_chat, {"llm_config": ...}, "has no vision_config and llm_config"),
+        (internvl_chat, {"llm_config": {"model_type": "internlm2"}}, "internlm2"),
+        (internvl_chat, {"force_image_size": 48}, r"makes tiles of \(48, 48\), the tower takes"),
     ],
 )
 def test_configurations_that_cannot_be_served(

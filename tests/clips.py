@@ -22,6 +22,13 @@ from mmserve.models.vision import LlavaVision, VideoSettings
 SIZE = (64, 48)  # pixels
 
 
+def frame_tokens(vision: LlavaVision, pixels: torch.Tensor) -> list[torch.Tensor]:
+    """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]``."""
+    clip = {"pixels": pixels, "seconds": torch.zeros(len(pixels), dtype=torch.float64)}
+    [seen] = vision.see([clip], frozenset(), clip=True)
+    return list(seen.tokens.split([piece for piece in seen.pieces if isinstance(piece, int)]))
+
+
 def still(index: int, size: tuple[int, int] = SIZE) -> np.ndarray:
     """Frame ``index``: blocks of noise that pan, so that encoders find motion worth a B-frame."""
     width, height = size

@@ -156,7 +156,8 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
     vision = model.vision
     assert vision is not None
     noise = Image.effect_noise((256, 256), 80).convert("RGB")
-    pixels = vision.prepare(noise)[None].to(model.device, model.dtype)
+    prepared = vision.prepare(noise)
+    prepared = {**prepared, "pixels": prepared["pixels"].to(model.device, model.dtype)}
     costs: dict[str, float] = {}
     for name in pruners:
         pruner = PRUNERS[name]()
@@ -164,10 +165,10 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
         shares = []
         for _ in range(SCORING_ROUNDS):
             begun = time.thread_time()
-            vision.tiles(pixels, frozenset(), clip=False)
+            vision.see([prepared], frozenset(), clip=False)
             plain = time.thread_time()
-            tiles = vision.tiles(pixels, pruner.needs, clip=False)
-            pruner.plans([tile.look for tile in tiles], amount)
+            [seen] = vision.see([prepared], pruner.needs, clip=False)
+            pruner.plans([grid.look for grid in seen.grids], amount)
             shares.append((time.thread_time() - plain) / (plain - begun) - 1)
         costs[name] = statistics.median(shares)
     return costs

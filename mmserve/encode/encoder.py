@@ -14,7 +14,7 @@ from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.visual import Media, Viewer, Visual
+from mmserve.encode.visual import VISUAL, Media, Viewer, Visual
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
@@ -23,11 +23,15 @@ from mmserve.prune import pruner_of
 
 @dataclass(frozen=True)
 class _Rows:
-    """A piece of a prompt: ids, where each stood in it before pruning, and which of them are visual."""
+    """A piece of a prompt: ids, where each stood in it before pruning, and which of them are visual.
+
+    Where positions have several axes, places are ``[axes, rows]``, and places are counted by them instead of rows.
+    """
 
     ids: np.ndarray  # int64 [rows]
     places: np.ndarray  # int64 [rows]
-    span: int  # rows before pruning
+    span: int  # from where it begins to where the next piece does
+    pruned: int  # rows that are gone
     visual: np.ndarray  # bool [rows]
     features: Tensor | None  # [visual rows, D]; None for text
     beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
@@ -85,29 +89,17 @@ class Encoder:
         )
 
     def _rows(self, item: Media, seen: Visual) -> _Rows:
-        """The rows of an image or a clip: of each tile its text, where the model has one, and its visual tokens."""
-        vision, spec = self.model.vision, self.model.spec
-        placeholder = spec.video_id if item.clip else spec.image_id
-        assert vision is not None and placeholder is not None
-        front, behind = ((), ()) if item.clip else spec.image_frame
-        ids: list[np.ndarray] = []
-        places: list[np.ndarray] = []
-        start = 0  # of the kept tokens
-        span = 0
-        for kept, before, seconds in zip(seen.kept_F, seen.before_F, seen.seconds_F, strict=True):
-            text = self._plain_ids(vision.frame_text(seconds)) if item.clip else [] if ids else list(front)
-            ids += [np.asarray(text, np.int64), np.full(kept, placeholder)]
-            places += [span + np.arange(len(text)), span + len(text) + seen.places_K[start : start + kept]]
-            span, start = span + len(text) + int(before), start + int(kept)
-        ids.append(np.asarray(behind, np.int64))
-        places.append(span + np.arange(len(behind)))
-        span += len(behind)
-        visual = np.concatenate([np.full(len(part), i % 2 == 1) for i, part in enumerate(ids)])
-        return _Rows(np.concatenate(ids), np.concatenate(places), span, visual, seen.tokens_KD, seen.beside_KD)
-
-    def _plain_ids(self, text: str) -> list[int]:
-        ids: list[int] = self.model.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        """The rows of an image or a clip: what is left of its visual tokens, and the text between them."""
+        placeholder = self.model.spec.video_id if item.clip else self.model.spec.image_id
+        assert placeholder is not None
+        ids = seen.ids_R[seen.places]
+        visual = ids == VISUAL
+        ids[visual] = placeholder
+        places, span = seen.places, len(seen.ids_R)
+        if seen.where is not None:
+            places, span = seen.where[:, places], int(seen.where[0, -1])
+        pruned = len(seen.ids_R) - len(ids)
+        return _Rows(ids, places, span, pruned, visual, seen.tokens_KD, seen.beside_KD)
 
     def _splice(self, request: Request, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
@@ -137,9 +129,8 @@ class Encoder:
         spliced = np.concatenate([piece.ids for piece in pieces])
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
-        starts = np.cumsum([0, *(piece.span for piece in pieces)])
-        self._check_length(request, len(spliced), int(starts[-1]))
-        places = np.concatenate([s + piece.places for s, piece in zip(starts, pieces, strict=False)])
+        starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
+        self._check_length(request, len(spliced), starts[-1])
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
@@ -148,12 +139,13 @@ class Encoder:
             visual,
             torch.cat(features) if features else None,
             torch.cat(beside) if beside else None,
-            np.append(places, starts[-1]) if starts[-1] > len(spliced) else None,
+            _places(pieces, starts),
+            sum(piece.pruned for piece in pieces),
         )
 
     def _prompt(self, request: Request) -> list[int]:
         chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
-        return prompt_ids(self.model.tokenizer, chat)
+        return prompt_ids(self.model.tokenizer, chat, special_tokens=self.model.spec.special_tokens)
 
     def _check_length(self, request: Request, prompt: int, before: int) -> None:
         """What is left after pruning takes room in the engine, what there was ``before`` positions of the models."""
@@ -178,7 +170,20 @@ def _parts(request: Request) -> Iterator[tuple[str, Part]]:
 
 
 def _text_rows(ids: np.ndarray) -> _Rows:
-    return _Rows(ids, np.arange(len(ids)), len(ids), np.zeros(len(ids), dtype=bool), None)
+    count = len(ids)
+    return _Rows(ids, np.arange(count), count, 0, np.zeros(count, dtype=bool), None)
+
+
+def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
+    """Where each row stands, and the answer begins, as ``Canvas.create`` takes it; None = each where it is.
+
+    ``starts``: where each piece begins, and the answer.
+    """
+    if not any(piece.pruned or piece.places.ndim > 1 for piece in pieces):
+        return None
+    parts = [start + piece.places for start, piece in zip(starts, pieces, strict=False)]
+    axes = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array(starts[-1:]))], axis=-1)
 
 
 def _content(part: Part) -> dict[str, str]:

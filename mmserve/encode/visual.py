@@ -1,6 +1,6 @@
 """Images and clips to pruned visual tokens, each made once: media files in, cached values out.
 
-Shapes in names: K visual tokens that are left, F tiles (an image is one, a clip has one a frame), D hidden.
+Shapes in names: K visual tokens that are left, R rows of the prompt (visual tokens and text between them), D hidden.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount
 from mmserve.encode.cache import EncoderCache, Entry
 from mmserve.encode.keys import digest, media_digest, settings_digest, software, weights_digest
 from mmserve.encode.media import decode_image
+from mmserve.encode.places import axis_places
 from mmserve.encode.video import decode_video
-from mmserve.errors import FailedPrecondition
-from mmserve.models.base import Model, Tile, VisionEncoder
+from mmserve.errors import FailedPrecondition, InvalidArgument
+from mmserve.models.base import Model
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
+
+#: Stands in a row of ids where a visual token does.
+VISUAL = -1
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,10 @@ class Visual:
     """The visual tokens of one image or clip, as the cache has them: not to be changed."""
 
     tokens_KD: Tensor
-    places_K: np.ndarray  # int64: where each stood in its tile before pruning
-    kept_F: np.ndarray  # int64: tokens that each tile has left
-    before_F: np.ndarray  # int64: and had
-    seconds_F: np.ndarray  # float64: since the clip's start
+    ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` where a visual token stands
+    places: np.ndarray  # int64, ascending: which rows pruning left, all text among them
     beside_KD: Tensor | None  # the companion's, in the same places
+    where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None where positions have one axis
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class _Eye:
             return None
         settings = vision.settings()
         computes = f"{model.dtype} {model.device.type}".encode()
-        tokens = digest(weights_digest(vision), settings_digest(settings), computes, software())
+        spelling = settings_digest(model.tokenizer.get_vocab())  # of the text between visual tokens
+        tokens = digest(weights_digest(vision), settings_digest(settings), computes, spelling, software())
         return cls(model, vision, digest(settings_digest(settings["processor"]), software()), tokens)
 
 
@@ -90,10 +96,15 @@ class Viewer:
             return self._make([items[i] for i in chosen])
 
         def fits(i: int, entry: Entry) -> bool:
-            return fitting(entry, [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])])
+            kinds = [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])]
+            return fitting(entry, kinds, axes=self._axes)
 
         with self.cache.tokens.lease([self._key(item) for item in items], make, fits) as entries:
             yield [self._visual(entry) for entry in entries]
+
+    @property
+    def _axes(self) -> int:
+        return 1 if self._eye is None else self._eye.model.position_axes
 
     def _eyes(self, item: Media) -> list[_Eye]:
         """What looks at an item: the model and, where it is asked for, its companion."""
@@ -108,132 +119,154 @@ class Viewer:
 
     def _visual(self, entry: Entry) -> Visual:
         """A value whose tokens are where their models are, which those from disk are not."""
-        places, kept, before, seconds = (entry[name].numpy() for name in ("places", "kept", "before", "seconds"))
         tokens = [
             entry[name].to(eye.model.device)
             for name, eye in (("tokens", self._eye), ("beside", self._second))
             if eye is not None and name in entry
         ]
-        return Visual(tokens[0], places, kept, before, seconds, tokens[1] if len(tokens) > 1 else None)
+        beside = tokens[1] if len(tokens) > 1 else None
+        where = entry["where"].numpy() if "where" in entry else None
+        return Visual(tokens[0], entry["ids"].numpy(), entry["places"].numpy(), beside, where)
 
     def _make(self, items: list[Media]) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
         images of one size that are asked for the same evidence go together: there that saves time."""
-        seen = [self._pixels(item) for item in items]
+        prepared = [self._prepared(item) for item in items]
         batches: dict[object, list[int]] = defaultdict(list)
-        for i, (item, (pixels, _seconds)) in enumerate(zip(items, seen, strict=True)):
+        for i, (item, mine) in enumerate(zip(items, prepared, strict=True)):
             alone = item.clip or self._eyes(item)[0].model.device.type == "cpu"
-            batches[i if alone else None, _needs(item), tuple(p.shape for p in pixels)].append(i)
+            shapes = tuple((name, tensor.shape) for of_eye in mine for name, tensor in sorted(of_eye.items()))
+            batches[i if alone else None, _needs(item), shapes].append(i)
         entries: dict[int, Entry] = {}
         for batch in batches.values():
-            tiles = self._tiles([items[i] for i in batch], [seen[i][0] for i in batch])
-            for i, of_each_eye in zip(batch, tiles, strict=True):
-                entries[i] = _entry(items[i], of_each_eye, seen[i][1])
+            pictures = self._pictures([items[i] for i in batch], [prepared[i] for i in batch])
+            for i, of_each_eye in zip(batch, pictures, strict=True):
+                entries[i] = self._entry(items[i], of_each_eye)
         return [entries[i] for i in range(len(items))]
 
-    def _tiles(self, items: list[Media], pixels: list[list[Tensor]]) -> list[list[list[Tile]]]:
-        """Of each item, its tiles by each eye; only the first one's are judged."""
-        found: list[list[list[Tile]]] = [[] for _ in items]
+    def _pictures(self, items: list[Media], prepared: list[list[Prepared]]) -> list[list[Picture]]:
+        """Each item as each eye sees it; only what the first one sees is judged."""
+        by_eye: list[list[Picture]] = []
         for at, eye in enumerate(self._eyes(items[0])):
-            stacked = torch.cat([p[at] for p in pixels]).to(eye.model.device, eye.model.dtype)
-            wanted = frozenset() if at else _needs(items[0])
-            tiles = iter(eye.vision.tiles(stacked, wanted, clip=items[0].clip))
-            for mine, p in zip(found, pixels, strict=True):
-                mine.append([next(tiles) for _ in p[at]])
-        return found
+            model, wanted = eye.model, frozenset() if at else _needs(items[0])
+            batch = [{**p[at], "pixels": p[at]["pixels"].to(model.device, model.dtype)} for p in prepared]
+            by_eye.append(eye.vision.see(batch, wanted, clip=items[0].clip))
+        return [list(of_item) for of_item in zip(*by_eye, strict=True)]
 
-    def _pixels(self, item: Media) -> tuple[list[Tensor], Tensor]:
-        """Pixels ``[F, 3, height, width]`` as each eye takes them, and the frames' seconds (float64)."""
+    def _prepared(self, item: Media) -> list[Prepared]:
+        """What each eye takes of an item."""
         decoded: list[tuple[Sequence[Image.Image], Sequence[float]]] = []  # once for all of them
-        found: list[Entry] = []
+        found: list[Prepared] = []
         for eye in self._eyes(item):
             frames = eye.vision.frames_per_video if item.clip else 1
 
             def make(_chosen: list[int], eye: _Eye = eye, frames: int = frames) -> list[Entry]:
                 if not decoded:
-                    decoded.append(self._decode(item, frames))
+                    decoded.append(self._decode(item, frames, eye.vision.frames_per_second))
                 pictures, seconds = decoded[0]
-                pixels = torch.stack([eye.vision.prepare(picture) for picture in pictures])
-                return [{"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}]
+                try:
+                    if item.clip:
+                        return [eye.vision.prepare_clip(pictures, seconds)]
+                    return [eye.vision.prepare(pictures[0])]
+                except CannotPrepare as error:
+                    raise InvalidArgument.of(item.path, str(error)) from error
 
-            key = digest(self._file(item), str(frames).encode(), eye.pixels)
+            sampling = f"{frames} {eye.vision.frames_per_second}"
+            key = digest(self._file(item), sampling.encode(), eye.pixels)
             with self.cache.pixels.lease([key], make, _are_pixels) as entries:
                 found += entries
-        return [entry["pixels"] for entry in found], found[0]["seconds"]
+        return found
 
-    def _decode(self, item: Media, frames: int) -> tuple[Sequence[Image.Image], Sequence[float]]:
+    def _entry(self, item: Media, pictures: list[Picture]) -> Entry:
+        """What is left of an item, by each eye; what the first one's tokens lose, the others' lose, too."""
+        assert self._eye is not None
+        own, plans = pictures[0], None
+        if item.pruner is not None and item.amount is not None:
+            plans = item.pruner.plans([grid.look for grid in own.grids], item.amount)
+        ids = _ids(own, self._eye.model.tokenizer)
+        tokens, chosen = _pruned(own, plans)
+        left = ids != VISUAL
+        left[(ids == VISUAL).nonzero().flatten()[chosen]] = True
+        entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten()}
+        if self._axes > 1:
+            assert own.coordinates is not None
+            entry["where"] = axis_places(ids == VISUAL, own.coordinates)
+        if len(pictures) > 1:
+            if len(pictures[1].tokens) != len(own.tokens):
+                raise FailedPrecondition("the model and its companion make different numbers of visual tokens of this")
+            entry["beside"] = _pruned(pictures[1], plans)[0]
+        return entry
+
+    def _decode(self, item: Media, frames: int, rate: float) -> tuple[Sequence[Image.Image], Sequence[float]]:
         if item.clip:
-            clip = decode_video(item.data, self.media, frames=frames, field=item.path)
+            clip = decode_video(item.data, self.media, frames=frames, rate=rate, field=item.path)
             return clip.frames, clip.seconds
         return [decode_image(item.data, self.media, field=item.path)], [0.0]
 
 
-def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]]) -> bool:
+def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int = 1) -> bool:
     """Whether ``entry`` has all that a ``Visual`` has, each of the right type and size and in range.
 
-    ``kinds``: type and width of the tokens of each model that looked.
+    ``kinds``: type and width of the tokens of each model that looked; ``axes`` of a position.
     """
-    names = ("places", "kept", "before", "seconds")
     token_names = ("tokens", "beside")[: len(kinds)]
-    if set(entry) != {*names, *token_names}:
+    if set(entry) != {"ids", "places", *token_names, *(["where"] if axes > 1 else [])}:
         return False
-    places, kept, before, seconds = (entry[name] for name in names)
-    if any(t.dtype != torch.int64 or t.dim() != 1 for t in (places, kept, before)):
+    ids, places = entry["ids"], entry["places"]
+    if any(t.dtype != torch.int64 or t.dim() != 1 for t in (ids, places)) or bool((ids < VISUAL).any()):
         return False
-    if not len(kept) == len(before) == len(seconds) or bool((kept < 0).any()) or int(kept.sum()) != len(places):
+    if axes > 1 and not _are_places(entry["where"], axes, len(ids)):
         return False
-    if bool((places < 0).any()) or bool((places >= before.repeat_interleave(kept)).any()):
+    if bool(((places < 0) | (places >= len(ids))).any()) or bool((places.diff() <= 0).any()):
         return False
-    if any(bool((part.diff() <= 0).any()) for part in places.split(kept.tolist())):
+    left = ids[places]
+    kept = int((left == VISUAL).sum())
+    if len(left) - kept != int((ids != VISUAL).sum()):
         return False
     tokens = [entry[name] for name in token_names]
-    return all(
-        t.dtype == dtype and t.shape == (len(places), width) for t, (dtype, width) in zip(tokens, kinds, strict=True)
-    )
+    return all(t.dtype == dtype and t.shape == (kept, width) for t, (dtype, width) in zip(tokens, kinds, strict=True))
+
+
+def _are_places(where: Tensor, axes: int, rows: int) -> bool:
+    return where.dtype == torch.int64 and where.shape == (axes, rows + 1) and not bool((where < 0).any())
 
 
 def _are_pixels(_i: int, entry: Entry) -> bool:
-    pixels, seconds = entry.get("pixels"), entry.get("seconds")
-    if pixels is None or seconds is None:
-        return False
-    return pixels.dim() == 4 and pixels.dtype == torch.float32 and len(seconds) == len(pixels)
+    pixels = entry.get("pixels")
+    return pixels is not None and pixels.dtype == torch.float32
 
 
 def _needs(item: Media) -> frozenset[Evidence]:
     return item.pruner.needs if item.pruner is not None else frozenset()
 
 
-def _entry(item: Media, tiles: list[list[Tile]], seconds: Tensor) -> Entry:
-    """What is left of an item's tiles, by each eye; what the first one's lose, the others' lose, too."""
-    own = tiles[0]
-    plans: Sequence[Plan | None] = [None] * len(own)
-    if item.pruner is not None and item.amount is not None:
-        plans = item.pruner.plans([tile.look for tile in own], item.amount)
-    pruned = [_pruned(tile, plan) for tile, plan in zip(own, plans, strict=True)]
-    entry = {
-        "tokens": torch.cat([tokens for tokens, _places in pruned]),
-        "places": torch.cat([places for _tokens, places in pruned]),
-        "kept": torch.tensor([len(places) for _tokens, places in pruned]),
-        "before": torch.tensor([len(tile.tokens) for tile in own]),
-        "seconds": seconds.clone(),
-    }
-    if len(tiles) > 1:
-        if [len(tile.tokens) for tile in tiles[1]] != entry["before"].tolist():
-            raise FailedPrecondition("the model and its companion make different numbers of visual tokens of this")
-        entry["beside"] = torch.cat([_pruned(tile, plan)[0] for tile, plan in zip(tiles[1], plans, strict=True)])
-    return entry
+def _ids(picture: Picture, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The row of ids (int64) that a picture becomes, ``VISUAL`` where a visual token stands."""
+    row: list[int] = []
+    for piece in picture.pieces:
+        match piece:
+            case int(count):
+                row += [VISUAL] * count
+            case str(text):
+                row += tokenizer.encode(text, add_special_tokens=False)
+            case ids:
+                row += ids
+    return torch.tensor(row, dtype=torch.int64)
 
 
-def _pruned(tile: Tile, plan: Plan | None) -> tuple[Tensor, Tensor]:
-    """The tokens ``[k, D]`` that are left of a tile, and where they stood (int64, on the CPU)."""
-    if plan is None:
-        return tile.tokens, torch.arange(len(tile.tokens))
-    patches = tile.patches
-    left = plan.apply(tile.tokens[patches.to(tile.tokens.device)])
-    rest = torch.ones(len(tile.tokens), dtype=torch.bool)
-    rest[patches] = False
+def _pruned(picture: Picture, plans: Sequence[Plan] | None) -> tuple[Tensor, Tensor]:
+    """The tokens ``[k, D]`` that are left of a picture, and which they were (int64 ``[k]``, on the CPU)."""
+    tokens = picture.tokens
+    if plans is None:
+        return tokens, torch.arange(len(tokens))
+    rest = torch.ones(len(tokens), dtype=torch.bool)
+    left: list[Tensor] = []
+    chosen: list[Tensor] = []
+    for grid, plan in zip(picture.grids, plans, strict=True):
+        rest[grid.patches] = False
+        left.append(plan.apply(tokens[grid.patches.to(tokens.device)]))
+        chosen.append(grid.patches[plan.places.cpu()])
     others = rest.nonzero().flatten()
-    places = torch.cat([patches[plan.places.cpu()], others])
+    places = torch.cat([*chosen, others])
     order = places.argsort()
-    tokens = torch.cat([left, tile.tokens[others.to(tile.tokens.device)]])
-    return tokens[order.to(tokens.device)], places[order]
+    return torch.cat([*left, tokens[others.to(tokens.device)]])[order.to(tokens.device)], places[order]

@@ -44,12 +44,19 @@ class KVStore:
         self._rope_scatter, self._cached_attention = (op.run for op in ops)
 
     def ragged(
-        self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, block: int | None = None
+        self,
+        rows: list[np.ndarray],
+        tables: list[np.ndarray],
+        lengths: list[int],
+        *,
+        block: int | None = None,
+        prompts: list[int] | None = None,
     ) -> Ragged:
         """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
 
         Rows look no further right than the end of their own block of ``block`` positions, counted from 0, or of the
-        request: 1 is causal attention, None full.
+        request: 1 is causal attention, None full. ``prompts``: of each request, how many of its first positions see
+        nothing but each other.
         """
         slots = [
             table[r // self.page_size] * self.page_size + r % self.page_size
@@ -59,8 +66,10 @@ class KVStore:
         limits = None
         if block is not None:
             limits = [np.minimum((r // block + 1) * block, n) for r, n in zip(rows, lengths, strict=True)]
-            if self.device.type == "cpu":
-                pieces = [part for p, seen in zip(pieces, limits, strict=True) for part in self._by_page(p, seen)]
+        elif prompts is not None:
+            limits = [np.where(r < size, size, n) for r, size, n in zip(rows, prompts, lengths, strict=True)]
+        if limits is not None and self.device.type == "cpu":
+            pieces = [part for p, seen in zip(pieces, limits, strict=True) for part in self._by_page(p, seen)]
         return Ragged(
             row_counts=tuple(p.rows for p in pieces),
             kv_lengths=tuple(p.length for p in pieces),

@@ -11,23 +11,24 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
-from mmserve.prune.base import Evidence, Look
+from mmserve.models.picture import VisionEncoder
 
 
 class Attention(Enum):
     """How far right a position may look.
 
-    To the end of the canvas (masked diffusion), to the end of its own block, counted from position 0 (block
-    diffusion), or to itself (next token).
+    To the end of the canvas (masked diffusion; or, where attention is of the prefix, to the prompt's end as long as it
+    stands within the prompt), to the end of its own block, counted from position 0 (block diffusion), or to itself
+    (next token).
     """
 
     FULL = "full"
+    PREFIX = "prefix"
     BLOCK_CAUSAL = "block_causal"
     CAUSAL = "causal"
 
@@ -56,11 +57,11 @@ class ModelSpec:
     padding_id: int | None = None  # one of them that fills the canvas behind an answer's end; None = whatever ended it
     banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
-    image_frame: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # tokens in front of an image's own, and behind
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
+    special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
     logit_shift: int = 0  # how far left of a position its row of logits stands: 1 for next-token models and Dream
 
     def __post_init__(self) -> None:
@@ -76,69 +77,14 @@ class ModelSpec:
         """Positions that are decoded together where a request ``asked`` for so many (0 = the default)."""
         if self.renoising is not None:
             return self.default_block_length
-        if self.attention is Attention.FULL:
+        if self.attention in (Attention.FULL, Attention.PREFIX):
             return asked or self.default_block_length
         return self.attention_block or 1
 
     @property
     def attention_block(self) -> int | None:
-        """Length of the blocks, counted from position 0, that bound a position's sight; None = it sees everything."""
-        return {Attention.FULL: None, Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}[
-            self.attention
-        ]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The visual tokens of an image or a frame, and what a pruner may know of those that are patches.
-
-    The others (a class token, separators) stay whatever is pruned.
-    """
-
-    tokens: Tensor  # [n, D]
-    patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``look``
-    look: Look
-
-
-class VisionEncoder(nn.Module):
-    """Tower and projector: pictures to visual tokens in the decoder's embedding space."""
-
-    #: Visual tokens an image becomes; 0 where it depends on the image.
-    tokens_per_image: int
-    #: Frames that a video is sampled at; 0 = takes no video.
-    frames_per_video: int = 0
-
-    @property
-    def evidence(self) -> frozenset[Evidence]:
-        """What the tower can show to pruners."""
-        return frozenset()
-
-    def settings(self) -> Mapping[str, Any]:
-        """All that decides, beside the weights, what becomes of a picture; ``processor`` of it, what its pixels are."""
-        raise NotImplementedError
-
-    def prepare(self, image: Image.Image) -> Tensor:
-        """Pixels ``[3, height, width]`` fp32 of an RGB image, resized and normalised as the checkpoint says."""
-        raise NotImplementedError
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``."""
-        raise NotImplementedError
-
-    def video_tokens(self, pixels: Tensor) -> list[Tensor]:
-        """Visual tokens ``[n, D]`` of each of a clip's frames, ``pixels [frames, 3, height, width]`` in their order."""
-        raise NotImplementedError
-
-    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
-        """Each picture of ``pixels [B, 3, height, width]`` with the ``wanted`` evidence; ``clip``: as a clip's frames.
-
-        The tokens are those of ``forward``, or of ``video_tokens``.
-        """
-        raise NotImplementedError
-
-    def frame_text(self, seconds: float) -> str:
-        """Text that stands in front of the visual tokens of a frame ``seconds`` after the clip's start."""
-        return ""
+        """Length of the blocks, counted from position 0, that bound a position's sight; None = no block does."""
+        return {Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}.get(self.attention)
 
 
 #: Products of rows with a model's weights, one of each shape: widths of a row before and after.
@@ -214,6 +160,11 @@ class CanvasModel:
         """None: the model says itself when a canvas is final."""
 
     @property
+    def position_axes(self) -> int:
+        """Axes of a position: one."""
+        return 1
+
+    @property
     def vocab_size(self) -> int:
         """Logits of a position."""
         return self.network.vocab_size
@@ -247,14 +198,19 @@ class LoadedModel:
     commit_filter: CommitFilter | None = None
 
     @property
+    def position_axes(self) -> int:
+        """Axes of a position: one, or three where images have rows and columns."""
+        return self.decoder.config.position_axes
+
+    @property
     def vocab_size(self) -> int:
         """Logits of a position."""
         return self.decoder.config.vocab_size
 
     @property
     def width(self) -> int:
-        """Elements of an embedding, and of a visual token."""
-        return self.decoder.config.hidden_size
+        """Elements of a visual token: an embedding, and what each of the decoder's first layers takes beside."""
+        return self.decoder.config.hidden_size * (1 + self.decoder.config.deep_layers)
 
     @property
     def parameters(self) -> int:

@@ -68,16 +68,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise ConfigError(f"{folder}: the tokenizer cannot be read: {error}") from error
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]]) -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], *, special_tokens: bool = False
+) -> list[int]:
     """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts.
 
-    Raises ``InvalidArgument`` where the template refuses the chat, for its order of roles, say.
+    ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
+    transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for its order of
+    roles, say.
     """
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(text, add_special_tokens=special_tokens and not begun))
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:
@@ -90,14 +95,21 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, vi
 
 
 def adapt_chat_template(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, *, images: bool, videos: bool, vicuna: bool, image: str = IMAGE
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    *,
+    images: bool,
+    videos: bool,
+    vicuna: bool,
+    image: str = IMAGE,
+    video: str = VIDEO,
 ) -> None:
     """See that ``tokenizer`` has a chat template that renders message parts; another model's format is never imposed.
 
     The checkpoint's own template is kept; where it takes plain text only, parts are joined in front of it. Without
     one, a tokenizer with Llama 3's header tokens gets Llama 3's format, and ``vicuna`` checkpoints that of LLaVA-1.5,
-    which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``. ``image``: what stands in
-    a text for an image.
+    which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``. ``image`` and
+    ``video``: what stands in a text for either.
     """
     own = tokenizer.chat_template
     if own is None:
@@ -108,14 +120,17 @@ def adapt_chat_template(
         else:
             raise ConfigError(f"{folder}: the tokenizer has no chat template; put one into chat_template.jinja")
         return
-    if _renders_parts(tokenizer, images, videos, image):
+    if _renders_parts(tokenizer, images, videos, image, video):
         return
-    tokenizer.chat_template = _JOINED_MESSAGES.replace(IMAGE, image) + own if isinstance(own, str) else own
-    if not _renders_parts(tokenizer, images, videos, image):
+    joined = _JOINED_MESSAGES.replace(IMAGE, image).replace(VIDEO, video)
+    tokenizer.chat_template = joined + own if isinstance(own, str) else own
+    if not _renders_parts(tokenizer, images, videos, image, video):
         raise ConfigError(f"{folder}: the chat template cannot render a user's message")
 
 
-def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool, image: str = IMAGE) -> bool:
+def _renders_parts(
+    tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool, image: str = IMAGE, video: str = VIDEO
+) -> bool:
     media = [{"type": kind} for kind, taken in (("image", images), ("video", videos)) if taken]
     content = [*media, {"type": "text", "text": "probe"}]
     try:
@@ -124,4 +139,4 @@ def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool, videos: boo
         return False
     if not isinstance(text, str) or "probe" not in text or "'type'" in text:
         return False
-    return text.count(image) == images and text.count(VIDEO) == videos
+    return text.count(image) == images and text.count(video) == videos

@@ -64,21 +64,22 @@ class Rows:
 class Weights:
     """The tensors of a directory's safetensors by name, opened lazily and remembered as read.
 
-    Raises ``ConfigError`` where the directory has none, a shard is missing, or a file is not safetensors.
+    ``file`` is what it is called where it is one file. Raises ``ConfigError`` where the directory has none, a shard is
+    missing, or a file is not safetensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str = WEIGHTS) -> None:
         self.folder = folder
         self.read: set[str] = set()
         self._open: dict[str, Any] = {}
         index = folder / INDEX
         if index.is_file():
             self.source, self._files = index, _index(index)
-        elif (folder / WEIGHTS).is_file():
-            self.source = folder / WEIGHTS
-            self._files = dict.fromkeys(self._file(WEIGHTS).keys(), WEIGHTS)
+        elif (folder / file).is_file():
+            self.source = folder / file
+            self._files = dict.fromkeys(self._file(file).keys(), file)
         else:
-            raise ConfigError(f"{folder} has no safetensors: neither {WEIGHTS} nor {INDEX}")
+            raise ConfigError(f"{folder} has no safetensors: neither {file} nor {INDEX}")
 
     @classmethod
     def has(cls, folder: Path) -> bool:
@@ -96,6 +97,10 @@ class Weights:
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that tensor ``name`` is stored in."""
         return self._tensor(name).dtype
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of tensor ``name``."""
+        return self._tensor(name).shape
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``.

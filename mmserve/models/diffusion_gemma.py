@@ -182,7 +182,6 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> Mo
         end_ids=frozenset(ends),
         banned_ids=(),
         image_id=config.image_token_id if images else None,
-        image_frame=(_known(config.boi_token_id), _known(config.eoi_token_id)),
         max_tokens=text.max_position_embeddings - config.canvas_length,  # the last canvas is always whole
         default_block_length=config.canvas_length,
         renoising=Renoising(
@@ -194,7 +193,3 @@ def _spec(checkpoint: Checkpoint, config: Any, name: str, *, images: bool) -> Mo
             confident=given.number("confidence_threshold", default=_CONFIDENT),
         ),
     )
-
-
-def _known(token: int | None) -> tuple[int, ...]:
-    return () if token is None else (token,)

@@ -14,14 +14,16 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Attention, LoadedModel, ModelSpec, VisionEncoder
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import IMAGE, VIDEO
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
-from mmserve.models.layouts import layout_of
+from mmserve.models.layouts import Layout, layout_of
+from mmserve.models.picture import VisionEncoder
 from mmserve.models.towers import load_vision
+from mmserve.models.vision import LlavaVision
 
 END_OF_TURN = "<|eot_id|>"
 #: What ends a turn in the chat formats of Llama 3 and LLaDA, and of Qwen (ChatML).
@@ -46,18 +48,17 @@ def load_family(
     target: Target,
     tokenizer: PreTrainedTokenizerFast,
     spec: Callable[[Sources], ModelSpec],
+    vision: Callable[[Decoder], VisionEncoder] | None = None,
 ) -> LoadedModel:
     """Load decoder, tower and projector; ``spec`` says what the model is.
 
-    Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    ``vision`` makes what sees images for the decoder, where that is not LLaVA's one tile an image. Raises
+    ``ConfigError`` naming the key, tensor or file that is wrong.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     config = decoder_config(keys)
-    if len(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
-        )
-    images, videos = takes_images(checkpoint), takes_videos(checkpoint)
+    check_vocabulary(checkpoint, tokenizer, config)
+    images, videos = vision is not None or takes_images(checkpoint), takes_videos(checkpoint)
     made = spec(
         Sources(
             checkpoint=checkpoint,
@@ -65,16 +66,17 @@ def load_family(
             config=config,
             tokenizer=tokenizer,
             name=target.name,
-            image_id=_placeholder(tokenizer, IMAGE) if images else None,
-            video_id=_placeholder(tokenizer, VIDEO) if videos else None,
+            image_id=placeholder(tokenizer, IMAGE) if images else None,
+            video_id=placeholder(tokenizer, VIDEO) if videos else None,
         )
     )
-    decoder = _load_decoder(checkpoint, config, target)
-    vision = load_vision(checkpoint, config.hidden_size, target) if images else None
-    if vision is not None:
-        _check_frame_text(keys, tokenizer, vision)
+    decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
+    seeing = vision(decoder) if vision is not None else None
+    if images and seeing is None:
+        seeing = llava = load_vision(checkpoint, config.hidden_size, target)
+        _check_frame_text(keys, tokenizer, llava)
     checkpoint.weights.warn_unread()
-    return LoadedModel(made, decoder, tokenizer, vision, target.dtype, target.device)
+    return LoadedModel(made, decoder, tokenizer, seeing, target.dtype, target.device)
 
 
 def make_spec(
@@ -175,15 +177,24 @@ def _padding_ids(sources: Sources) -> list[Any]:
     return [*named, tokenizer.pad_token_id, tokenizer.eos_token_id]
 
 
-def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target) -> Decoder:
+def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, config: DecoderConfig) -> None:
+    """Raise ``ConfigError`` where the tokenizer has tokens that the model does not embed."""
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
+        )
+
+
+def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, layout: Layout) -> Decoder:
+    """The decoder with the checkpoint's weights, which lie in ``layout``, frozen and in eval mode."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    names = layout_of(checkpoint.config).names(decoder)
+    names = layout.names(decoder)
     checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=(".expert_bias",))
     return decoder.eval()
 
 
-def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+def placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added behind the rest.
 
     Then it may lie past the model's embeddings, which is no harm: visual tokens stand where a prompt has it.
@@ -193,7 +204,7 @@ def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
-def _check_frame_text(keys: Keys, tokenizer: PreTrainedTokenizerFast, vision: VisionEncoder) -> None:
+def _check_frame_text(keys: Keys, tokenizer: PreTrainedTokenizerFast, vision: LlavaVision) -> None:
     text = vision.frame_text(0)
     special = set(tokenizer.encode(text, add_special_tokens=False)) & set(tokenizer.get_added_vocab().values())
     if special:

@@ -5,7 +5,7 @@ An image keeps its shape and becomes as many patches as fit the processor's budg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Gemma4ImageProcessorPil
 
 from mmserve.errors import ConfigError
-from mmserve.models.base import Tile, VisionEncoder
+from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, Look
 
@@ -32,20 +32,22 @@ class GemmaVision(VisionEncoder):
         super().__init__()
         self.tower, self.projection = encoder.vision_tower, encoder.embed_vision
         self._look, self._processor = encoder.get_image_features, processor
+        self._begin, self._end = _known(encoder.config.boi_token_id), _known(encoder.config.eoi_token_id)
 
     def settings(self) -> Mapping[str, Any]:
         tower: Any = self.tower
-        return {"processor": describe_processor(self._processor), "tower": tower.config.to_dict()}
+        frame = (self._begin, self._end)
+        return {"processor": describe_processor(self._processor), "tower": tower.config.to_dict(), "frame": frame}
 
-    def prepare(self, image: Image.Image) -> Tensor:
-        """Pixels ``[3, height, width]`` fp32 of an RGB image, both sides whole numbers of patches."""
+    def prepare(self, image: Image.Image) -> Prepared:
+        """``pixels [1, 3, height, width]``, both sides whole numbers of patches."""
         made = self._processor(images=[image], return_tensors="pt")
         patches_nP, places_n2 = made["pixel_values"][0], made["image_position_ids"][0]
         kept = places_n2[:, 0] >= 0  # the rest is padding
         columns, rows = (places_n2[kept].amax(0) + 1).tolist()
         side = self._processor.patch_size
         grid = patches_nP[kept].float().reshape(rows, columns, side, side, 3)
-        return grid.permute(4, 0, 2, 1, 3).reshape(3, rows * side, columns * side)
+        return {"pixels": grid.permute(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)}
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Visual tokens ``[B, n, D]`` of ``pixels [B, 3, height, width]``, images of one shape."""
@@ -58,10 +60,16 @@ class GemmaVision(VisionEncoder):
         features: Tensor = self._look(patches, places).pooler_output
         return features.reshape(count, -1, features.shape[-1])
 
-    def tiles(self, pixels: Tensor, wanted: frozenset[Evidence], *, clip: bool) -> list[Tile]:
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        pixels = torch.cat([one["pixels"] for one in batch])
         side = self._processor.patch_size * self._processor.pooling_kernel_size
         look = Look(pixels.shape[2] // side, pixels.shape[3] // side, {})
-        return [Tile(tokens, torch.arange(len(tokens)), look) for tokens in self(pixels)]
+        tiles = (Tile(tokens, torch.arange(len(tokens)), look) for tokens in self(pixels))
+        return [joined([self._begin, tile, self._end]) for tile in tiles]
+
+
+def _known(token: int | None) -> tuple[int, ...]:
+    return () if token is None else (token,)
 
 
 def load_gemma_vision(folder: Path, encoder: Any) -> GemmaVision | None:

@@ -84,7 +84,7 @@ def test_visual_tokens_are_those_of_transformers(oracle: Any, loaded: CanvasMode
         made = processor([decoded(data)], return_tensors="pt")
         with torch.no_grad():
             theirs = oracle.model.encoder.get_image_features(made["pixel_values"], made["image_position_ids"])
-            [mine] = vision(vision.prepare(decoded(data))[None])
+            [mine] = vision(vision.prepare(decoded(data))["pixels"])
         assert len(mine) == int(made["num_soft_tokens_per_image"][0])
         assert (mine - theirs.pooler_output).abs().max() < 1e-4 * theirs.pooler_output.abs().max()
         seen.add(len(mine))

@@ -168,7 +168,7 @@ def test_two_engines_with_one_cache_encode_an_image_once(
 
 @pytest.mark.parametrize("images", [0, 1, 3, 50])
 def test_a_small_cache_answers_as_a_large_one(bench: Make, shared: Callable[[int], EncoderCache], images: int) -> None:
-    large, size = bench(), 4 * 64 * 4 + 4 * 8 + 3 * 8
+    large, size = bench(), 4 * 64 * 4 + 4 * 8 + 4 * 8
     cache = shared(images * size)
     small = bench(cache=cache)
     requests = [ask(f"r{i}", images=(picture(i % 5), picture(i % 7)), max_new_tokens=4) for i in range(20)]

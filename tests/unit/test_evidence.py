@@ -11,10 +11,17 @@ from clips import video_model
 from llada_checkpoints import Sighted, image, load
 
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES
+from mmserve.models.picture import Tile
 from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, pool_grid
 from mmserve.prune.base import Evidence
 
 EVERYTHING = OF_CLASS | OF_PATCHES
+
+
+def tiles_of(vision: LlavaVision, pixels: torch.Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
+    """The one tile of each picture of ``pixels [B, 3, height, width]``."""
+    seen = vision.see([{"pixels": own[None]} for own in pixels], wanted, clip=False)
+    return [Tile(picture.tokens, grid.patches, grid.look) for picture in seen for grid in picture.grids]
 
 
 def vision_of(folder: Path) -> LlavaVision:
@@ -31,7 +38,7 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
     vision = vision_of(tmp_path)
     wanted = EVERYTHING if kind == "clip" else OF_PATCHES
     assert vision.evidence == wanted
-    pixels = torch.stack([vision.prepare(image(30, 30 + i)) for i in range(3)])
+    pixels = torch.cat([vision.prepare(image(30, 30 + i))["pixels"] for i in range(3)])
     tower = made.tower
     tower.set_attn_implementation("eager")
     keys: dict[int, torch.Tensor] = {}
@@ -39,7 +46,7 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
         layer.self_attn.k_proj.register_forward_hook(lambda _m, _a, out, i=i: keys.__setitem__(i, out))
     with torch.no_grad():
         out = tower(pixels, output_attentions=True, output_hidden_states=True)
-        tiles = vision.tiles(pixels, wanted, clip=False)
+        tiles = tiles_of(vision, pixels, wanted)
     at = {-4: 0}.get(select if kind == "clip" else -2, 3 + (select if kind == "clip" else -2))
     first = 1 if kind == "clip" else 0
     for i, tile in enumerate(tiles):
@@ -60,18 +67,18 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
 def test_nothing_is_shown_that_is_not_asked_for(tmp_path: Path) -> None:
     Sighted(tmp_path, "clip")
     vision = vision_of(tmp_path)
-    pixels = vision.prepare(image())[None]
+    pixels = vision.prepare(image())["pixels"]
     with torch.no_grad():
-        [tile] = vision.tiles(pixels, frozenset(), clip=False)
+        [tile] = tiles_of(vision, pixels, frozenset())
         assert tile.look.evidence == {} and torch.equal(tile.tokens, vision(pixels)[0])
 
 
 def test_class_tokens_and_separators_are_no_patches(tmp_path: Path) -> None:
     made = Sighted(tmp_path, "clip", mm_vision_select_feature="cls_patch", mm_patch_merge_type="spatial_unpad")
     vision = vision_of(tmp_path)
-    pixels = vision.prepare(image())[None]
+    pixels = vision.prepare(image())["pixels"]
     with torch.no_grad():
-        [tile] = vision.tiles(pixels, frozenset({Evidence.CLS_ROW}), clip=False)
+        [tile] = tiles_of(vision, pixels, frozenset({Evidence.CLS_ROW}))
     assert tile.patches.tolist() == list(range(1, 17)) and len(tile.tokens) == 18
     assert torch.equal(tile.tokens[17], made.newline) and len(tile.look[Evidence.CLS_ROW]) == 16
 
@@ -83,15 +90,18 @@ def test_what_is_seen_of_a_clip_is_pooled_as_its_tokens_are(newline: str) -> Non
     vision.projector = NewlineProjector(vision.projector, torch.full((64,), 7.0))
     pixels = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        alone = vision.tiles(pixels, EVERYTHING, clip=False)
+        alone = tiles_of(vision, pixels, EVERYTHING)
         for stride in (1, 2):
             vision.video = VideoSettings(frames=3, stride=stride, mode="average", newline=newline)
-            tiles = vision.tiles(pixels, EVERYTHING, clip=True)
-            for tile, tokens, image_tile in zip(tiles, vision.video_tokens(pixels), alone, strict=True):
-                assert torch.equal(tile.tokens, tokens) and tile.look.size == (2 // stride) ** 2
+            clip = {"pixels": pixels, "seconds": torch.zeros(3, dtype=torch.float64)}
+            [seen] = vision.see([clip], EVERYTHING, clip=True)
+            [bare] = vision.see([clip], frozenset(), clip=True)
+            assert torch.equal(seen.tokens, bare.tokens)
+            for tile, image_tile in zip(seen.grids, alone, strict=True):
+                assert tile.look.size == (2 // stride) ** 2
                 patches = image_tile.tokens[image_tile.patches]
                 assert torch.allclose(
-                    tile.tokens[tile.patches], pool_grid(patches[None], stride, "average").flatten(0, 2)
+                    seen.tokens[tile.patches], pool_grid(patches[None], stride, "average").flatten(0, 2)
                 )
                 for kind, values in tile.look.evidence.items():
                     whole = image_tile.look[kind].view(1, 4, -1)

@@ -183,7 +183,7 @@ def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> 
         for name, parameter in ours.named_parameters():
             assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name
     picture = image(192, 150)
-    assert torch.equal(model.vision.prepare(picture), pixels_of(picture))
+    assert torch.equal(model.vision.prepare(picture)["pixels"][0], pixels_of(picture))
     assert model.vision.tokens_per_image == VISUAL_TOKENS
     bos, eos, eot, mask, header, header_end, placeholder, clip = model.tokenizer.convert_tokens_to_ids(list(SPECIALS))
     spec = model.spec

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from clips import frame_tokens
 from llada_checkpoints import Sighted, edit, image, load
 
 from mmserve.errors import ConfigError
@@ -35,9 +36,9 @@ def test_videos_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
     chat = [{"role": "user", "content": [{"type": "video"}, {"type": "image"}, {"type": "text", "text": "x"}]}]
     assert "<video>\n<image>\nx" in model.tokenizer.apply_chat_template(chat, tokenize=False)
 
-    pixels = torch.stack([model.vision.prepare(image(30 + i, 40)) for i in range(3)])
+    pixels = torch.cat([model.vision.prepare(image(30 + i, 40))["pixels"] for i in range(3)])
     with torch.no_grad():
-        tokens = model.vision.video_tokens(pixels)
+        tokens = frame_tokens(model.vision, pixels)
         plain = made.visual_tokens(pixels, first=1 if kind == "clip" else 0)
     squares = plain.view(3, 2, 2, 2, 2, 32).mean((2, 4))  # frame, row, in row, column, in column
     assert torch.stack(tokens).shape == (3, 4, 32)
@@ -50,9 +51,9 @@ def test_defaults_are_those_of_llava_next(tmp_path: Path) -> None:
     assert isinstance(model.vision, LlavaVision)
     assert model.vision.video == VideoSettings(frames=2, stride=2, mode="bilinear", newline="one_token", time="")
     assert model.vision.frame_text(3.0) == ""
-    pixels = torch.stack([model.vision.prepare(image())] * 2)
+    pixels = torch.cat([model.vision.prepare(image())["pixels"]] * 2)
     with torch.no_grad():
-        tokens = model.vision.video_tokens(pixels)
+        tokens = frame_tokens(model.vision, pixels)
     assert [len(t) for t in tokens] == [4, 5] and torch.equal(tokens[1][4], made.newline)
 
 

@@ -23,7 +23,7 @@ def test_multimodal_path(tmp_path: Path, kind: str, old_names: bool) -> None:
     made = Sighted(tmp_path, kind, old_names=old_names)
     model = load(tmp_path)
     assert model.vision is not None and model.vision.tokens_per_image == 16
-    pixels = model.vision.prepare(image())
+    pixels = model.vision.prepare(image())["pixels"][0]
     settings = processor_json(kind)
     if kind == "siglip":
         settings["resample"] = 3  # as LLaVA resizes for SigLIP
@@ -48,7 +48,7 @@ def test_tower_in_bfloat16(tmp_path: Path) -> None:
     model = load(tmp_path, dtype="bfloat16")
     assert model.vision is not None
     assert {p.dtype for p in model.vision.parameters()} == {torch.bfloat16}
-    assert model.vision(model.vision.prepare(image())[None].bfloat16()).dtype == torch.bfloat16
+    assert model.vision(model.vision.prepare(image())["pixels"].bfloat16()).dtype == torch.bfloat16
 
 
 def test_siglip_as_llava_stores_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +62,7 @@ def test_siglip_as_llava_stores_it(tmp_path: Path, caplog: pytest.LogCaptureFixt
         model = load(tmp_path)
     assert "not used: model.image_newline" in caplog.text
     assert model.vision is not None
-    pixels = model.vision.prepare(image())[None]
+    pixels = model.vision.prepare(image())["pixels"]
     with torch.no_grad():
         assert (model.vision(pixels) - made.visual_tokens(pixels)).abs().max() < 1e-5
 
@@ -72,7 +72,7 @@ def test_selected_layer(tmp_path: Path, select: int) -> None:
     made = Sighted(tmp_path, "clip", mm_vision_select_layer=select)
     model = load(tmp_path)
     assert model.vision is not None
-    pixels = model.vision.prepare(image())[None]
+    pixels = model.vision.prepare(image())["pixels"]
     with torch.no_grad():
         assert (model.vision(pixels) - made.visual_tokens(pixels, select, 1)).abs().max() < 1e-5
 
@@ -82,7 +82,7 @@ def test_class_token_newline_and_padding(tmp_path: Path) -> None:
     made = Sighted(tmp_path, "clip", image_aspect_ratio="pad", **changes)
     model = load(tmp_path)
     assert model.vision is not None and model.vision.tokens_per_image == 18
-    pixels = model.vision.prepare(image())[None]
+    pixels = model.vision.prepare(image())["pixels"]
     square = Image.new("RGB", (45, 45), (122, 117, 104))
     square.paste(image(), (7, 0))
     plain = CLIPImageProcessorPil(**processor_json("clip"))(square, return_tensors="pt")["pixel_values"]
@@ -110,7 +110,7 @@ def test_linear_projector(tmp_path: Path) -> None:
     made.rewrite()
     model = load(tmp_path)
     assert model.vision is not None
-    pixels = model.vision.prepare(image())[None]
+    pixels = model.vision.prepare(image())["pixels"]
     with torch.no_grad():
         assert (model.vision(pixels) - made.visual_tokens(pixels, first=1)).abs().max() < 1e-5
 
@@ -127,7 +127,7 @@ def test_tower_weights_beside_the_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "vision_tower", whole, {**tensors, "text_model.x": torch.ones(1)})
     model = load(tmp_path)
     assert model.vision is not None
-    pixels = model.vision.prepare(image())[None]
+    pixels = model.vision.prepare(image())["pixels"]
     with torch.no_grad():
         assert (model.vision(pixels) - made.visual_tokens(pixels, first=1)).abs().max() < 1e-5
 

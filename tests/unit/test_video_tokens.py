@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from clips import clip, video_model
+from clips import clip, frame_tokens, video_model
 from helpers import ask, picture
 from PIL import Image
 from torch import Tensor
@@ -78,7 +78,7 @@ def test_pooling_comes_behind_the_projector() -> None:
     vision = vision_of(video_model(stride=2, mode="max"))
     pixels = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        tokens, projected = vision.video_tokens(pixels), vision(pixels)
+        tokens, projected = frame_tokens(vision, pixels), vision(pixels)
     assert [t.shape for t in tokens] == [(1, 64)] * 3
     assert torch.equal(torch.stack(tokens)[:, 0], projected.amax(1))
 
@@ -93,10 +93,10 @@ def test_separators(position: str, counts: list[int]) -> None:
     newline = torch.full((64,), 7.0)
     pixels = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        plain = vision.video_tokens(pixels)
+        plain = frame_tokens(vision, pixels)
         vision.projector = NewlineProjector(vision.projector, newline)
         vision.video = VideoSettings(frames=3, stride=1, mode="average", newline=position)
-        tokens = vision.video_tokens(pixels)
+        tokens = frame_tokens(vision, pixels)
         assert vision(pixels).shape == (3, 5, 64)  # images keep theirs
     assert [len(t) for t in tokens] == counts
     for frame, (with_newline, without) in enumerate(zip(tokens, plain, strict=True)):
@@ -126,14 +126,14 @@ def ids_of(model: LoadedModel, text: str) -> list[int]:
 def image_tokens(model: LoadedModel, file: bytes) -> Tensor:
     vision = vision_of(model)
     with torch.inference_mode():
-        return vision(vision.prepare(Image.open(io.BytesIO(file)).convert("RGB"))[None])[0]
+        return vision(vision.prepare(Image.open(io.BytesIO(file)).convert("RGB"))["pixels"])[0]
 
 
 def clip_tokens(model: LoadedModel, file: bytes) -> list[Tensor]:
     vision = vision_of(model)
     frames = decode_video(file, MediaConfig(), frames=vision.frames_per_video).frames
     with torch.inference_mode():
-        return vision.video_tokens(torch.stack([vision.prepare(frame) for frame in frames]))
+        return frame_tokens(vision, torch.cat([vision.prepare(frame)["pixels"] for frame in frames]))
 
 
 @pytest.mark.parametrize("time", ["", "{seconds}s:", "at {seconds} s "])

@@ -1,0 +1,107 @@
+"""What becomes of an image or clip on its way to a decoder: prepared for the tower, then visual tokens in their text.
+
+One form holds for all models: one tile or many, patches in rows or in a grid, separators, tags, time stamps between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from mmserve.prune.base import Evidence, Look
+
+#: What a tower takes of an image or clip: ``pixels`` (fp32, any shape), which go to its device and type, and whatever
+#: else its encoder wants to know of it again (a grid, sizes, seconds), which stays as it is.
+Prepared = Mapping[str, Tensor]
+#: Text among visual tokens: what the tokenizer makes of a string (special tokens too), or token ids.
+Text = str | tuple[int, ...]
+
+
+class CannotPrepare(ValueError):
+    """An image or clip that this model cannot take, though it is a sound file; the message says why."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Visual tokens that stand together, and what a pruner may know of those that are patches."""
+
+    tokens: Tensor  # [n, D]
+    patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``look``
+    look: Look
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Patches side by side among a picture's visual tokens, and what a pruner may know of them."""
+
+    patches: Tensor  # int64 [rows * columns], ascending: which of the picture's tokens they are
+    look: Look
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image or clip as the decoder sees it. Tokens of no grid (a class token, separators) are never pruned."""
+
+    tokens: Tensor  # [n, D], in their order
+    grids: tuple[Grid, ...]  # what is pruned, each by itself; no token is in two of them
+    pieces: tuple[Text | int, ...]  # the row that it becomes: text, and how many of the n tokens come next
+    #: Int64 ``[3, n]`` for decoders whose positions have several axes: time, row and column of each token, counted from
+    #: the first that has no text in front of it.
+    coordinates: Tensor | None = None
+
+
+def joined(parts: Iterable[Tile | Text], coordinates: Tensor | None = None) -> Picture:
+    """The picture of tiles one behind the other, with text between them; one tile at least."""
+    tokens: list[Tensor] = []
+    grids: list[Grid] = []
+    pieces: list[Text | int] = []
+    start = 0
+    for part in parts:
+        if isinstance(part, Tile):
+            tokens.append(part.tokens)
+            grids.append(Grid(start + part.patches, part.look))
+            pieces.append(len(part.tokens))
+            start += len(part.tokens)
+        else:
+            pieces.append(part)
+    return Picture(torch.cat(tokens), tuple(grids), tuple(pieces), coordinates)
+
+
+class VisionEncoder(nn.Module):
+    """Tower and projector: pictures to visual tokens in the decoder's embedding space."""
+
+    #: Visual tokens an image becomes; 0 where it depends on the image.
+    tokens_per_image: int
+    #: Frames that a video is sampled at; 0 = takes no video.
+    frames_per_video: int = 0
+    #: Frames of each second of a video, at most; 0 = no fewer of a short one.
+    frames_per_second: float = 0.0
+
+    @property
+    def evidence(self) -> frozenset[Evidence]:
+        """What the tower can show to pruners."""
+        return frozenset()
+
+    def settings(self) -> Mapping[str, Any]:
+        """All that decides, beside weights and tokenizer, what becomes of a picture; ``processor`` of it, what
+        ``prepare`` and ``prepare_clip`` make."""
+        raise NotImplementedError
+
+    def prepare(self, image: Image.Image) -> Prepared:
+        """An RGB image, resized, cut and normalised as the checkpoint says; may raise ``CannotPrepare``."""
+        raise NotImplementedError
+
+    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        """A clip's frames, ``seconds`` after its start: by default each as an image, and the ``seconds`` (float64)."""
+        pixels = torch.cat([self.prepare(frame)["pixels"] for frame in frames])
+        return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
+
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        """What the decoder sees of each of ``batch``, all of them images or (``clip``) all of them clips of one shape,
+        with the ``wanted`` evidence. What is asked for has no say in the tokens."""
+        raise NotImplementedError

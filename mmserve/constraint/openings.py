@@ -56,7 +56,7 @@ def _narrowed(node: Any) -> Any:
     if "anyOf" in node:
         return {"anyOf": [_narrowed(each) for each in node["anyOf"]]}
     kinds, made = types_of(node), dict(node)
-    if "number" in kinds and "multipleOf" not in node:  # multiples are written in digits
+    if "integer" in kinds and "multipleOf" not in node:  # which comes with "number", too
         made = {**FINITE, **made}
     for keyword in ("properties", "patternProperties"):
         if keyword in made:

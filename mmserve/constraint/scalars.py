@@ -48,8 +48,8 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
 
     Without bounds, llguidance writes numbers with exponents, such as 1e999, and with any number of digits: many readers
-    make an infinity of those. So numbers end at ±``LARGEST``, and have no exponents. Multiples, always written in
-    digits, and integers do not end there: an automaton would have too many states, and readers have them exact.
+    make an infinity of those. So numbers end at ±``LARGEST``, and have no exponents. Multiples do not end there, which
+    would take an automaton too many states; they are written in digits.
     """
     part: Schema = {}
     for keyword, bound, strictly in (
@@ -66,18 +66,14 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
         value = _inward(node[keyword], up=bound == "minimum", strictly=strictly)
         tighter = min if bound == "maximum" else max
         part[bound] = tighter(part[bound], value) if bound in part else value
-    if (part or ("type" in node and "multipleOf" not in node)) and "number" in types_of(_typed(node)):
+    given = {"type": node["type"]} if "type" in node else {}
+    if (part or (given and "multipleOf" not in node)) and "integer" in types_of(given):
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)
     elif "multipleOf" in node:
         part["multipleOf"] = node["multipleOf"]
     return part
-
-
-def _typed(node: Schema) -> Schema:
-    """What ``node`` says of types by ``type`` alone."""
-    return {name: node[name] for name in ("type",) if name in node}
 
 
 def _inward(number: float, *, up: bool, strictly: bool) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,19 @@ class Ranked:
         lowest = np.where(np.isfinite(self.plain), self.plain, np.inf).min(-1)
         other = np.where(tokens == witness, self.own, np.where(np.isfinite(lowest), lowest, -np.inf))
         return np.where(same.any(-1), listed, other).astype(np.float32)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ranked]) -> Ranked:
+        """``parts`` as one, by position."""
+
+        def every(of: Callable[[Ranked], np.ndarray]) -> np.ndarray:
+            return np.concatenate([of(part) for part in parts])
+
+        positions = every(lambda part: part.top.positions)
+        order = np.argsort(positions)
+        tokens, scores = every(lambda part: part.top.tokens), every(lambda part: part.top.log_probabilities)
+        plain, own, kept = every(lambda part: part.plain), every(lambda part: part.own), every(lambda part: part.kept)
+        return cls(TopK(positions[order], tokens[order], scores[order]), plain[order], own[order], kept[order])
 
 
 class Best:

@@ -138,7 +138,9 @@ def test_among_agrees_with_allowed(tokenizer: Tokenizer, vocabulary: Vocabulary)
         matcher.consume([token])
 
 
-@pytest.mark.parametrize("pattern", ["[a-z0-9]{1,6}(-[A-Z]+)?", "[a-z]+@[a-z]+", "[0-9]{3,4}", "[a-zQ][a-z0-9]{0,9}", "(.{1,5}|[^a]{9})s"])
+@pytest.mark.parametrize(
+    "pattern", ["[a-z0-9]{1,6}(-[A-Z]+)?", "[a-z]+@[a-z]+", "[0-9]{3,4}", "[a-zQ][a-z0-9]{0,9}", "(.{1,5}|[^a]{9})s"]
+)
 def test_masks_hold_what_may_follow_one_by_one(pattern: str) -> None:
     """Words, too, which the parser decides on all at once where a text may hold any."""
     pieces = [bytes([b]) for b in range(128)]

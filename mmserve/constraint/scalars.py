@@ -47,8 +47,9 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     ``exclusiveMinimum`` is 0.1, which every reader takes for 0.1; and reads bounds of more than 15 digits as their
     neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
 
-    With a bound, llguidance writes numbers without exponents. With one bound alone it would take any number of digits,
-    which many readers make an infinity of: such numbers end at ±``LARGEST``. Integers do not: readers have them exact.
+    Without bounds, llguidance writes numbers with exponents, such as 1e999, and with any number of digits: many readers
+    make an infinity of those. So numbers end at ±``LARGEST``, and have no exponents. Multiples do not end there, which
+    would take an automaton too many states; they are written in digits.
     """
     part: Schema = {}
     for keyword, bound, strictly in (
@@ -65,7 +66,8 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
         value = _inward(node[keyword], up=bound == "minimum", strictly=strictly)
         tighter = min if bound == "maximum" else max
         part[bound] = tighter(part[bound], value) if bound in part else value
-    if part and "number" in types_of({"type": node["type"]} if "type" in node else {}):
+    given = {"type": node["type"]} if "type" in node else {}
+    if (part or (given and "multipleOf" not in node)) and "integer" in types_of(given):
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)

@@ -18,6 +18,7 @@ from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import MAX_SCHEMAS
 from mmserve.constraint.negation import both, complement, either
 from mmserve.constraint.notes import Notes
+from mmserve.constraint.openings import with_finite_numbers
 from mmserve.constraint.recursion import without_endless
 from mmserve.constraint.references import References
 from mmserve.constraint.shapes import IN_PLACE, KNOWN, misshapen
@@ -62,7 +63,7 @@ class _Rewriter:
         while missing := [(to, name) for to, name in self._references.named() if name not in definitions]:
             for target, name in missing:
                 definitions[name] = self._schema(self._references.schema("#" + target, ""), target)
-        schema = without_endless(schema, definitions)
+        schema = with_finite_numbers(without_endless(schema, definitions))
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:

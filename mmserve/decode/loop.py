@@ -19,6 +19,7 @@ from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
 from mmserve.decode.commit.base import Partial, Proposing
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
+from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.final import final_tokens
@@ -155,29 +156,37 @@ class DiffusionDecoder:
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
         spec, sampling = self.model.spec, request.sampling
+        if isinstance(commit, Partial) and (constrained is None or constrained.sampled is None):
+            return self._in_part(commit, request, p, logits, constrained)
         best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
         if isinstance(commit, Proposing):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
-        elif isinstance(commit, Partial) and best is None:
-            found = self._in_part(commit, request, p, logits)
         else:
             found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best)
         if constrained is not None and best is not None:
             constrained.ranked = best.ranked()
         return found
 
-    def _in_part(self, commit: Partial, request: Request, p: Pass, logits: Logits) -> Candidates:
+    def _in_part(
+        self, commit: Partial, request: Request, p: Pass, logits: Logits, constrained: Constrained | None
+    ) -> Candidates:
         """The candidates that the policy looks at, and the others only where it would choose of them."""
+        spec, first = self.model.spec, p.canvas.prompt_length
         needed, counted = commit.needed(p.canvas, p.targets), replace(p.canvas, step=p.canvas.step + 1)
+        parts: list[Best] = []
 
         def of(which: np.ndarray) -> Candidates:
-            rows = logits.only(np.flatnonzero(which))
-            return candidates(rows, p.targets[which], p.canvas, request.sampling, self.model.spec.banned_ids)
+            targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
+            if constrained is None:
+                return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids)
+            parts.append(constrained.best_of(targets - first, causal=spec.causal))
+            return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids, parts[-1])
 
         found = of(needed)
-        if needed.all() or commit.enough(counted, found):
-            return found
-        found = found.and_then(of(~needed))
+        if not needed.all() and not commit.enough(counted, found):
+            found = found.and_then(of(~needed))
+        if constrained is not None:
+            constrained.ranked = Ranked.joined([part.ranked() for part in parts])
         return found.where(np.argsort(found.positions))
 
     def _commit(self, d: Decoding, positions: np.ndarray, tokens: np.ndarray) -> int:

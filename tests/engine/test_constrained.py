@@ -173,6 +173,15 @@ def test_policies_that_edit_close_or_listen(bench: Make, full: LoadedModel) -> N
     assert sum(d.edits for d in done) > 0, "a random model changes its mind, also within a schema"
 
 
+@pytest.mark.parametrize("late", [0.0, 99.0])
+def test_an_answer_region_is_judged_and_what_is_committed_obeys(bench: Make, late: float) -> None:
+    """Early, all that is left goes at once; never, only the block and the region are looked at."""
+    gaps = {"early": 99.0, "middle": 99.0, "late": late}
+    commits = [policy("early_commit", **gaps, answer_start=at, answer_length=4) for at in (2, 30, 99)]
+    recomputes = [policy("none"), policy("dkv_decode")]
+    everything_obeys(bench(), list(itertools.product(recomputes, commits)), 2)
+
+
 def test_block_diffusion(bench: Make, block_causal: LoadedModel) -> None:
     commits = [policy("low_confidence"), policy("threshold", confidence=0.3), policy("random"), policy("entropy_bound")]
     everything_obeys(bench(block_causal), list(itertools.product([BLOCK, policy("none")], commits * 2)), 4)

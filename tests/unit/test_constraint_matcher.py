@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mmserve.decode.constraint import bitmask
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.paths.vocabulary import LONGEST, Vocabulary, spell
 
@@ -133,11 +134,13 @@ def test_among_agrees_with_allowed(tokenizer: Tokenizer, vocabulary: Vocabulary)
     every = np.arange(512)
     for token in tokenizer.encode(TEXT).ids:
         np.testing.assert_array_equal(every[matcher.among(every)], matcher.allowed())
-        np.testing.assert_array_equal(every[matcher.mask()], matcher.allowed())
+        np.testing.assert_array_equal(every[bitmask.flags(matcher.mask(), len(every))], matcher.allowed())
         matcher.consume([token])
 
 
-@pytest.mark.parametrize("pattern", ["[a-z0-9]{1,6}(-[A-Z]+)?", "[a-z]+@[a-z]+", "[0-9]{3,4}"])
+@pytest.mark.parametrize(
+    "pattern", ["[a-z0-9]{1,6}(-[A-Z]+)?", "[a-z]+@[a-z]+", "[0-9]{3,4}", "[a-zQ][a-z0-9]{0,9}", "(.{1,5}|[^a]{9})s"]
+)
 def test_masks_hold_what_may_follow_one_by_one(pattern: str) -> None:
     """Words, too, which the parser decides on all at once where a text may hold any."""
     pieces = [bytes([b]) for b in range(128)]
@@ -148,7 +151,7 @@ def test_masks_hold_what_may_follow_one_by_one(pattern: str) -> None:
     matcher = Grammar(f"start: /{pattern}/", vocabulary).start()
     for token in b"12a-Q":
         expected = [matcher.valid([i]) == 1 for i in range(len(vocabulary.token_bytes))]
-        assert matcher.mask().tolist() == expected
+        assert bitmask.flags(matcher.mask(), len(expected)).tolist() == expected
         if not expected[token]:
             break
         matcher.consume([token])

@@ -275,3 +275,28 @@ def test_integers_may_have_any_number_of_digits() -> None:
     """Readers have them exact, however many."""
     for kind in ("integer", ["integer", "null"]):
         assert accepts(schema_matcher({"type": kind, "minimum": 0}), "9" * 60)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "number"},
+        {"type": "integer"},
+        {"type": ["integer", "string"], "minimum": 3},
+        {"type": "array"},
+        {"type": "array", "prefixItems": [{"type": "string"}]},
+        {"type": "object", "properties": {"a": True}},
+        {"properties": {"a": {"$ref": "#"}}},
+        {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "array"}}]},
+        {"type": "object", "patternProperties": {"^x": {}}},
+        {"$ref": "#/$defs/r0", "$defs": {"r0": {"type": "array", "items": {}}, "any": {"type": "null"}}},
+    ],
+)
+def test_no_number_is_read_as_an_infinity(schema: Any) -> None:
+    """Wherever a schema leaves a number open, whatever it calls its definitions."""
+    at = schema_matcher(schema)
+    forms = ("{}", "[{}]", '["s",{}]', '{{"a":{}}}', '{{"x":[{}]}}', '{{"b":{{"c":{}}}}}', "[[{}]]")
+    for number in ("1e999", "-1E400", "0.1e5", "1" * 400, "-" + "9" * 20):
+        assert not any(accepts(at, form.format(number)) for form in forms)
+    assert any(accepts(at, form.format("7")) for form in forms)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 import mmserve
 from mmserve.bench.copyist import Copyist, decode, draw, written
+from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import (
     Infeasible,
@@ -31,7 +32,7 @@ from mmserve.decode.constraint.witness import (
 )
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.least import Effort
+from mmserve.decode.paths.least import Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary
 
@@ -250,3 +251,19 @@ def test_end_tokens_wait_for_the_answer() -> None:
     assert choose(begun, positions, begun.tokens, ends, top).tolist() == (positions == 0).tolist()
     behind = TopK(positions[ends], top.tokens[ends], top.log_probabilities[ends])
     assert choose(begun, positions[ends], begun.tokens[ends], ~every[ends], behind).tolist() == [True, False, False]
+
+
+def test_the_shortest_answer_is_the_same_whatever_was_asked_before() -> None:
+    lexicon, budgets = vocabulary()[1], (1, 8, 500)
+    looked_for = {
+        (n, budget): shortest_close(grammar(n).start(), lexicon, kinds=grammar(n).kinds, room=budget)
+        for n in (0, 2, 4, 7)
+        for budget in budgets
+    }
+    for order in (budgets, budgets[::-1]):
+        closes = Closes(lexicon)
+        for _again in range(2):
+            for n in (0, 2, 4, 7):
+                assert closes.knows(grammar(n)) is bool(_again)
+                found = [closes.of(grammar(n), budget) for budget in order]
+                assert found == [looked_for[n, budget] for budget in order]

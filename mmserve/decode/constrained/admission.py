@@ -23,13 +23,14 @@ from mmserve.constraint.vocabulary import Vocabulary as Proved
 from mmserve.core.constraint import Choice, ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
 from mmserve.core.request import Request
 from mmserve.decode.constrained.allot import allotted
+from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.filling import Filling, Layout, laid_out
 from mmserve.decode.constrained.futures import Place
 from mmserve.decode.constrained.state import Constrained, Split
 from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
 from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, Witness, admit
+from mmserve.decode.constraint.witness import Infeasible, Witness, begun
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary, spell
 from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
@@ -78,6 +79,7 @@ class _Language:
 
     vocabulary: Vocabulary
     lexicon: Lexicon
+    closes: Closes
     grammars: Grammars
     tokenizer: Tokenizer
     ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
@@ -88,7 +90,7 @@ class _Language:
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
-            witness = admit(compiled, self.lexicon, budget)
+            witness = begun(compiled, budget, self.closes.of(compiled, budget))
         return Opened(compiled, witness, grammar.warnings, judge)
 
     def filled(self, hole: Hole) -> Opened:
@@ -219,4 +221,5 @@ def _language(model: Model) -> _Language:
     proved = Proved(vocabulary.token_bytes, min(spec.end_ids))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding
-    return _Language(vocabulary, Lexicon.of(vocabulary.token_bytes), Grammars(proved), tokenizer, ends)
+    lexicon = Lexicon.of(vocabulary.token_bytes)
+    return _Language(vocabulary, lexicon, Closes(lexicon), Grammars(proved), tokenizer, ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmserve.decode.constrained.meter import Meter, metered
+from mmserve.decode.constraint import bitmask
 from mmserve.decode.paths.field import TopK
 
 #: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
@@ -55,12 +56,25 @@ class Ranked:
         other = np.where(tokens == witness, self.own, np.where(np.isfinite(lowest), lowest, -np.inf))
         return np.where(same.any(-1), listed, other).astype(np.float32)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Ranked]) -> Ranked:
+        """``parts`` as one, by position."""
+
+        def every(of: Callable[[Ranked], np.ndarray]) -> np.ndarray:
+            return np.concatenate([of(part) for part in parts])
+
+        positions = every(lambda part: part.top.positions)
+        order = np.argsort(positions)
+        tokens, scores = every(lambda part: part.top.tokens), every(lambda part: part.top.log_probabilities)
+        plain, own, kept = every(lambda part: part.plain), every(lambda part: part.own), every(lambda part: part.kept)
+        return cls(TopK(positions[order], tokens[order], scores[order]), plain[order], own[order], kept[order])
+
 
 class Best:
     """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
 
     ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
-    and ``allowed`` says, for rows where it is known, which tokens (bool ``[V]``) may stand there: no other is drawn.
+    and ``allowed`` says, for rows where it is known, which tokens (a ``bitmask``) may stand there: no other is drawn.
     """
 
     def __init__(
@@ -83,7 +97,8 @@ class Best:
         for i in range(len(logits)):
             mask = self._allowed.get(self._row + i)
             if mask is not None:
-                kept = logits[i].masked_fill(torch.from_numpy(~mask).to(logits.device), -torch.inf)
+                ruled_out = torch.from_numpy(~bitmask.flags(mask, logits.shape[-1]))
+                kept = logits[i].masked_fill(ruled_out.to(logits.device), -torch.inf)
                 if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
                     logits[i] = kept
                     self._restricted.append(i)

@@ -19,6 +19,7 @@ from mmserve.core.canvas import MASKED, Canvas
 from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.draws import Draws, Run, Sampled
 from mmserve.decode.constrained.meter import Meter, metered
+from mmserve.decode.constraint import bitmask
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Outcome, Witness, follow, improve
 from mmserve.decode.paths.completion import after
@@ -109,7 +110,7 @@ class Constrained:
         return Best(positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter)
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """Rows of ``positions`` for which it is known what may stand there, and which tokens (bool ``[V]``)."""
+        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``)."""
         return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
@@ -163,7 +164,7 @@ class Constrained:
         return np.array(run[:-1], np.int64)
 
     def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of ``positions`` for which it is known what may stand there, and which tokens (bool ``[V]``).
+        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``).
 
         That is the frontier, and where only known or drafted tokens are seen all positions behind a draft that may
         stand.
@@ -178,7 +179,7 @@ class Constrained:
                     return
                 mask = frontier.mask()
                 if frontier.accepting:
-                    mask[list(self.witness.ends)] = True
+                    bitmask.add(mask, self.witness.ends)
                 yield row + i, mask
                 frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
 

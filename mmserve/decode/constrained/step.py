@@ -107,7 +107,7 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
         reopened &= commit.choose(canvas, proposed)
         known[at[reopened]] = -1
     before = state.witness.tokens[ranked.top.positions]
-    state.search(known, top, canvas.size - first if commit.whole_canvas else canvas.block_end - first)
+    state.search(known, top, _searched(canvas, commit, ranked) - first)
     tokens = state.witness.tokens[at]
     plain = ranked.log_probabilities(before, state.witness.tokens[ranked.top.positions])[rows]
     shown = _projected(proposed, tokens, plain, ranked, rows)
@@ -120,6 +120,13 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
     final |= reopened
     final &= masked | (tokens != canvas.tokens[shown.positions])
     return _padded(state, canvas, Chosen(shown.positions[final], tokens[final], plain[final]))
+
+
+def _searched(canvas: Canvas, commit: Commit, ranked: Ranked) -> int:
+    """The first position behind those that are searched: the block, and what the policy has looked at besides."""
+    if not commit.whole_canvas or not len(ranked.top.positions):
+        return canvas.block_end
+    return max(canvas.block_end, canvas.prompt_length + int(ranked.top.positions[-1]) + 1)
 
 
 def _padded(state: Constrained, canvas: Canvas, final: Chosen) -> Chosen:

@@ -34,7 +34,7 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> np.ndarray:
-        """Bool ``[V]``: which tokens may follow here; the caller's own."""
+        """Which tokens may follow here, as a ``bitmask``; the caller's own."""
         ...
 
     def among(self, tokens: np.ndarray) -> np.ndarray:

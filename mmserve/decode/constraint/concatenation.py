@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmserve.constraint.likeness import Kinds, Texts
+from mmserve.decode.constraint import bitmask
 from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.vocabulary import Vocabulary
@@ -147,25 +148,18 @@ class ConcatenationMatcher:
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens that may follow here."""
-        hole, fixed = self.language.roomy(self.place), np.unique(np.array(self._of_texts(), np.int64))
-        if hole is None:
-            return fixed
-        ids = hole.allowed()
-        more = fixed[~np.isin(fixed, ids)]
-        return np.insert(ids, np.searchsorted(ids, more), more)
+        return bitmask.ids(self.mask())
 
     def mask(self) -> np.ndarray:
-        """Bool ``[V]``: which tokens may follow here."""
+        """Which tokens may follow here, as a ``bitmask``."""
         hole = self.language.roomy(self.place)
-        mask = np.zeros(len(self.language.token_bytes), bool) if hole is None else hole.mask()
-        mask[self._of_texts()] = True
-        return mask
+        words = bitmask.of((), len(self.language.token_bytes)) if hole is None else hole.mask()
+        bitmask.add(words, self._of_texts())
+        return words
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
         """Bool, of the shape of ``tokens`` (int64): which of them may follow here."""
-        hole = self.language.roomy(self.place)
-        fixed: np.ndarray = np.isin(tokens, self._of_texts())
-        return fixed if hole is None else fixed | hole.among(tokens)
+        return bitmask.has(self.mask(), tokens)
 
     def _of_texts(self) -> list[int]:
         text = self.language.text(self.place)

@@ -17,7 +17,7 @@ from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import UNASKED, TopK, lay_out
-from mmserve.decode.paths.least import Effort, shortest_close
+from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.search import Beam, OutOfTime, best_path, fits
 
@@ -69,15 +69,23 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
     Raises:
         Infeasible: the shortest answer found is longer.
     """
-    matcher = constraint.start()
-    close = shortest_close(matcher, lexicon, effort, kinds=constraint.kinds, room=budget)
+    close = shortest_close(constraint.start(), lexicon, effort, kinds=constraint.kinds, room=budget)
+    return begun(constraint, budget, close)
+
+
+def begun(constraint: Constraint, budget: int, close: Close | None) -> Witness:
+    """The first witness of an answer of ``budget`` positions, given the shortest answer found.
+
+    Raises:
+        Infeasible: it is longer, or there is none.
+    """
     if close is None:
         raise Infeasible(None)
     if len(close.tokens) > budget:
         raise Infeasible(len(close.tokens), exact=close.exact)
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
-    return Witness(tokens, len(close.tokens), matcher, 0, constraint.end_ids)
+    return Witness(tokens, len(close.tokens), constraint.start(), 0, constraint.end_ids)
 
 
 def follow(witness: Witness, known: np.ndarray) -> Witness:

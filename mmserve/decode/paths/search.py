@@ -223,5 +223,5 @@ def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:
     """Whether ``path`` and end tokens behind it agree with ``known`` (int64, -1 where masked)."""
     if len(path) > len(known):
         return False
-    head, rest = known[: len(path)], known[len(path) :]
-    return bool(((head < 0) | (head == path)).all() and ((rest < 0) | np.isin(rest, list(ends))).all())
+    head, rest = known[: len(path)], known[len(path) :].tolist()
+    return bool(((head < 0) | (head == path)).all()) and all(token < 0 or token in ends for token in rest)

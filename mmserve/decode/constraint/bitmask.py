@@ -1,0 +1,37 @@
+"""Sets of tokens as bits, the way parsers give them: uint32 words ``[⌈V / 32⌉]``, a word's lowest bit first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+
+def of(tokens: Collection[int], size: int) -> np.ndarray:
+    """The set of ``tokens``, of a vocabulary of ``size``."""
+    words = np.zeros((size + 31) // 32, np.uint32)
+    add(words, tokens)
+    return words
+
+
+def add(words: np.ndarray, tokens: Collection[int]) -> None:
+    """Put ``tokens`` into the set ``words``, in place."""
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
+
+
+def has(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Bool, of the shape of ``tokens`` (int64): which of them are in the set."""
+    return (words[tokens >> 5] >> (tokens & 31).astype(np.uint32)) & 1 > 0
+
+
+def ids(words: np.ndarray) -> np.ndarray:
+    """The tokens of the set (int64, ascending)."""
+    held = np.flatnonzero(words)  # most sets are nearly empty, and unpacking all of a large one takes 0.5 ms
+    bits = np.unpackbits(words[held].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    return (held[:, None] * 32 + np.arange(32))[bits.astype(bool)]
+
+
+def flags(words: np.ndarray, size: int) -> np.ndarray:
+    """Bool ``[size]``: whether each token is in the set."""
+    return np.unpackbits(words.view(np.uint8), count=size, bitorder="little").view(bool)

@@ -72,6 +72,8 @@ def cached_attention(
             lse_TH[here] = _log_sum_exp(q_RHK, k_LGK, mask)
         out.append(_attend(q_RHK, k_LGK, v_LGK, mask))
         start += rows
+    if len(out) == 1:
+        return out[0]
     return torch.cat(out) if out else torch.empty_like(q_THK)
 
 
@@ -98,7 +100,7 @@ def _read(source: Tensor | QuantizedPages, pages: Tensor, run: int | None, lengt
     if isinstance(source, QuantizedPages):
         return dequantize(source.select(pages)).flatten(0, 1)[:length].to(dtype)
     if run is None:
-        return source.index_select(0, pages).flatten(0, 1)[:length].to(dtype)
+        return source.index_select(0, pages).flatten(0, 1).narrow(0, 0, length).to(dtype)
     return source.flatten(0, 1).narrow(0, run * source.shape[1], length).to(dtype)
 
 

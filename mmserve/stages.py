@@ -38,8 +38,9 @@ from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Encoded, Stepped
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
-from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.errors import ConfigError, InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
+from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
@@ -362,12 +363,18 @@ class Stages:
 
 
 def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionDecoder | CanvasDecoder:
+    chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
+        if chosen:
+            raise ConfigError(f"model {model.spec.name!r} keeps its K/V to itself: remove sparse_* from [engine]")
         return CanvasDecoder(model, offered)
     beside = model.companion
     companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
     store = _store(model, engine)
-    return DiffusionDecoder(model, store, chunk=engine.prefill_tokens, companion=companion, offered=offered)
+    sparse = Sparse(model, store, engine) if chosen else None
+    return DiffusionDecoder(
+        model, store, chunk=engine.prefill_tokens, companion=companion, offered=offered, sparse=sparse
+    )
 
 
 def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:

@@ -64,6 +64,8 @@ class EngineConfig:
     sparse_density: float = 1.0  # at most such a share of the blocks …
     sparse_mass: float = 1.0  # … and the fewest that hold such a share of the attention, as far as that is foreseen
     sparse_block: int = 64  # rows of a block, and in prefill positions
+    kv_bits: int = 0  # of a key or value as it is stored: 8 or 4; 0 = the model's own precision
+    kv_kept: float = 0.0  # share of each page's tokens that are stored at the model's own precision all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +242,15 @@ def _check_sparse(engine: EngineConfig, where: str) -> None:
             )
 
 
+def _check_quantized(engine: EngineConfig, where: str) -> None:
+    if engine.kv_bits not in (0, 4, 8):
+        raise ConfigError(f"{where} kv_bits must be 8, 4 or 0 for the model's own precision, not {engine.kv_bits}")
+    if not 0 <= engine.kv_kept < 1:
+        raise ConfigError(f"{where} kv_kept must be at least 0 and below 1, not {engine.kv_kept}")
+    if engine.kv_bits and (engine.sparse_prefill or engine.sparse_decode):
+        raise ConfigError(f"{where} sparse attention reads K/V at full precision: set kv_bits = 0, or sparse_* = ''")
+
+
 def _check(config: Config, source: str) -> None:
     if config.engine.stages not in ("threads", "inline"):
         raise ConfigError(f"{source}: [engine] stages must be 'threads' or 'inline', not {config.engine.stages!r}")
@@ -251,6 +262,7 @@ def _check(config: Config, source: str) -> None:
         if getattr(config.engine, key) < 0:
             raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
     _check_sparse(config.engine, f"{source}: [engine]")
+    _check_quantized(config.engine, f"{source}: [engine]")
     for key in ("token_bytes", "pixel_bytes", "disk_bytes"):
         if getattr(config.encoder_cache, key) < 0:
             raise ConfigError(f"{source}: [encoder_cache] {key} must be at least 0, which means that nothing is kept")

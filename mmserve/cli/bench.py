@@ -13,6 +13,7 @@ from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
 BENCHMARKS = {
+    "attention": "mmserve.bench.attention",
     "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
@@ -34,16 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         default="",
         metavar="A,B,…",
-        help="tasks of `quality`, `decode` and `vision`; of `constraint` scenes, schemas and search; of `kernels` ops "
-        "(default all)",
+        help="tasks of `quality`, `decode`, `attention` and `vision`; of `constraint` scenes, schemas and search; of "
+        "`kernels` ops (default all)",
     )
     parser.add_argument(
         "--recompute",
-        help="cache policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
+        help="cache policy of `quality`, `constraint`, `attention` and `vision` (default the model's) and of `decode` "
+        "(default all)",
     )
     parser.add_argument(
         "--commit",
-        help="commit policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
+        help="commit policy of `quality`, `constraint`, `attention` and `vision` (default the model's) and of `decode` "
+        "(default all)",
     )
     parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
     parser.add_argument(
@@ -77,6 +80,7 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    names = [str(row[key]) for key in ("measured", "op", "case", "task", "recompute", "commit", "pruner") if key in row]
+    keys = ("measured", "stage", "op", "case", "task", "recompute", "commit", "pruner")
+    names = [str(row[key]) for key in keys if key in row]
     rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
     return f"{' × '.join(names)}: {', '.join(rest)}"

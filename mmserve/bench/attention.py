@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
     rows = []
     for variant in variants():
-        progress(" ".join(map(str, variant.row.values())))
         settings = variant.engine(config.engine)
         made = [_logits(model, settings, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
         figures = _differences(exact, made)
@@ -97,6 +96,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         by_task = {row.task: row.accuracy for row in answers}
         accuracy = round(statistics.mean(by_task.values()), 4)
         rows.append({**variant.row, **figures, "accuracy": accuracy, "accuracy_by_task": by_task})
+        progress(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     return {
         "rows": rows,
         "settings": {

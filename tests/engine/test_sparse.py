@@ -129,7 +129,7 @@ def test_a_request_has_its_own_tokens_in_any_batch(bench: Make, prefill: str, de
                 f"{names}{i}",
                 "what is left of the red circle, and what is on top of it? " * (1 + i),
                 images=(picture(i),),
-                max_new_tokens=16,
+                max_new_tokens=8,
                 recompute=policies[i],
             )
             for i in range(3)

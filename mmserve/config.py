@@ -59,6 +59,13 @@ class EngineConfig:
     prefill_tokens: int = 2048  # a next-token model's longer prompts are run in chunks of this
     decode_tokens: int = 4096
     prefix_cache: bool = True  # prompts that begin alike share K/V pages, where attention makes that exact
+    sparse_prefill: str = ""  # how prefill chooses the blocks that rows look at; "" = it looks at everything
+    sparse_decode: str = ""  # how decode chooses pages
+    sparse_density: float = 1.0  # at most such a share of the blocks …
+    sparse_mass: float = 1.0  # … and the fewest that hold such a share of the attention, as far as that is foreseen
+    sparse_block: int = 64  # rows of a block, and in prefill positions
+    kv_bits: int = 0  # of a key or value as it is stored: 8 or 4; 0 = the model's own precision
+    kv_kept: float = 0.0  # share of each page's tokens that are stored at the model's own precision all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +220,37 @@ def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     return kind(**checked)
 
 
+#: What ``sparse_prefill`` and ``sparse_decode`` may be: the names of ``kv/sparse.py``, which loads torch.
+SPARSE_PREFILL = ("", "vertical_slash", "query_aware", "segments", "sink_window", "random")
+SPARSE_DECODE = ("", "quest", "double_sparse", "tidal", "sink_window", "random")
+
+
+def _check_sparse(engine: EngineConfig, where: str) -> None:
+    for key, known in (("sparse_prefill", SPARSE_PREFILL), ("sparse_decode", SPARSE_DECODE)):
+        if getattr(engine, key) not in known:
+            raise ConfigError(
+                f"{where} {key} must be one of {', '.join(map(repr, known))}, not {getattr(engine, key)!r}"
+            )
+    for key in ("sparse_density", "sparse_mass"):
+        if not 0 < getattr(engine, key) <= 1:
+            raise ConfigError(f"{where} {key} must be above 0 and at most 1, not {getattr(engine, key)}")
+    for key, used in (("sparse_block", engine.sparse_prefill), ("page_size", engine.sparse_decode)):
+        size = getattr(engine, key)
+        if used and (size < 16 or size & (size - 1)):
+            raise ConfigError(
+                f"{where} {key} must be a power of two of at least 16 where attention is sparse, not {size}"
+            )
+
+
+def _check_quantized(engine: EngineConfig, where: str) -> None:
+    if engine.kv_bits not in (0, 4, 8):
+        raise ConfigError(f"{where} kv_bits must be 8, 4 or 0 for the model's own precision, not {engine.kv_bits}")
+    if not 0 <= engine.kv_kept < 1:
+        raise ConfigError(f"{where} kv_kept must be at least 0 and below 1, not {engine.kv_kept}")
+    if engine.kv_bits and (engine.sparse_prefill or engine.sparse_decode):
+        raise ConfigError(f"{where} sparse attention reads K/V at full precision: set kv_bits = 0, or sparse_* = ''")
+
+
 def _check(config: Config, source: str) -> None:
     if config.engine.stages not in ("threads", "inline"):
         raise ConfigError(f"{source}: [engine] stages must be 'threads' or 'inline', not {config.engine.stages!r}")
@@ -223,6 +261,8 @@ def _check(config: Config, source: str) -> None:
     for key in ("torch_threads", "pages"):
         if getattr(config.engine, key) < 0:
             raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
+    _check_sparse(config.engine, f"{source}: [engine]")
+    _check_quantized(config.engine, f"{source}: [engine]")
     for key in ("token_bytes", "pixel_bytes", "disk_bytes"):
         if getattr(config.encoder_cache, key) < 0:
             raise ConfigError(f"{source}: [encoder_cache] {key} must be at least 0, which means that nothing is kept")

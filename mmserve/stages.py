@@ -38,8 +38,10 @@ from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Encoded, Stepped
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
-from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.errors import ConfigError, InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
+from mmserve.kv.quantized import QuantizedStore
+from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
@@ -362,16 +364,33 @@ class Stages:
 
 
 def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionDecoder | CanvasDecoder:
+    chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
+        if chosen or engine.kv_bits:
+            raise ConfigError(
+                f"model {model.spec.name!r} keeps its K/V to itself: [engine] takes no sparse_* or kv_bits"
+            )
         return CanvasDecoder(model, offered)
     beside = model.companion
     companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
     store = _store(model, engine)
-    return DiffusionDecoder(model, store, chunk=engine.prefill_tokens, companion=companion, offered=offered)
+    sparse = Sparse(model, store, engine) if chosen else None
+    return DiffusionDecoder(
+        model, store, chunk=engine.prefill_tokens, companion=companion, offered=offered, sparse=sparse
+    )
 
 
 def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:
     """Room for the engine's pages: a request's page ids are good in the store of each model that it runs through."""
-    return KVStore(
-        model.decoder.config, pages=engine.pages, page_size=engine.page_size, dtype=model.dtype, device=model.device
+    config, pages, page = model.decoder.config, engine.pages, engine.page_size
+    if not engine.kv_bits:
+        return KVStore(config, pages=pages, page_size=page, dtype=model.dtype, device=model.device)
+    return QuantizedStore(
+        config,
+        pages=pages,
+        page_size=page,
+        dtype=model.dtype,
+        device=model.device,
+        bits=engine.kv_bits,
+        kept=engine.kv_kept,
     )

@@ -13,8 +13,10 @@ from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
 BENCHMARKS = {
+    "attention": "mmserve.bench.attention",
     "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
+    "kernels": "mmserve.bench.kernels",
     "quality": "mmserve.bench.quality",
     "serving": "mmserve.bench.serving",
     "vision": "mmserve.bench.vision",
@@ -24,27 +26,33 @@ BENCHMARKS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve bench``."""
     parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--limit", type=int, default=16, metavar="N", help="scenes, a task each (default 16)")
+    parser.add_argument(
+        "--limit", type=int, default=16, metavar="N", help="scenes, a task each; rounds of `kernels` (default 16)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
     parser.add_argument(
         "--tasks",
         default="",
         metavar="A,B,…",
-        help="tasks of `quality`, `decode` and `vision`; of `constraint` scenes, schemas and search (default all)",
+        help="tasks of `quality`, `decode`, `attention` and `vision`; of `constraint` scenes, schemas and search; of "
+        "`kernels` ops (default all)",
     )
     parser.add_argument(
         "--recompute",
-        help="cache policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
+        help="cache policy of `quality`, `constraint`, `attention` and `vision` (default the model's) and of `decode` "
+        "(default all)",
     )
     parser.add_argument(
         "--commit",
-        help="commit policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
+        help="commit policy of `quality`, `constraint`, `attention` and `vision` (default the model's) and of `decode` "
+        "(default all)",
     )
     parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`, or tokens, of `vision`"
     )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     add_config(parser)
     add_json(parser)
 
@@ -72,6 +80,7 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    names = [str(row[key]) for key in ("measured", "task", "recompute", "commit", "pruner") if key in row]
+    keys = ("measured", "stage", "op", "case", "task", "recompute", "commit", "pruner")
+    names = [str(row[key]) for key in keys if key in row]
     rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
     return f"{' × '.join(names)}: {', '.join(rest)}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
+from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel, Products
 from mmserve.models.decoder import DeepRows
@@ -62,7 +63,9 @@ class Watch:
     positions: np.ndarray  # int64, ascending
 
 
-def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor: int) -> list[np.ndarray]:
+def value_changes(
+    model: LoadedModel, store: KVStore, batch: list[Watch], floor: int, *, sparse: Sparse | None = None
+) -> list[np.ndarray]:
     """How far each position's value vector at the second layer is from the stored one: 1 - cosine, fp32 ``[n]`` each.
 
     Runs the positions through the first layer only. Its keys and values depend on nothing but the token, so those
@@ -70,15 +73,17 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
     """
     if len(model.decoder.layers) < 2:
         return [np.zeros(len(w.positions), np.float32) for w in batch]
+    rows = [w.positions for w in batch]
     ragged = store.ragged(
-        [w.positions for w in batch],
+        rows,
         [w.pages for w in batch],
         [w.canvas.size for w in batch],
         prompts=_prompts(model, [w.canvas for w in batch]),
     )
-    count = sum(len(w.positions) for w in batch)
+    read = sparse.read(None, rows, ragged) if sparse is not None else None
+    count = sum(len(r) for r in rows)
     x, positions = _inputs(model, [(w.canvas, w.embeddings, w.positions) for w in batch], floor)
-    fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged))[:count]
+    fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged, read))[:count]
     changes = 1 - F.cosine_similarity(fresh.flatten(1).float(), store.values_at(1, ragged).flatten(1).float(), dim=-1)
     return [part.cpu().numpy() for part in changes.split([len(w.positions) for w in batch])]
 
@@ -121,21 +126,33 @@ class Pass:
     deep: DeepStack | None = None
 
 
-def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Logits]:
+def forward(
+    model: LoadedModel,
+    store: KVStore,
+    batch: list[Pass],
+    floor: int,
+    *,
+    sparse: Sparse | None = None,
+    selection: Selection | None = None,
+) -> list[Logits]:
     """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
 
     Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): what is left over when a tensor's elements
-    are taken some at a time, such as in SiLU, is computed by other code, with other last bits.
+    are taken some at a time, such as in SiLU, is computed by other code, with other last bits. With ``sparse``, rows
+    look at what the ``selection`` of one of its stages chooses.
     """
+    rows = [p.rows for p in batch]
     ragged = store.ragged(
-        [p.rows for p in batch],
+        rows,
         [p.pages for p in batch],
         [p.visible for p in batch],
         block=model.spec.attention_block,
         prompts=_prompts(model, [p.canvas for p in batch]),
+        whole=selection is not None,
     )
+    read = sparse.read(selection, rows, ragged) if sparse is not None else None
     x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor)
-    hidden = model.decoder(x, positions, store.attend(ragged), _deep_rows(batch))
+    hidden = model.decoder(x, positions, store.attend(ragged, read), _deep_rows(batch))
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)

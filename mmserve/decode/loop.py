@@ -30,6 +30,7 @@ from mmserve.decode.recompute.base import Watching, every_position
 from mmserve.decode.sampler import candidates
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, LoadedModel
@@ -40,7 +41,7 @@ class DiffusionDecoder:
 
     ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``companion``
     drafts or judges for the requests whose commit policy asks for it. ``offered``: what their policies may ask for;
-    None = what the model offers by itself.
+    None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class DiffusionDecoder:
         chunk: int = 0,
         companion: Companion | None = None,
         offered: Offered | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
+        self._sparse = sparse
         self._offered = offered or Offered.by(model)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
@@ -64,7 +67,8 @@ class DiffusionDecoder:
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
         passes = [self._first_pass(p) for _request, p in batch]
-        logits = self._forward(passes, [begun.constrained for _request, begun in batch])
+        selection = self._sparse.prefill if self._sparse is not None else None
+        logits = self._forward(passes, [begun.constrained for _request, begun in batch], selection)
         proposed = [
             self._candidates(request, begun.commit, p, rows, begun.constrained) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
@@ -109,7 +113,8 @@ class DiffusionDecoder:
             self._companion.draft(running)
         if running:
             passes = [self._next_pass(d, rows) for d, rows in zip(running, self._rows(running), strict=True)]
-            logits = self._forward(passes, [d.constrained for d in running])
+            selection = self._sparse.decode if self._sparse is not None else None
+            logits = self._forward(passes, [d.constrained for d in running], selection)
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
@@ -142,10 +147,12 @@ class DiffusionDecoder:
             reason = "end"  # a constrained answer is whole
         return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason)
 
-    def _forward(self, passes: list[Pass], constrained: list[Constrained | None]) -> list[Logits]:
+    def _forward(
+        self, passes: list[Pass], constrained: list[Constrained | None], selection: Selection | None
+    ) -> list[Logits]:
         """One forward pass of the ragged batch; constrained requests note its processor time."""
         begun = time.thread_time()
-        logits = forward(self.model, self.store, passes, self._floor)
+        logits = forward(self.model, self.store, passes, self._floor, sparse=self._sparse, selection=selection)
         for state in constrained:
             if state is not None:
                 state.meter.forward_seconds += time.thread_time() - begun
@@ -269,7 +276,9 @@ class DiffusionDecoder:
             if isinstance(d.recompute, Watching) and len(positions := d.recompute.watched(d.canvas))
         ]
         if watching:
-            changes = value_changes(self.model, self.store, [watch for _d, watch in watching], self._floor)
+            changes = value_changes(
+                self.model, self.store, [watch for _d, watch in watching], self._floor, sparse=self._sparse
+            )
             for (d, _watch), moved in zip(watching, changes, strict=True):
                 assert isinstance(d.recompute, Watching)
                 d.rows = d.recompute.rows(d.canvas, moved)

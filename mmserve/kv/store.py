@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +14,9 @@ from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
 from mmserve.models.decoder import Attend, DecoderConfig
+
+#: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: attention of a pass over the pages.
+Read = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,13 @@ class KVStore:
         *,
         block: int | None = None,
         prompts: list[int] | None = None,
+        whole: bool = False,
     ) -> Ragged:
         """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
 
         Rows look no further right than the end of their own block of ``block`` positions, counted from 0, or of the
         request: 1 is causal attention, None full. ``prompts``: of each request, how many of its first positions see
-        nothing but each other.
+        nothing but each other. ``whole``: each request in one piece.
         """
         slots = [
             table[r // self.page_size] * self.page_size + r % self.page_size
@@ -68,7 +73,7 @@ class KVStore:
             limits = [np.minimum((r // block + 1) * block, n) for r, n in zip(rows, lengths, strict=True)]
         elif prompts is not None:
             limits = [np.where(r < size, size, n) for r, size, n in zip(rows, prompts, lengths, strict=True)]
-        if limits is not None and self.device.type == "cpu":
+        if limits is not None and self.device.type == "cpu" and not whole:
             pieces = [part for p, seen in zip(pieces, limits, strict=True) for part in self._by_page(p, seen)]
         return Ragged(
             row_counts=tuple(p.rows for p in pieces),
@@ -97,8 +102,14 @@ class KVStore:
         """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
         return self.values[layer].flatten(0, 1)[ragged.slots]
 
-    def attend(self, ragged: Ragged) -> Attend:
-        """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's.
+    def dense(self, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged) -> Tensor:
+        """Attention ``[T, H, K]`` of rotated queries over all of each request's pages."""
+        rows: Tensor = self._cached_attention(q_THK, k_PSGK, v_PSGK, ragged)
+        return rows
+
+    def attend(self, ragged: Ragged, read: Read | None = None) -> Attend:
+        """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's,
+        or what ``read`` does.
 
         Rows past the batch (padding) take part in nothing and come back as zeros.
         """
@@ -108,7 +119,7 @@ class KVStore:
             keys, values = self.keys[layer], self.values[layer]
             fresh = (x[:count] for x in (q, k, v, cos, sin))
             rotated = self._rope_scatter(*fresh, keys, values, ragged.slots)
-            rows: Tensor = self._cached_attention(rotated, keys, values, ragged)
+            rows = read(layer, rotated, keys, values) if read else self.dense(rotated, keys, values, ragged)
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 
         return attend

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from e2e_helpers import Running, command, short_asks
 
+from mmserve.bench import attention
 from mmserve.cli import main
 from mmserve.config import from_mapping
 from mmserve.errors import ConfigError
@@ -262,6 +263,35 @@ def test_the_decode_benchmark_sets_a_pair_beside_the_baseline(tmp_path: Path) ->
     assert pair["baseline_accuracy"] == baseline["accuracy"] and 0 <= pair["accuracy"] <= 1
     assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
     assert_fails_clearly(command("bench", "decode", "--tasks", "flight"), "flight")
+
+
+def test_the_kernel_benchmark_measures_an_op_and_writes_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "kv_quant.csv"
+    assert main(["bench", "kernels", "--tasks", "kv_quant", "--limit", "2", "--json", "--csv", str(table)]) == 0
+    report = one_json(capsys.readouterr().out)
+    assert report["bench"] == "kernels" and report["settings"]["gpu"] == "none"
+    assert all(row["right"] and row["path"] == "pytorch" and row["microseconds"][1] > 0 for row in report["rows"])
+    assert len(table.read_text().splitlines()) == len(report["rows"]) + 1
+    assert main(["bench", "kernels", "--tasks", "flight"]) == 1
+    assert "no op is called 'flight'" in capsys.readouterr().err
+
+
+def test_the_attention_benchmark_tells_what_fewer_and_coarser_keys_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("vertical_slash", "8 bits")
+    chosen = [v for v in attention.variants() if v.row["measured"] in few and v.row.get("density", 0.25) == 0.25]
+    monkeypatch.setattr(attention, "variants", lambda: chosen)
+    given = ("--tasks", "what", "--limit", "1", "--set", "engine.torch_threads=1", "--json")
+    assert main(["bench", "attention", *given]) == 0
+    sparse, coarse = one_json(capsys.readouterr().out)["rows"]
+    assert sparse["nats"] > coarse["nats"] >= 0
+    assert sparse["largest"] > coarse["largest"] > 0
+    assert {sparse["accuracy"], coarse["accuracy"]} <= {0, 1}
+    assert main(["bench", "attention", "--tasks", "flight"]) == 1
+    assert "flight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("few", [("--limit", "0"), ("--repeats", "0"), ("--limit", "1", "--repeats", "1")])

@@ -34,12 +34,12 @@ class Ragged:
     kv_limit: Tensor | None = None
 
     @cached_property
-    def runs(self) -> tuple[slice | None, ...]:
-        """Each request's pages as a slice where they lie one behind another in a CPU's memory; None elsewhere."""
+    def runs(self) -> tuple[int | None, ...]:
+        """First page of each request whose pages lie one behind another in a CPU's memory; None of others."""
         if self.slots.device.type != "cpu":
             return (None,) * len(self.page_tables)
         ids = [table.numpy() for table in self.page_tables]
-        return tuple(slice(int(a[0]), int(a[0]) + len(a)) if len(a) and (np.diff(a) == 1).all() else None for a in ids)
+        return tuple(int(a[0]) if len(a) and (np.diff(a) == 1).all() else None for a in ids)
 
 
 def cached_attention(
@@ -56,37 +56,52 @@ def cached_attention(
     behind another are read where they are, others are gathered first. ``lse_TH`` (fp32,
     if given) is filled with the natural log-sum-exp of each row's scaled scores.
     """
-    out = torch.empty_like(q_THK)
-    grouped = q_THK.shape[1] != k_PSGK.shape[2]
+    out: list[Tensor] = []
     start = 0
     requests = zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, ragged.runs, strict=True)
     for rows, length, pages, run in requests:
         if rows == 0:
             continue
         here = slice(start, start + rows)
-        k_LGK, v_LGK = (_read(x, pages, run, q_THK.dtype)[:length] for x in (k_PSGK, v_PSGK))
+        q_RHK = q_THK[here]
+        k_LGK, v_LGK = (_read(x, pages, run, length, q_THK.dtype) for x in (k_PSGK, v_PSGK))
         mask = None
         if ragged.kv_limit is not None:
             mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[here, None]
         if lse_TH is not None:
-            lse_TH[here] = _log_sum_exp(q_THK[here], k_LGK, mask)
-        out[here] = F.scaled_dot_product_attention(
-            q_THK[here].transpose(0, 1)[None],
-            k_LGK.transpose(0, 1)[None],
-            v_LGK.transpose(0, 1)[None],
-            attn_mask=mask,
-            enable_gqa=grouped,
-        )[0].transpose(0, 1)
+            lse_TH[here] = _log_sum_exp(q_RHK, k_LGK, mask)
+        out.append(_attend(q_RHK, k_LGK, v_LGK, mask))
         start += rows
-    return out
+    if len(out) == 1:
+        return out[0]
+    return torch.cat(out) if out else torch.empty_like(q_THK)
 
 
-def _read(source: Tensor | QuantizedPages, pages: Tensor, run: slice | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values ``[pages × S, G, K]`` of ``pages``, in their order."""
+def _attend(q_RHK: Tensor, k_LGK: Tensor, v_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:
+    """Attention ``[R, H, K]`` of one request.
+
+    Query heads that share keys become rows of one head: a row of 28 heads over 4 takes half as long as with SDPA's own
+    sharing, which reads the keys once for each query head.
+    """
+    groups = k_LGK.shape[1]
+    share = q_RHK.shape[1] // groups
+    k_GLK, v_GLK = k_LGK.transpose(0, 1), v_LGK.transpose(0, 1)
+    if share == 1:
+        made = F.scaled_dot_product_attention(q_RHK.transpose(0, 1)[None], k_GLK[None], v_GLK[None], mask_RL)
+        return made[0].transpose(0, 1)
+    q_GMK = q_RHK.unflatten(1, (groups, share)).transpose(0, 1).flatten(1, 2)
+    mask_ML = None if mask_RL is None else mask_RL.repeat_interleave(share, 0)
+    made = F.scaled_dot_product_attention(q_GMK[None], k_GLK[None], v_GLK[None], mask_ML)
+    return made[0].unflatten(1, (-1, share)).transpose(0, 1).flatten(1, 2)
+
+
+def _read(source: Tensor | QuantizedPages, pages: Tensor, run: int | None, length: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values ``[length, G, K]`` of ``pages``, in their order."""
     if isinstance(source, QuantizedPages):
-        return dequantize(source.select(pages)).flatten(0, 1).to(dtype)
-    there = source.index_select(0, pages) if run is None else source[run]
-    return there.flatten(0, 1).to(dtype)
+        return dequantize(source.select(pages)).flatten(0, 1)[:length].to(dtype)
+    if run is None:
+        return source.index_select(0, pages).flatten(0, 1).narrow(0, 0, length).to(dtype)
+    return source.flatten(0, 1).narrow(0, run * source.shape[1], length).to(dtype)
 
 
 def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:

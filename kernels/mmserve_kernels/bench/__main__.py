@@ -1,0 +1,39 @@
+"""``python -m mmserve_kernels.bench [OP …]``: a line of JSON for each case, on a GPU if there is one.
+
+``mmserve bench kernels`` gives the same figures, and writes them as CSV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from mmserve_kernels.bench import OPS
+from mmserve_kernels.bench.harness import Device, figures, surroundings
+
+
+def main() -> int:
+    """Measure and print; 1 where a result was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ops", nargs="*", metavar="OP", help=f"any of {', '.join(OPS)} (default all)")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.ops) - set(OPS):
+        parser.error(f"no op is called {min(unknown)!r}; there are {', '.join(OPS)}")
+    torch.set_num_threads(1)
+    gpu = torch.cuda.is_available()
+    right = True
+    with torch.inference_mode():
+        on = Device.measured(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
+        print(json.dumps(surroundings(on)))
+        for row in figures(arguments.ops or OPS, on, arguments.rounds, lambda text: print(text, file=sys.stderr)):
+            right &= bool(row["right"])
+            print(json.dumps(row), flush=True)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

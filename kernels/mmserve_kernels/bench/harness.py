@@ -1,0 +1,199 @@
+"""How an op is measured: first whether it is right, then how long it takes, beside others on the same inputs.
+
+Rounds run the op and everything beside it one after another, so that noise falls on all alike. On a GPU the time is the
+device's own, behind an emptied cache; on a CPU it is processor time of one thread.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+#: Relative and absolute error allowed, of values around 1: a few roundings of the dtype.
+TOLERANCES = {torch.float32: (2e-4, 2e-5), torch.float16: (4e-3, 2e-3), torch.bfloat16: (3e-2, 1e-2)}
+#: A round takes at least so long (seconds) for each that is measured, on a CPU.
+_LEAST = 2e-3
+#: Bytes written between two runs on a GPU, more than its caches hold.
+_FLUSH = 256 << 20
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement. ``check`` raises ``AssertionError`` for a wrong result of ``run``, and of what is ``beside`` it.
+
+    ``path``: ``triton`` or ``pytorch``, what ``pick`` chose. ``bytes``: the least that must be moved; ``operations``:
+    additions and multiplications of matrix products.
+    """
+
+    name: str
+    path: str
+    run: Run
+    check: Callable[[Any], None]
+    bytes: int
+    operations: int = 0
+    beside: Mapping[str, Run] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where it is measured, and what that reaches at best: bytes a second of a copy, operations a second of a product
+    of large matrices, both measured."""
+
+    device: torch.device
+    dtype: torch.dtype
+    copy_rate: float
+    matrix_rate: float
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> Device:
+        """The rates of ``device``, from a copy far larger than its caches and a product in ``dtype``."""
+        gpu = device.type == "cuda"
+        source = torch.zeros((1 << 30) if gpu else (1 << 26), dtype=torch.uint8, device=device)
+        room = torch.empty_like(source)
+        side = 8192 if gpu else 1024
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        copying, multiplying = (
+            statistics.median(_seconds(run, device) for _ in range(7))
+            for run in (lambda: room.copy_(source), lambda: a @ b)
+        )
+        return cls(device, dtype, 2 * source.nbytes / copying, 2 * side**3 / multiplying)
+
+
+def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """``actual`` is ``exact`` but for a few roundings of ``dtype``."""
+    relative, absolute = TOLERANCES[dtype]
+    torch.testing.assert_close(actual.float(), exact.float(), rtol=relative, atol=absolute)
+
+
+def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
+    """Figures of one case: medians and quartiles of ``rounds``, times in microseconds.
+
+    No figure is given of a wrong result, the op's own or that of something beside it: the row says what is wrong.
+    ``times_X``: how many times longer the op takes than X, in the same round.
+    """
+    row: dict[str, Any] = {
+        "op": op,
+        "case": case.name,
+        "path": case.path,
+        "dtype": str(on.dtype).removeprefix("torch."),
+        "right": True,
+        "bytes": case.bytes,
+        "operations": case.operations,
+    }
+    if wrong := _wrong(case.run, case.check):
+        return row | {"right": False, "wrong": wrong}
+    runs = {"": case.run}
+    for name, run in case.beside.items():
+        if wrong := _wrong(run, case.check):
+            row[f"wrong_{name}"] = wrong
+        else:
+            runs[name] = run
+    repeats = {name: _repeats(run, on.device) for name, run in runs.items()}
+    times = [{name: _seconds(run, on.device, repeats[name]) for name, run in runs.items()} for _ in range(rounds)]
+    seconds = statistics.median(t[""] for t in times)
+    row["microseconds"] = _quartiles([t[""] * 1e6 for t in times])
+    row["share_of_copy_rate"] = round(case.bytes / seconds / on.copy_rate, 3)
+    if case.operations:
+        row["share_of_matrix_rate"] = round(case.operations / seconds / on.matrix_rate, 3)
+    return row | {f"times_{name}": _quartiles([t[""] / t[name] for t in times]) for name in runs if name}
+
+
+def figures(ops: Sequence[str], on: Device, rounds: int, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """A row for each case of ``ops``, made and measured one after another."""
+    for op in ops:
+        for case in import_module(f"mmserve_kernels.bench.{op}").cases(on.device, on.dtype):
+            progress(f"{op}: {case.name}")
+            yield measure(op, case, on, rounds)
+
+
+def surroundings(on: Device) -> dict[str, Any]:
+    """What the figures hold for: device, its measured rates, versions, and the commit where there is one."""
+    gpu = on.device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(on.device) if gpu else "none",
+        "copy_gb_per_s": round(on.copy_rate / 1e9, 1),
+        "matrix_gflop_per_s": round(on.matrix_rate / 1e9, 1),
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
+        "cuda": str(torch.version.cuda),
+        "commit": _commit(),
+    }
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> None:
+    """One line a row, ``around`` repeated in each; quartiles are three columns."""
+    flat = [_flat(row) | dict(around) for row in rows]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in row.items():
+        out |= (
+            dict(zip((f"{name}_q1", name, f"{name}_q3"), value, strict=True))
+            if isinstance(value, list)
+            else {name: value}
+        )
+    return out
+
+
+def _wrong(run: Run, check: Callable[[Any], None]) -> str:
+    """What is wrong with the result; empty = nothing."""
+    try:
+        check(run())
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return ""
+
+
+def _repeats(run: Run, device: torch.device) -> int:
+    return 1 if device.type == "cuda" else max(1, round(_LEAST / max(_seconds(run, device), 1e-7)))
+
+
+def _seconds(run: Run, device: torch.device, repeats: int = 1) -> float:
+    if device.type == "cuda":
+        return _on_gpu(run, device)
+    start = time.thread_time()
+    for _ in range(repeats):
+        run()
+    return (time.thread_time() - start) / repeats
+
+
+def _on_gpu(run: Run, device: torch.device) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(_FLUSH, dtype=torch.uint8, device=device).zero_()
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return [float(f"{x:.4g}") for x in statistics.quantiles(values, n=4)]
+
+
+def _commit() -> str:
+    """The commit of the source tree that this runs from; empty where it is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

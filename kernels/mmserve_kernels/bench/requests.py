@@ -1,0 +1,175 @@
+"""Requests to measure attention on, and others' attention over the same keys and values.
+
+Shapes in names: T query rows of all requests, R of one, L its positions, P pages, S positions a page, H query heads,
+G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve_kernels.cached_attention import Ragged
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key/value heads and their size."""
+
+    heads: int
+    groups: int
+    size: int
+
+
+#: LLaDA-8B's and Dream-7B's heads, and those of a small model.
+LLADA, DREAM, SMALL = Heads(32, 32, 128), Heads(28, 4, 128), Heads(8, 8, 32)
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """A ragged batch over pages, and the same keys and values ``[L, G, K]`` of each request in one piece."""
+
+    q_THK: Tensor
+    k_PSGK: Tensor
+    v_PSGK: Tensor
+    ragged: Ragged
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def drawn(
+        cls,
+        counts: Sequence[tuple[int, int]],
+        heads: Heads,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        causal: bool = False,
+        in_order: bool = False,
+    ) -> Requests:
+        """Requests of (rows, positions), their rows the last positions; pages in any order, or ``in_order``."""
+        draw = torch.Generator().manual_seed(0)
+        pages = [-(-length // PAGE) for _rows, length in counts]
+        order = torch.arange(sum(pages)) if in_order else torch.randperm(sum(pages), generator=draw)
+        tables = order.to(device).split(pages)
+        shape = (sum(pages), PAGE, heads.groups, heads.size)
+        q = torch.randn(sum(rows for rows, _ in counts), heads.heads, heads.size, generator=draw).to(device, dtype)
+        k, v = (torch.randn(shape, generator=draw).to(device, dtype) for _ in range(2))
+        places = [torch.arange(length - rows, length, device=device) for rows, length in counts]
+        slots = [table[p // PAGE] * PAGE + p % PAGE for table, p in zip(tables, places, strict=True)]
+        ragged = Ragged(
+            tuple(rows for rows, _ in counts),
+            tuple(length for _, length in counts),
+            tables,
+            torch.cat(slots),
+            torch.cat(places) + 1 if causal else None,
+        )
+        return cls(q, k, v, ragged, *(gathered(x, ragged) for x in (k, v)))
+
+    @property
+    def positions_seen(self) -> int:
+        """Positions that rows look at, summed over rows."""
+        if self.ragged.kv_limit is not None:
+            return int(self.ragged.kv_limit.sum())
+        return sum(rows * length for rows, length in zip(self.ragged.row_counts, self.ragged.kv_lengths, strict=True))
+
+    @property
+    def operations(self) -> int:
+        """Additions and multiplications of both products of attention."""
+        return 4 * self.positions_seen * self.q_THK.shape[1] * self.q_THK.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values read once, queries read and the result written."""
+        return sum(x.nbytes for x in (*self.keys, *self.values)) + 2 * self.q_THK.nbytes
+
+    def sdpa(self) -> Tensor:
+        """``[T, H, K]`` by torch's SDPA, called for each request on its keys and values in one piece."""
+        return self._sdpa(self.q_THK, self.keys, self.values)
+
+    def sdpa_gathering(self) -> Tensor:
+        """The same, with the keys and values gathered from their pages first."""
+        return self._sdpa(self.q_THK, *(gathered(x, self.ragged) for x in (self.k_PSGK, self.v_PSGK)))
+
+    def exact(self) -> Tensor:
+        """The same in fp32."""
+        return self._sdpa(self.q_THK.float(), *([x.float() for x in of] for of in (self.keys, self.values)))
+
+    def flex(self) -> FlexAttention:
+        """FlexAttention over the same."""
+        return FlexAttention.over(self)
+
+    def _sdpa(self, q_THK: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        out = []
+        limits = [None] * len(keys) if self.ragged.kv_limit is None else self.ragged.kv_limit.split(self.counts)
+        grouped = q_THK.shape[1] != self.k_PSGK.shape[2]
+        for q, k, v, limit in zip(q_THK.split(self.counts), keys, values, limits, strict=True):
+            # A square causal mask has kernels of its own.
+            square = limit is not None and len(q) == len(k)
+            mask = None if limit is None or square else torch.arange(len(k), device=q.device) < limit[:, None]
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=square, enable_gqa=grouped)
+            out.append(made[0].transpose(0, 1))
+        return torch.cat(out)
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each request."""
+        return list(self.ragged.row_counts)
+
+
+@dataclass(frozen=True, eq=False)
+class FlexAttention:
+    """FlexAttention over requests laid one behind another, with a block mask that keeps them apart."""
+
+    q_1HTK: Tensor
+    k_1GNK: Tensor
+    v_1GNK: Tensor
+    block_mask: Any
+    attention: Any
+
+    @classmethod
+    def over(cls, requests: Requests, *, compiled: bool = True) -> FlexAttention:
+        """Of ``requests``; without ``compiled`` it is not worth timing, and says only whether this is right."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        ragged, device = requests.ragged, requests.q_THK.device
+        lengths = torch.tensor(ragged.kv_lengths, device=device)
+        ends = lengths.cumsum(0)
+        rows = torch.tensor(ragged.row_counts, device=device)
+        whose = torch.arange(len(rows), device=device).repeat_interleave(rows)
+        first = (ends - lengths)[whose]
+        last = ends[whose] if ragged.kv_limit is None else first + ragged.kv_limit
+
+        def seen(_batch: Tensor, _head: Tensor, row: Tensor, position: Tensor) -> Tensor:
+            return (position >= first[row]) & (position < last[row])
+
+        mask = create_block_mask(seen, None, None, len(whose), int(ends[-1]), device=str(device))
+        q, k, v = (
+            x.transpose(0, 1)[None].contiguous()
+            for x in (requests.q_THK, torch.cat(requests.keys), torch.cat(requests.values))
+        )
+        return cls(q, k, v, mask, torch.compile(flex_attention, dynamic=False) if compiled else flex_attention)
+
+    def __call__(self) -> Tensor:
+        """``[T, H, K]``."""
+        grouped = self.q_1HTK.shape[1] != self.k_1GNK.shape[1]
+        made: Tensor = self.attention(
+            self.q_1HTK, self.k_1GNK, self.v_1GNK, block_mask=self.block_mask, enable_gqa=grouped
+        )
+        return made[0].transpose(0, 1)
+
+
+def gathered(x_PSGK: Tensor, ragged: Ragged) -> tuple[Tensor, ...]:
+    """``[L, G, K]`` of each request."""
+    return tuple(
+        x_PSGK[table].flatten(0, 1)[:length]
+        for table, length in zip(ragged.page_tables, ragged.kv_lengths, strict=True)
+    )

@@ -1,0 +1,112 @@
+"""``sparse_attention``: prefill at several densities and decode over chosen pages, and what choosing them takes.
+
+Beside it dense SDPA (``dense_sdpa``, whose result is another one) and SDPA and, on a GPU, FlexAttention over the same
+blocks. Of an index builder ``dense_sdpa`` is what it must be small against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve_kernels.bench.harness import Case, Run, assert_near
+from mmserve_kernels.bench.requests import DREAM, LLADA, PAGE, SMALL, Heads, Requests
+from mmserve_kernels.dispatch import pick
+from mmserve_kernels.sparse_attention import Rows, best_pages, block_index, page_bounds, query_aware, vertical_slash
+
+BLOCK = 64
+
+
+def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """One causal prompt at four densities, its index builders, and a decode step at two."""
+    gpu = device.type == "cuda"
+    length = 16384 if gpu else 1024
+    for heads, model in ((LLADA if gpu else SMALL, "MHA"), (DREAM, "GQA 7")):
+        prompt = Requests.drawn([(length, length)], heads, device, dtype, causal=True)
+        for density in (1.0, 0.5, 0.25, 0.125):
+            yield _prefill(f"{model}, prefill of {length} at density {density:g}", prompt, density)
+        yield from _builders(f"{model}, prefill of {length}", prompt)
+        step = Requests.drawn([(32, length)], heads, device, dtype)
+        for density in (0.25, 0.125):
+            yield _decode(f"{model}, 32 rows over {length}, pages at density {density:g}", step, heads, density)
+
+
+def _prefill(name: str, r: Requests, density: float) -> Case:
+    """Blocks at random, each row's own among them: what they hold does not matter to the time."""
+    blocks = -(-len(r.q_THK) // BLOCK)
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.rand(r.q_THK.shape[1], blocks, blocks, generator=draw) < density
+    mask = ((chosen | torch.eye(blocks, dtype=torch.bool)) & torch.ones(blocks, blocks).tril().bool()).to(
+        r.q_THK.device
+    )
+    return _attention(name, r, mask, BLOCK, BLOCK)
+
+
+def _decode(name: str, r: Requests, heads: Heads, density: float) -> Case:
+    count = round(r.ragged.kv_lengths[0] // PAGE * density)
+    mask = best_pages(r.q_THK, *page_bounds(r.keys[0], PAGE), count)
+    return _attention(name, r, mask, len(r.q_THK), PAGE)
+
+
+def _attention(name: str, r: Requests, mask_ABC: Tensor, q_block: int, kv_block: int) -> Case:
+    device, dtype = r.q_THK.device, r.q_THK.dtype
+    op = pick("sparse_attention", device, dtype, r.q_THK.shape[2])
+    index = block_index([mask_ABC], q_block, kv_block)
+    length = r.ragged.kv_lengths[0]
+
+    def masked(q_THK: Tensor, k_LGK: Tensor, v_LGK: Tensor) -> Tensor:
+        wide = mask_ABC.repeat_interleave(q_block, 1)[:, : len(q_THK)].repeat_interleave(kv_block, 2)[:, :, :length]
+        if r.ragged.kv_limit is not None:
+            wide = wide & (torch.arange(length, device=device) < r.ragged.kv_limit[:, None])
+        wide = wide.repeat_interleave(q_THK.shape[1] // len(wide), 0)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_LGK, v_LGK))
+        return F.scaled_dot_product_attention(q, k, v, wide[None], enable_gqa=q.shape[1] != k.shape[1])[0].transpose(
+            0, 1
+        )
+
+    exact = masked(r.q_THK.float(), r.keys[0].float(), r.values[0].float())
+    share = float(mask_ABC.sum()) / mask_ABC.numel()
+    beside: dict[str, Run] = {"masked_sdpa": lambda: masked(r.q_THK, r.keys[0], r.values[0])}
+    dense = r.sdpa()
+
+    def check(out: Tensor) -> None:
+        if out is not dense:
+            assert_near(out, exact, dtype)
+
+    def whole() -> Tensor:
+        r.sdpa()
+        return dense
+
+    return Case(
+        name=name,
+        path=op.path,
+        run=lambda: op.run(r.q_THK, r.k_PSGK, r.v_PSGK, r.ragged, index),
+        check=check,
+        bytes=r.bytes,
+        operations=round(4 * share * len(r.q_THK) * length * r.q_THK.shape[1] * r.q_THK.shape[2]),
+        beside=beside | {"dense_sdpa": whole},
+    )
+
+
+def _builders(name: str, r: Requests) -> Iterator[Case]:
+    """The builders: PyTorch on any device. Right is a mask in which each block of rows looks at something."""
+    positions = torch.arange(len(r.q_THK), device=r.q_THK.device)
+    rows = Rows(positions, len(positions), positions + 1, BLOCK, BLOCK)
+    q, k = r.q_THK, r.keys[0]
+
+    def check(made: Tensor) -> None:
+        if made.dtype == torch.bool:
+            assert made.any(-1).all() and not (made & ~rows.visible()).any(), "a block of rows looks at nothing it sees"
+
+    builders: dict[str, Run] = {
+        "vertical_slash": lambda: vertical_slash(q, k, rows, verticals=64, slashes=64),
+        "query_aware": lambda: query_aware(q, k, rows),
+    }
+    for builder, run in builders.items():
+        read = k.nbytes + q.nbytes
+        yield Case(
+            name=f"{name}, {builder}", path="pytorch", run=run, check=check, bytes=read, beside={"dense_sdpa": r.sdpa}
+        )

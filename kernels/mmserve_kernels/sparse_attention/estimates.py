@@ -1,0 +1,180 @@
+"""How much of the attention each block of positions holds, as index builders see it, and the blocks that hold most.
+
+An estimate is ``[A, blocks of rows, blocks of positions]`` (fp32, none below 0), where A is the query heads, or the
+key/value heads that they share; ``densest`` makes a mask of it, to any density or share of the whole.
+
+Shapes in names: R rows of a request, L its positions, H query heads, G key/value heads, U query heads that share one,
+K head size, B blocks of rows, C blocks of positions.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve_kernels.attention_scores.reference import weights
+from mmserve_kernels.sparse_attention import builders
+from mmserve_kernels.sparse_attention.builders import Rows
+
+
+def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0) -> Tensor:
+    """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
+    rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound).
+
+    The first block, and those of the rows' own positions, come before all others and are always there.
+    """
+    visible = rows.visible()
+    always = own_blocks(rows) & visible
+    scores = estimate_ABC.masked_fill(~visible, -1).masked_fill(always, torch.inf)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(-1)
+    counts = (visible.sum(-1) * density).ceil().clamp_min(1)
+    chosen = rank < counts[:, None]
+    if mass < 1:
+        held = estimate_ABC.masked_fill(~visible, 0).gather(-1, order)
+        before = held.cumsum(-1) - held
+        chosen &= (before < mass * held.sum(-1, keepdim=True)).gather(-1, rank)
+    return (chosen | always) & visible
+
+
+def own_blocks(rows: Rows) -> Tensor:
+    """Boolean ``[B, C]``: the first block, and those that hold the rows' own positions."""
+    number = torch.arange(len(rows.positions), device=rows.positions.device) // rows.q_block
+    own = torch.zeros_like(rows.visible())
+    own[number, rows.positions // rows.kv_block] = True
+    own[:, 0] = True
+    return own
+
+
+def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
+    """``[H, B, C]``: what the columns and diagonals through a block weigh in the attention of some rows (MInference,
+    arXiv 2407.02490)."""
+    columns_HL, diagonals_HO = builders._lines(*builders._probed(q_RHK, k_LGK, rows, _probes(rows)))
+    first, last = rows.spans()
+    starts = rows.block_starts()
+    ends = (starts + rows.kv_block).clamp(max=rows.length) - 1
+    low = first[:, None] - ends + rows.length - 1
+    high = last[:, None] - starts + rows.length - 1
+    before = F.pad(diagonals_HO.cumsum(1), (1, 0))
+    crossing = before[:, high + 1] - before[:, low]
+    columns_HC = builders._padded_blocks(columns_HL, rows.kv_block).sum(-1)
+    return _shares(columns_HC[:, None] + crossing.clamp_min(0), rows)
+
+
+def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.1) -> Tensor:
+    """``[H, B, C]``: attention among means of blocks, and columns and diagonals in the heads in which that is far from
+    what some rows say (FlexPrefill, arXiv 2502.20766; see ``query_aware``)."""
+    probes = _probes(rows)
+    weights_HRL, _positions = builders._probed(q_RHK, k_LGK, rows, probes)
+    means_CGK = builders._means(k_LGK, rows.kv_block)
+    estimate_HBC = builders._estimate(builders._means(q_RHK, rows.q_block), means_CGK, rows.visible())
+    said = estimate_HBC[:, probes // rows.q_block].mean(1)
+    true = builders._padded_blocks(weights_HRL.mean(1), rows.kv_block).sum(-1)
+    trusted = builders._jensen_shannon(said, true).sqrt() < divergence
+    return torch.where(trusted[:, None, None], estimate_HBC, by_lines(q_RHK, k_LGK, rows))
+
+
+def by_segments(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
+    """``[H, B, C]``: attention among representatives, the largest and the smallest of each channel in a segment of
+    queries and in a block of keys; of the four products the largest counts (CritiPrefill, arXiv 2409.12490, without
+    what it mixes in from the layer before)."""
+    queries_GUBK = [x.transpose(0, 1).unflatten(0, (k_LGK.shape[1], -1)) for x in _bounds(q_RHK, rows.q_block)]
+    keys_G1KC = [x.permute(1, 2, 0)[:, None] for x in _bounds(k_LGK, rows.kv_block)]
+    products = torch.stack([q @ k for q in queries_GUBK for k in keys_G1KC]).amax(0).flatten(0, 1)
+    return _softmax(products * q_RHK.shape[-1] ** -0.5, rows)
+
+
+def by_bounds(q_RHK: Tensor, low_CGK: Tensor, high_CGK: Tensor, rows: Rows) -> Tensor:
+    """``[G, B, C]``: the most that a row may attend to a page, by the smallest and the largest of its keys, channel by
+    channel (Quest, arXiv 2406.10774), over the rows of a block and the query heads that share the keys."""
+    q_GMK = _by_group(q_RHK, low_CGK.shape[1])
+    up, down = q_GMK.clamp_min(0), q_GMK.clamp_max(0)
+    most_GMC = up @ high_CGK.float().permute(1, 2, 0) + down @ low_CGK.float().permute(1, 2, 0)
+    return _over_rows(most_GMC, rows, q_RHK)
+
+
+def by_channels(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, channels: int) -> Tensor:
+    """``[G, B, C]``: attention computed from the ``channels`` of a head that are largest in a block's queries
+    (DoubleSparse, arXiv 2408.07092, which fixes them ahead of time from a calibration set)."""
+    groups = k_LGK.shape[1]
+    q_GMK = _by_group(q_RHK, groups)
+    share = q_RHK.shape[1] // groups
+    sizes = _sum_of_blocks(q_GMK.abs().unflatten(1, (-1, share)).sum(2), rows.q_block)  # [G, B, K]
+    kept = sizes.topk(min(channels, sizes.shape[-1]), -1).indices
+    heavy_GBK = torch.zeros_like(sizes).scatter_(-1, kept, 1.0)
+    reduced = q_GMK * heavy_GBK.repeat_interleave(rows.q_block * share, 1)[:, : q_GMK.shape[1]]
+    return _attention(reduced, k_LGK, rows, q_RHK)
+
+
+def by_attention(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
+    """``[G, B, C]``: the attention itself, as the layers see it that choose for those behind them (TidalDecode, arXiv
+    2410.05076, which keeps tokens where this keeps blocks of them)."""
+    return _attention(_by_group(q_RHK, k_LGK.shape[1]), k_LGK, rows, q_RHK)
+
+
+def by_distance(rows: Rows) -> Tensor:
+    """``[1, B, C]``: near blocks before far ones, behind the first (StreamingLLM, arXiv 2309.17453)."""
+    first, last = rows.spans()
+    starts = rows.block_starts()
+    away = (first[:, None] - starts - rows.kv_block + 1).clamp_min(0) + (starts - last[:, None]).clamp_min(0)
+    return _shares(1.0 / (1 + away)[None], rows)
+
+
+def at_random(rows: Rows, seed: int) -> Tensor:
+    """``[1, B, C]`` of random numbers: what every builder must be better than."""
+    visible = rows.visible()
+    drawn = torch.rand(1, *visible.shape, generator=torch.Generator().manual_seed(seed)).to(visible.device)
+    return _shares(drawn, rows)
+
+
+def _probes(rows: Rows) -> Tensor:
+    """The last rows where attention is causal, otherwise some that are spread over all."""
+    count = len(rows.positions)
+    if rows.limit is not None:
+        return builders._probe_rows(rows, None)
+    spread = torch.linspace(0, count - 1, min(count, builders.PROBES), device=rows.positions.device)
+    return spread.round().long()
+
+
+def _shares(x_ABC: Tensor, rows: Rows) -> Tensor:
+    """Of what is seen, each block's share of the whole."""
+    seen = x_ABC.masked_fill(~rows.visible(), 0)
+    return seen / seen.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _softmax(scores_ABC: Tensor, rows: Rows) -> Tensor:
+    return scores_ABC.masked_fill(~rows.visible(), -torch.inf).softmax(-1).nan_to_num(0)
+
+
+def _bounds(x_RHK: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """fp32 ``[blocks, H, K]`` each: largest and smallest of each channel, the last row again where rows are missing."""
+    missing = -len(x_RHK) % block
+    blocks = torch.cat([x_RHK, x_RHK[-1:].expand(missing, -1, -1)]).float().unflatten(0, (-1, block))
+    return blocks.amax(1), blocks.amin(1)
+
+
+def _by_group(q_RHK: Tensor, groups: int) -> Tensor:
+    """fp32 ``[G, R · U, K]``, a row's query heads one behind another."""
+    return q_RHK.float().unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _sum_of_blocks(x_GRC: Tensor, block: int) -> Tensor:
+    return F.pad(x_GRC, (0, 0, 0, -x_GRC.shape[1] % block)).unflatten(1, (-1, block)).sum(2)
+
+
+def _over_rows(scores_GMC: Tensor, rows: Rows, q_RHK: Tensor) -> Tensor:
+    """What scores of pages make of attention over pages, summed over the rows of a block ``[G, B, C]``."""
+    share = scores_GMC.shape[1] // len(q_RHK)
+    seen = rows.block_starts() < rows.limits()[:, None]
+    scores = (scores_GMC * q_RHK.shape[-1] ** -0.5).unflatten(1, (-1, share)).masked_fill(~seen[:, None], -torch.inf)
+    return _sum_of_blocks(scores.softmax(-1).nan_to_num(0).sum(2), rows.q_block)
+
+
+def _attention(q_GMK: Tensor, k_LGK: Tensor, rows: Rows, q_RHK: Tensor) -> Tensor:
+    """Attention over blocks ``[G, B, C]`` of queries that may have lost channels."""
+    q = q_GMK.unflatten(1, (len(q_RHK), -1)).transpose(0, 1).flatten(1, 2)
+    weights_HRL = weights(q, k_LGK.float(), rows.limits(), None)
+    weights_GRL = weights_HRL.unflatten(0, (k_LGK.shape[1], -1)).sum(1)
+    blocks_GRC = F.pad(weights_GRL, (0, -rows.length % rows.kv_block)).unflatten(-1, (-1, rows.kv_block)).sum(-1)
+    return _sum_of_blocks(blocks_GRC, rows.q_block)

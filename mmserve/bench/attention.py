@@ -1,0 +1,192 @@
+"""What looking at fewer keys and values, or at coarser ones, does to logits and answers: ``mmserve bench attention``.
+
+Each way of choosing is measured alone, in prefill or in decode, beside blocks at random and beside dense attention, on
+the same fresh items. Blocks have 16 positions: prompts of the bundled models have five to twenty of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.assembly import BackgroundServer
+from mmserve.bench.settings import measured_config
+from mmserve.client import Client, Options
+from mmserve.config import EngineConfig, resolve
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart, VideoPart
+from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.encode.encoder import Encoder
+from mmserve.errors import ConfigError
+from mmserve.kv.quantized import QuantizedStore
+from mmserve.kv.sparse import DECODE, PREFILL, Sparse
+from mmserve.kv.store import KVStore
+from mmserve.models.base import CanvasModel, LoadedModel
+from mmserve.models.registry import load_model
+from mmserve.reference.evaluate import canvas, evaluate, item, shown
+from mmserve.reference.tasks import TASKS
+
+DEFAULT_TASKS = ("count", "differs", "arithmetic")
+DENSITIES = (1.0, 0.5, 0.25, 0.125)
+PAGE = 16
+#: Rows of a next-token model's prompt, from its end, whose logits are compared.
+_LAST = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One setting of the engine: what it is called in a row of figures, and the keys of ``[engine]`` that it sets."""
+
+    row: Mapping[str, Any]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def engine(self, base: EngineConfig) -> EngineConfig:
+        """``base`` with those keys."""
+        return replace(base, page_size=PAGE, sparse_block=PAGE, prefix_cache=False, **self.keys)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An item as the decoder takes it: canvas, embeddings ``[N, D]``, and the rows whose logits are compared."""
+
+    canvas: Canvas
+    embeddings: Tensor
+    rows: np.ndarray
+    wanted: np.ndarray
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each variant: how far its logits are from dense ones in nats, how often the best token is the same, and
+    the accuracy of ``--limit`` items of each task."""
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
+    if unknown := set(tasks) - set(TASKS):
+        raise ConfigError(f"no task is called {min(unknown)!r}; there are {', '.join(TASKS)}")
+    config = measured_config(arguments)
+    model = load_model(config.models[0])
+    if isinstance(model, CanvasModel):
+        raise ConfigError(f"model {model.spec.name!r} keeps its K/V to itself: there is nothing to choose")
+    engine = resolve(config.engine)
+    torch.set_num_threads(engine.torch_threads)
+    prompts = list(_prompts(model, tasks, arguments.limit, arguments.seed, config.media))
+    floor = row_floor(model)
+    exact = [_logits(model, Variant({}).engine(engine), p, floor, decoding=False) for p in prompts]
+    options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+    rows = []
+    for variant in variants():
+        settings = variant.engine(config.engine)
+        made = [_logits(model, settings, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
+        figures = _differences(exact, made)
+        with BackgroundServer(replace(config, engine=settings)) as server, Client(server.address) as client:
+            client.wait_ready()
+            answers = evaluate(
+                server.address,
+                tasks=tasks,
+                limit=arguments.limit,
+                seed=arguments.seed,
+                options=options,
+                progress=lambda _text: None,
+            )
+        by_task = {row.task: row.accuracy for row in answers}
+        accuracy = round(statistics.mean(by_task.values()), 4)
+        rows.append({**variant.row, **figures, "accuracy": accuracy, "accuracy_by_task": by_task})
+        progress(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
+    return {
+        "rows": rows,
+        "settings": {
+            "model": model.spec.name,
+            "tasks": tasks,
+            "items": arguments.limit * len(tasks),
+            "seed": arguments.seed,
+            "recompute": arguments.recompute,
+            "commit": arguments.commit,
+            "positions": round(statistics.mean(len(p.rows) for p in prompts), 1),
+        },
+    }
+
+
+def variants() -> Iterator[Variant]:
+    """Dense attention, every builder at every density, and K/V in 8 and 4 bits."""
+    yield Variant({"measured": "dense"})
+    for stage, builders in (("prefill", PREFILL), ("decode", DECODE)):
+        for builder in builders:
+            for density in DENSITIES:
+                row = {"measured": builder, "stage": stage, "density": density}
+                yield Variant(row, {f"sparse_{stage}": builder, "sparse_density": density})
+    for bits, kept in ((8, 0.0), (4, 0.0), (4, 0.25)):
+        yield Variant({"measured": f"{bits} bits", "kept": kept}, {"kv_bits": bits, "kv_kept": kept})
+
+
+def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media: Any) -> Iterator[Prompt]:
+    spec, device = model.spec, model.device
+    encoder = Encoder(model, media, max_tokens=spec.max_tokens)
+    for task in tasks:
+        for index in range(limit):
+            thing, question = item(task, index, seed)
+            files = shown(task, thing)
+            media_parts: list[Part] = [*map(ImagePart, files["images"]), *map(VideoPart, files["videos"])]
+            request = Request(
+                id=f"{task} {index}",
+                model=spec.name,
+                messages=(Message("user", (*media_parts, TextPart(question.text))),),
+                sampling=Sampling(max_new_tokens=canvas(task)),
+                diffusion=Diffusion(recompute=Policy(name="none"), commit=Policy(name="low_confidence")),
+            )
+            [encoded] = encoder.encode([request])
+            made = Canvas.create(
+                encoded.ids,
+                new_tokens=canvas(task),
+                block_length=spec.block_length(),
+                mask_id=spec.mask_id,
+                places=encoded.places,
+            )
+            ids = made.tokens.copy()
+            ids[encoded.image_rows] = spec.mask_id
+            with torch.inference_mode():
+                embeddings = model.decoder.embed(torch.from_numpy(ids).to(device))
+                if encoded.features is not None:
+                    embeddings[torch.from_numpy(encoded.image_rows).to(device)] = encoded.features
+            rows = np.arange(len(encoded.ids) if spec.causal else made.size)
+            yield Prompt(made, embeddings, rows, rows[-_LAST:] if spec.causal else made.all_masked())
+
+
+@torch.inference_mode()
+def _logits(model: LoadedModel, engine: EngineConfig, p: Prompt, floor: int, *, decoding: bool) -> Tensor:
+    """Logits ``[wanted, V]`` of prefill, or of a decode step that runs the wanted rows behind a dense prefill."""
+    pages = np.arange(-(-p.canvas.size // PAGE))
+    room: dict[str, Any] = {
+        "pages": len(pages),
+        "page_size": PAGE,
+        "dtype": model.dtype,
+        "device": model.device,
+    }
+    if engine.kv_bits:
+        store: KVStore = QuantizedStore(model.decoder.config, **room, bits=engine.kv_bits, kept=engine.kv_kept)
+    else:
+        store = KVStore(model.decoder.config, **room)
+    sparse = Sparse(model, store, engine) if engine.sparse_prefill or engine.sparse_decode else None
+    stages = [(p.rows, sparse.prefill if sparse is not None else None)]
+    if decoding and sparse is not None:
+        stages.append((p.wanted, sparse.decode))
+    made = torch.empty(0)
+    for rows, selection in stages:
+        one = Pass(p.canvas, pages, p.embeddings, rows, p.wanted, p.wanted, len(p.rows))
+        [found] = forward(model, store, [one], floor, sparse=sparse, selection=selection)
+        made = found.whole()
+    return made
+
+
+def _differences(exact: list[Tensor], made: list[Tensor]) -> dict[str, float]:
+    """Mean Kullback-Leibler divergence of dense logits from these (nats), share of rows with the same best token, and
+    the largest change of a log-probability."""
+    one, other = torch.cat(exact).log_softmax(-1), torch.cat(made).log_softmax(-1)
+    divergence = (one.exp() * (one - other)).sum(-1).mean()
+    same = (one.argmax(-1) == other.argmax(-1)).float().mean()
+    largest = (one - other).abs().max()
+    return {"nats": round(float(divergence), 5), "same_best": round(float(same), 4), "largest": float(f"{largest:.3g}")}

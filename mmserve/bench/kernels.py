@@ -1,0 +1,35 @@
+"""How fast each attention and cache op is on this machine, beside others' implementations: ``mmserve bench kernels``.
+
+On a GPU that is the Triton kernels; on a CPU the PyTorch references that serve there, which says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mmserve_kernels.bench import OPS
+from mmserve_kernels.bench.harness import Device, figures, surroundings, write_csv
+
+from mmserve.errors import ConfigError
+
+
+@torch.inference_mode()
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each op and shape, of ``--limit`` rounds; a wrong result has no figures. ``--csv`` writes them too."""
+    ops = arguments.tasks.split(",") if arguments.tasks else list(OPS)
+    if unknown := set(ops) - set(OPS):
+        raise ConfigError(f"no op is called {min(unknown)!r}; there are {', '.join(OPS)}")
+    if arguments.limit < 2:
+        raise ConfigError("`bench kernels` gives quartiles: --limit must be at least 2 rounds")
+    torch.set_num_threads(1)  # processor time is one thread's
+    gpu = torch.cuda.is_available()
+    on = Device.measured(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
+    rows = list(figures(ops, on, arguments.limit, progress))
+    around = surroundings(on)
+    if arguments.csv is not None:
+        write_csv(arguments.csv, rows, around)
+        progress(f"wrote {arguments.csv}")
+    return {"rows": rows, "settings": {"rounds": arguments.limit, **around}}

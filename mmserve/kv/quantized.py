@@ -1,0 +1,119 @@
+"""The paged K/V store in 8 or 4 bits, with each page's salient tokens kept as they are.
+
+Each token of a head has a range of its own, so what is stored of it depends on nothing but itself: not on how much of
+its request was run with it, and a shared page is the same whoever filled it. KIVI (arXiv 2402.02750) gives keys a range
+a channel, which every write to a page would change for all of its tokens. Salient are the tokens whose keys have the
+smallest norms, which are those that are looked at most (arXiv 2406.11430): ZipCache (arXiv 2405.14256) asks attention
+itself, which a page that is shared cannot.
+"""
+
+from __future__ import annotations
+
+import torch
+from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.dispatch import pick
+from mmserve_kernels.kv_quant import QuantizedPages, dequantize
+from torch import Tensor
+
+from mmserve.kv.store import KVStore, Read
+from mmserve.models.decoder import Attend, DecoderConfig
+
+
+class QuantizedStore(KVStore):
+    """Keys and values in ``bits`` (8 or 4) a channel, but for a share of a page's tokens, ``kept``, rounded."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bits: int,
+        kept: float = 0.0,
+    ) -> None:
+        super().__init__(config, pages=0, page_size=page_size, dtype=dtype, device=device)
+        self._kind, self._kept, self._dtype = f"int{bits}", round(kept * page_size), dtype
+        self._heads = (config.num_kv_heads, config.head_dim)
+        op = pick("kv_quant", device, dtype, config.head_dim)
+        self._kv_quant = op.run
+        self.kernels[op.op] = op.path
+        self._layers = [self._blank(pages) for _ in range(config.num_layers)]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all layers; the places of salient tokens, which keys and values share, count once."""
+        return sum(k.bytes + v.bytes - (0 if v.kept_at is None else v.kept_at.nbytes) for k, v in self._layers)
+
+    def values_at(self, layer: int, ragged: Ragged) -> Tensor:
+        """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
+        pages, place = ragged.slots // self.page_size, ragged.slots % self.page_size
+        unique, which = pages.unique(return_inverse=True)
+        return dequantize(self._layers[layer][1].select(unique)).to(self._dtype)[which, place]
+
+    def attend(self, ragged: Ragged, read: Read | None = None) -> Attend:
+        """As ``KVStore.attend``: fresh keys and values are rotated, quantised and written, then all are read."""
+        if read is not None:
+            raise ValueError("sparse attention reads pages at full precision: build a KVStore for it")
+        count = len(ragged.slots)
+        whole = -(-count // self.page_size)
+        filled = (count - torch.arange(whole, device=self.device) * self.page_size).clamp(max=self.page_size)
+        places = torch.arange(count, device=self.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            blank = torch.zeros(whole, self.page_size, *self._heads, dtype=self._dtype, device=self.device)
+            fresh = [blank, blank.clone()]
+            rotated = self._rope_scatter(*(x[:count] for x in (q, k, v, cos, sin)), *fresh, places)
+            pair = self._layers[layer]
+            for pages, x in zip(pair, fresh, strict=True):
+                made: QuantizedPages = self._kv_quant(x, filled, kind=self._kind, per="token")
+                for old, new in ((pages.codes, made.codes), (pages.scale, made.scale), (pages.low, made.low)):
+                    assert old is not None and new is not None, "integers have a lowest value"
+                    old.view(-1, *old.shape[2:])[ragged.slots] = new.flatten(0, 1)[:count]
+            if self._kept:
+                k_TGK, v_TGK = (x.flatten(0, 1)[:count] for x in fresh)
+                self._keep(*pair, k_TGK, v_TGK, ragged.slots)
+            rows = self._cached_attention(rotated, *pair, ragged)
+            out = rows.new_zeros(len(q), *rows.shape[1:])
+            out[:count] = rows
+            return out
+
+        return attend
+
+    def _keep(self, keys: QuantizedPages, values: QuantizedPages, k_TGK: Tensor, v_TGK: Tensor, slots: Tensor) -> None:
+        """Choose the salient tokens of the pages that ``slots`` lie in: among the fresh ones and those kept so far."""
+        pages, which = (slots // self.page_size).unique(return_inverse=True)
+        place = slots % self.page_size
+        kept_at = keys.kept_at
+        assert kept_at is not None and keys.kept is not None and values.kept is not None
+        before = kept_at[pages].long()  # [n, S]
+        full = [x.kept[before.clamp_min(0)] for x in (keys, values) if x.kept is not None]
+        for table, fresh in zip(full, (k_TGK, v_TGK), strict=True):
+            table[which, place] = fresh
+        known = before >= 0
+        known[which, place] = True
+        norms = full[0].float().flatten(2).norm(dim=-1).masked_fill(~known, torch.inf)
+        best = norms.topk(self._kept, -1, largest=False)
+        to = pages[:, None] * self._kept + torch.arange(self._kept, device=pages.device)
+        for pair, table in zip((keys, values), full, strict=True):
+            assert pair.kept is not None
+            pair.kept[to] = table.gather(1, best.indices[:, :, None, None].expand(-1, -1, *self._heads))
+        now = torch.full_like(before, -1).scatter_(1, best.indices, torch.where(best.values.isinf(), -1, to))
+        kept_at[pages] = now.to(kept_at.dtype)
+
+    def _blank(self, pages: int) -> tuple[QuantizedPages, QuantizedPages]:
+        """Keys and values of a layer in which nothing is stored."""
+        groups, size = self._heads
+        kept_at = torch.full((pages, self.page_size), -1, dtype=torch.int32, device=self.device) if self._kept else None
+
+        def blank() -> QuantizedPages:
+            width = size // 2 if self._kind == "int4" else size
+            codes = torch.zeros(pages, self.page_size, groups, width, dtype=torch.uint8, device=self.device)
+            scale = torch.zeros(pages, self.page_size, groups, 1, device=self.device)
+            kept = None
+            if self._kept:
+                kept = torch.zeros(pages * self._kept, groups, size, dtype=self._dtype, device=self.device)
+            return QuantizedPages(self._kind, codes, scale, scale.clone(), kept, kept_at)
+
+        return blank(), blank()

@@ -1,0 +1,177 @@
+"""Passes that look at some of their request's keys and values: which, and how the choice is made.
+
+Prefill takes blocks of ``sparse_block`` positions, decode takes pages. A choice is made for each layer, head and block
+of rows from the request's own queries and keys, so a request's tokens do not depend on its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.dispatch import pick
+from mmserve_kernels.sparse_attention import BlockIndex, Rows, block_index, estimates
+from torch import Tensor
+
+from mmserve.config import EngineConfig
+from mmserve.errors import ConfigError
+from mmserve.kv.store import KVStore, Read
+from mmserve.models.base import LoadedModel
+
+#: Layers of TidalDecode that see everything, and the share of the depth at which it chooses again.
+_DENSE_LAYERS, _AGAIN = 2, 13 / 32
+#: Share of a head's channels that DoubleSparse scores with.
+_CHANNELS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What a builder sees of one request in one layer."""
+
+    layer: int
+    q_RHK: Tensor
+    keys: Callable[[], Tensor]  # [L, G, K]
+    bounds: Callable[[], tuple[Tensor, Tensor]]  # [C, G, K] each: smallest and largest keys of the pages
+    rows: Rows
+
+
+Builder = Callable[[View], Tensor]
+#: Builders by their name in the configuration; to add one: an estimate, and a line here.
+PREFILL: dict[str, Builder] = {
+    "vertical_slash": lambda view: estimates.by_lines(view.q_RHK, view.keys(), view.rows),
+    "query_aware": lambda view: estimates.by_means(view.q_RHK, view.keys(), view.rows),
+    "segments": lambda view: estimates.by_segments(view.q_RHK, view.keys(), view.rows),
+    "sink_window": lambda view: estimates.by_distance(view.rows),
+    "random": lambda view: estimates.at_random(view.rows, view.layer),
+}
+DECODE: dict[str, Builder] = {
+    "quest": lambda view: estimates.by_bounds(view.q_RHK, *view.bounds(), view.rows),
+    "double_sparse": lambda view: estimates.by_channels(
+        view.q_RHK, view.keys(), view.rows, channels=max(1, view.q_RHK.shape[-1] // _CHANNELS)
+    ),
+    "tidal": lambda view: estimates.by_attention(view.q_RHK, view.keys(), view.rows),
+    "sink_window": lambda view: estimates.by_distance(view.rows),
+    "random": lambda view: estimates.at_random(view.rows, view.layer),
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How the passes of a stage choose: ``builder`` by name, ``density`` and ``mass`` as in ``estimates.densest``, and
+    the rows and positions of a block."""
+
+    builder: str
+    density: float
+    mass: float
+    row_block: int
+    kv_block: int
+
+
+class Sparse:
+    """The sparse attention of one model over one store; ``prefill`` and ``decode`` are None where a stage is dense."""
+
+    def __init__(self, model: LoadedModel, store: KVStore, engine: EngineConfig) -> None:
+        """``ConfigError`` where the choice would break what the engine promises."""
+        c = model.decoder.config
+        if engine.sparse_prefill and engine.prefix_cache and model.spec.attention_block is not None:
+            raise ConfigError(
+                "[engine] sparse_prefill chooses among the rows that are run, and a prefix cache leaves some out: "
+                f"set prefix_cache = false, or sparse_prefill = '', to serve {model.spec.name!r}"
+            )
+        self._store, self._layers = store, c.num_layers
+        self._op = pick("sparse_attention", store.device, model.dtype, c.head_dim)
+        store.kernels[self._op.op] = self._op.path
+        self._heads = c.num_heads
+        numbers = engine.sparse_density, engine.sparse_mass
+        block, page = engine.sparse_block, store.page_size
+        self.prefill = Selection(engine.sparse_prefill, *numbers, block, block) if engine.sparse_prefill else None
+        # One row a block where tokens come one by one: what is drafted beside a row must not change it.
+        rows = 1 if model.spec.causal else block
+        self.decode = Selection(engine.sparse_decode, *numbers, rows, page) if engine.sparse_decode else None
+        self._bounds = _Bounds(store) if engine.sparse_decode == "quest" else None
+
+    def read(self, selection: Selection | None, rows: list[np.ndarray], ragged: Ragged) -> Read | None:
+        """What attends in one pass over ``rows`` (positions of each request); None = dense attention, as always.
+
+        Every pass must come by here: pages' summaries are kept up to date by it.
+        """
+        if selection is None and self._bounds is None:
+            return None
+        touched = None if self._bounds is None else self._bounds.touched(ragged)
+        positions = [torch.from_numpy(r).to(self._store.device) for r in rows]
+        kept: list[BlockIndex] = []  # of the layer that chose last
+
+        def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
+            if self._bounds is not None and touched is not None:
+                self._bounds.update(layer, k_PSGK, *touched)
+            if selection is None or (selection.builder == "tidal" and layer < _DENSE_LAYERS):
+                return self._store.dense(q_THK, k_PSGK, v_PSGK, ragged)
+            if not kept or selection.builder != "tidal" or layer in self._choosing():
+                kept[:] = [self._index(selection, layer, q_THK, k_PSGK, ragged, positions)]
+            made: Tensor = self._op.run(q_THK, k_PSGK, v_PSGK, ragged, kept[0])
+            return made
+
+        return read
+
+    def _choosing(self) -> tuple[int, int]:
+        return _DENSE_LAYERS, max(_DENSE_LAYERS, round(self._layers * _AGAIN))
+
+    def _index(
+        self, s: Selection, layer: int, q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, positions: list[Tensor]
+    ) -> BlockIndex:
+        build = (DECODE if s is self.decode else PREFILL)[s.builder]
+        groups = k_PSGK.shape[2]
+        masks, start = [], 0
+        for at, length, table in zip(positions, ragged.kv_lengths, ragged.page_tables, strict=True):
+            here = slice(start, start + len(at))
+            start += len(at)
+            limit = None if ragged.kv_limit is None else ragged.kv_limit[here]
+            rows = Rows(at, length, limit, s.row_block, s.kv_block)
+            view = View(
+                layer,
+                q_THK[here],
+                partial(_gathered, k_PSGK, table, length),
+                partial(self._pages, layer, table, length),
+                rows,
+            )
+            mask = estimates.densest(build(view), rows, density=s.density, mass=s.mass)
+            masks.append(mask.expand(groups, -1, -1) if len(mask) == 1 else mask)
+        return block_index(masks, s.row_block, s.kv_block)
+
+    def _pages(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        assert self._bounds is not None, "only `quest` asks for them, and then there are some"
+        pages = table[: -(-length // self._store.page_size)]
+        return self._bounds.low[layer][pages], self._bounds.high[layer][pages]
+
+
+def _gathered(k_PSGK: Tensor, table: Tensor, length: int) -> Tensor:
+    return k_PSGK[table].flatten(0, 1)[:length]
+
+
+class _Bounds:
+    """Smallest and largest keys of every page, ``[P, G, K]`` a layer, current at the pages that have been written."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._page = store.page_size
+        self.low = [torch.zeros_like(k[:, 0]) for k in store.keys]
+        self.high = [torch.zeros_like(k[:, 0]) for k in store.keys]
+
+    def touched(self, ragged: Ragged) -> tuple[Tensor, Tensor]:
+        """int64 pages that a pass writes to, and how many positions of each hold keys once it has."""
+        filled = torch.zeros(len(self.low[0]), dtype=torch.int64, device=ragged.slots.device)
+        for table, length in zip(ragged.page_tables, ragged.kv_lengths, strict=True):
+            count = (length - torch.arange(len(table), device=table.device) * self._page).clamp(0, self._page)
+            filled[table] = torch.maximum(filled[table], count)
+        pages = (ragged.slots // self._page).unique()
+        return pages, filled[pages]
+
+    def update(self, layer: int, k_PSGK: Tensor, pages: Tensor, filled: Tensor) -> None:
+        """Take the bounds of ``pages`` anew."""
+        keys = k_PSGK[pages]
+        there = (torch.arange(self._page, device=pages.device) < filled[:, None])[..., None, None]
+        self.low[layer][pages] = keys.masked_fill(~there, torch.inf).amin(1)
+        self.high[layer][pages] = keys.masked_fill(~there, -torch.inf).amax(1)

@@ -1,0 +1,94 @@
+"""Benchmarks of ops: no figure of a wrong result, and every op's cases hold."""
+
+from __future__ import annotations
+
+import csv
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from mmserve_kernels.bench import OPS
+from mmserve_kernels.bench.harness import Case, Device, measure, surroundings, write_csv
+from mmserve_kernels.bench.requests import FlexAttention, Heads, Requests
+from mmserve_kernels.dispatch import OPS as DISPATCHED
+
+CPU = torch.device("cpu")
+ON = Device(CPU, torch.float32, 1e10, 1e11)
+
+
+def case(value: float, **beside: float) -> Case:
+    """A sum that should come out as 6."""
+    runs = {name: lambda other=other: torch.full((3,), other).sum() for name, other in beside.items()}
+
+    def check(made: torch.Tensor) -> None:
+        assert made == 6, f"{made:g} is not 6"
+
+    return Case(
+        name="sum",
+        path="pytorch",
+        run=lambda: torch.full((3,), value).sum(),
+        check=check,
+        bytes=12,
+        operations=3,
+        beside=runs,
+    )
+
+
+def test_a_right_result_has_figures_and_ratios() -> None:
+    row = measure("op", case(2.0, same=2.0), ON, 3)
+    assert row["right"]
+    low, middle, high = row["microseconds"]
+    assert 0 < low <= middle <= high
+    assert row["share_of_copy_rate"] == pytest.approx(12 / middle * 1e6 / 1e10, abs=1e-3)
+    assert row["times_same"][1] > 0
+
+
+def test_a_wrong_result_has_none() -> None:
+    row = measure("op", case(3.0, same=2.0), ON, 3)
+    assert row["right"] is False
+    assert "9 is not 6" in row["wrong"]
+    assert not {"microseconds", "share_of_copy_rate", "times_same"} & set(row)
+
+
+def test_what_is_beside_it_must_be_right_too() -> None:
+    row = measure("op", case(2.0, other=3.0), ON, 3)
+    assert "9 is not 6" in row["wrong_other"]
+    assert "times_other" not in row
+    assert "microseconds" in row
+
+
+def test_every_op_is_measured() -> None:
+    assert set(OPS) == set(DISPATCHED)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_first_case_of_an_op_is_right_and_so_is_what_is_beside_it(op: str) -> None:
+    first = next(iter(import_module(f"mmserve_kernels.bench.{op}").cases(CPU, torch.float32)))
+    first.check(first.run())
+    for run in first.beside.values():
+        first.check(run())
+    assert first.bytes > 0
+    with pytest.raises((AssertionError, AttributeError, TypeError)):
+        first.check(torch.zeros(1))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_computes_the_same(causal: bool) -> None:
+    requests = Requests.drawn([(5, 20), (33, 33), (1, 7)], Heads(4, 2, 16), CPU, torch.float32, causal=causal)
+    torch.testing.assert_close(FlexAttention.over(requests, compiled=False)(), requests.exact(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(requests.sdpa_gathering(), requests.exact(), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_written_with_where_they_are_from(tmp_path: Path) -> None:
+    rows = [measure("op", case(2.0, same=2.0), ON, 3), measure("op", case(3.0), ON, 3)]
+    write_csv(tmp_path / "rows.csv", rows, surroundings(ON))
+    with (tmp_path / "rows.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["case"] for row in read] == [row["case"] for row in rows]
+    assert [row["right"] for row in read] == ["True", "False"]
+    assert {row["torch"] for row in read} == {str(torch.__version__)}
+    right, wrong = read
+    assert float(right["microseconds_q1"]) <= float(right["microseconds"]) <= float(right["microseconds_q3"])
+    assert not wrong["microseconds"]

@@ -1,0 +1,136 @@
+"""Estimates of attention by block: how much of it the densest blocks keep, and each one's definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from mmserve_kernels.attention_scores.reference import weights
+from mmserve_kernels.sparse_attention import Rows, estimates, page_bounds
+from test_sparse_builders import BLOCK, HEADS, LENGTH, at_random, kept, rows_of, structured
+
+Estimate = Callable[[torch.Tensor, torch.Tensor, Rows], torch.Tensor]
+
+
+def by_bounds(q: torch.Tensor, k: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return estimates.by_bounds(q, *page_bounds(k, rows.kv_block), rows)
+
+
+def by_channels(q: torch.Tensor, k: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return estimates.by_channels(q, k, rows, channels=8)
+
+
+def by_distance(_q: torch.Tensor, _k: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return estimates.by_distance(rows).expand(HEADS, -1, -1)
+
+
+#: What each finds, at a quarter of the blocks.
+FINDS: list[tuple[Estimate, tuple[str, ...]]] = [
+    (estimates.by_lines, ("needles", "vertical lines", "local bands")),
+    (estimates.by_means, ("needles", "vertical lines", "local bands", "blocks")),
+    (estimates.by_segments, ("needles", "vertical lines", "local bands", "blocks")),
+    (by_bounds, ("needles", "vertical lines", "local bands", "blocks")),
+    (by_channels, ("needles", "vertical lines", "local bands", "blocks")),
+    (estimates.by_attention, ("needles", "vertical lines", "local bands", "blocks")),
+    (by_distance, ("local bands",)),
+]
+CASES = [(estimate, kind) for estimate, kinds in FINDS for kind in kinds]
+
+
+@pytest.mark.parametrize(("estimate", "kind"), CASES)
+def test_a_quarter_of_the_blocks_keeps_the_attention_that_there_is(estimate: Estimate, kind: str) -> None:
+    q, k = structured(kind)
+    rows = rows_of()
+    made = estimate(q, k, rows)
+    found = []
+    for density in (0.5, 0.25, 0.125):
+        got, used = kept(q, k, rows, estimates.densest(made, rows, density=density))
+        assert used <= density + 0.05, "rounded up, for each block of rows"
+        found.append((got, kept(q, k, rows, at_random(rows, used))[0]))
+    name = estimate.__name__.removeprefix("by_")
+    print(f"{kind:15} {name:10}" + "".join(f" {got:.3f} (random {chance:.3f})" for got, chance in found))
+    got, chance = found[1]
+    assert got >= 0.8
+    assert got >= chance + 0.15
+
+
+def test_all_blocks_at_density_and_mass_1_and_fewer_below() -> None:
+    q, k = structured("needles")
+    for rows in (rows_of(), rows_of(causal=False)):
+        estimate = estimates.by_attention(q, k, rows)
+        whole = estimates.densest(estimate, rows)
+        assert torch.equal(whole, rows.visible().expand_as(whole))
+        half = estimates.densest(estimate, rows, density=0.5)
+        both = estimates.densest(estimate, rows, density=0.5, mass=0.6)
+        assert (half.sum(-1) <= (rows.visible().sum(-1) * 0.5).ceil() + 2).all()
+        assert not (both & ~half).any()
+        assert both.sum() < half.sum() < whole.sum()
+        assert (both | ~(estimates.own_blocks(rows) & rows.visible())).all(), "the rows' own blocks are always there"
+
+
+def test_the_share_of_the_attention_that_was_asked_for_is_held() -> None:
+    """With the attention itself as the estimate, nothing is to be guessed."""
+    q, k = structured("blocks")
+    rows = rows_of()
+    for mass in (0.5, 0.8, 0.95):
+        mask = estimates.densest(estimates.by_attention(q, k, rows), rows, mass=mass)
+        assert kept(q, k, rows, mask)[0] >= mass
+
+
+def test_attention_by_block_is_the_attention_summed() -> None:
+    q, k = torch.randn(40, 4, 8), torch.randn(40, 2, 8)
+    rows = rows_of(40, block=16)
+    attention = weights(q, k, rows.limits(), None)  # [4, 40, 40]
+    wanted = torch.zeros(2, 3, 3)
+    for head in range(4):
+        for row in range(40):
+            for position in range(40):
+                wanted[head // 2, row // 16, position // 16] += attention[head, row, position]
+    torch.testing.assert_close(estimates.by_attention(q, k, rows), wanted)
+    every = estimates.by_channels(q, k, rows, channels=8)
+    torch.testing.assert_close(every, wanted, msg="with all channels nothing is reduced")
+
+
+def test_the_channels_that_count_are_the_largest_of_the_queries() -> None:
+    q, k = torch.randn(32, 2, 8), torch.randn(32, 2, 8)
+    q[:, :, 3], q[:, :, 5] = 40, -30
+    rows = rows_of(32, block=16)
+    only = torch.zeros(8)
+    only[[3, 5]] = 1
+    torch.testing.assert_close(estimates.by_channels(q, k, rows, channels=2), estimates.by_attention(q * only, k, rows))
+
+
+def test_a_segment_is_judged_by_its_extremes() -> None:
+    q, k = torch.randn(32, 1, 4), torch.randn(48, 1, 4)
+    rows = Rows(torch.arange(16, 48), 48, None, 16, 16)
+    scores = torch.empty(2, 3)
+    for b in range(2):
+        for c in range(3):
+            of, at = q[b * 16 : b * 16 + 16, 0], k[c * 16 : c * 16 + 16, 0]
+            products = [x @ y for x in (of.amax(0), of.amin(0)) for y in (at.amax(0), at.amin(0))]
+            scores[b, c] = max(products) / 2
+    torch.testing.assert_close(estimates.by_segments(q, k, rows)[0], scores.softmax(-1))
+
+
+@pytest.mark.parametrize("rows", [rows_of(1), rows_of(63), rows_of(100, causal=False, block=64)])
+@pytest.mark.parametrize("estimate", [estimate for estimate, _ in FINDS if estimate is not by_distance])
+def test_estimates_of_odd_lengths_and_shared_heads_are_of_what_is_seen(rows: Rows, estimate: Estimate) -> None:
+    generator = torch.Generator().manual_seed(7)
+    q, k = torch.randn(rows.length, 4, 8, generator=generator), torch.randn(rows.length, 2, 8, generator=generator)
+    made = estimate(q, k, rows)
+    visible = rows.visible()
+    assert made.shape[0] in (2, 4)
+    assert made.shape[1:] == visible.shape
+    assert (made >= 0).all()
+    assert (made[:, ~visible] == 0).all()
+    assert made.isfinite().all()
+
+
+def test_random_and_near_blocks_need_no_keys() -> None:
+    rows = rows_of(LENGTH, block=BLOCK)
+    assert torch.equal(estimates.at_random(rows, 3), estimates.at_random(rows, 3))
+    assert not torch.equal(estimates.at_random(rows, 3), estimates.at_random(rows, 4))
+    near = estimates.by_distance(rows)[0, 20]
+    assert near[20] == near.max()
+    assert (near[:20].diff() > 0).all()

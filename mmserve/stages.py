@@ -42,6 +42,7 @@ from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
+from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
 from mmserve.prune import pruner_of, pruners_for
 from mmserve.transfer.base import Transport
@@ -292,10 +293,10 @@ class Stages:
 
     @property
     def _pruners(self) -> tuple[str, ...]:
-        """Those whose evidence the tower can show; a network that keeps its own K/V knows no gaps between positions."""
+        """Those whose evidence tower or decoder can show; networks with K/V of their own know no gaps in them."""
         if self.model.vision is None or isinstance(self.model, CanvasModel):
             return ()
-        return pruners_for(self.model.vision.evidence)
+        return pruners_for(self.model.vision.evidence | shown_by(self.model))
 
     @property
     def _commit_policies(self) -> tuple[str, ...]:

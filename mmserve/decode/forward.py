@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
+from mmserve.decode.state import Encoded
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel, Products
 
@@ -49,6 +50,16 @@ def floor_of(products: Products, dtype: torch.dtype, device: torch.device) -> in
 def _stable(product: Callable[[Tensor], Tensor], sizes: tuple[int, ...], x: Tensor) -> bool:
     whole = product(x)
     return all(torch.equal(product(x[:size]), whole[:size]) for size in sizes)
+
+
+def embedded(model: LoadedModel, ids: np.ndarray, encoded: Encoded) -> Tensor:
+    """Embeddings ``[N, D]`` of ``ids`` (int64 ``[N]``), the encoded prompt and what follows it."""
+    ids = ids.copy()
+    ids[encoded.image_rows] = model.spec.mask_id  # a placeholder may have no embedding: features take its place
+    embeddings: Tensor = model.decoder.embed(torch.from_numpy(ids).to(model.device))
+    if encoded.features is not None:
+        embeddings[torch.from_numpy(encoded.image_rows).to(model.device)] = encoded.features
+    return embeddings
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.final import final_tokens
-from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
+from mmserve.decode.forward import Pass, Watch, embedded, forward, row_floor, value_changes
 from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
@@ -211,11 +211,7 @@ class DiffusionDecoder:
         constrained = admitted.begun(request) if admitted is not None else None
         if constrained is not None:
             constrained.prepare(canvas)
-        ids = canvas.tokens.copy()
-        ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
-        embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
-        if encoded.features is not None:
-            embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.features
+        embeddings = embedded(self.model, canvas.tokens, encoded)
         reused = pages.shared * self.store.page_size
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
         commit = commit_policy(request, self._offered)

@@ -14,8 +14,10 @@ from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.encode.visual import Media, Viewer, Visual
 from mmserve.errors import FailedPrecondition, InvalidArgument
+from mmserve.models.attended import shown_by
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 from mmserve.prune import pruner_of
@@ -29,6 +31,7 @@ class _Rows:
     places: np.ndarray  # int64 [rows]
     span: int  # rows before pruning
     visual: np.ndarray  # bool [rows]
+    grid: np.ndarray  # int64 [rows]: which grid (an image, a frame) each is a patch of; -1 = of none
     features: Tensor | None  # [visual rows, D]; None for text
     beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
 
@@ -40,6 +43,7 @@ class Encoder:
         self.model, self.max_tokens = model, max_tokens
         self.cache = cache or EncoderCache.of(EncoderCacheConfig())
         self._viewer = Viewer(model, media, self.cache)
+        self._look = PromptLook(model) if shown_by(model) and isinstance(model, LoadedModel) else None
 
     @torch.inference_mode()
     def encode(self, batch: list[Request]) -> list[Encoded]:
@@ -62,6 +66,7 @@ class Encoder:
         """The request's images and videos, in order; ``FailedPrecondition`` where a model cannot see them."""
         visions = [model.vision for model in self._models(request)]
         pruner, accompanied = pruner_of(request), len(visions) > 1
+        pruner = None if judged_by_decoder(pruner) else pruner
         found: list[Media] = []
         for path, part in _parts(request):
             match part:
@@ -103,7 +108,9 @@ class Encoder:
         places.append(span + np.arange(len(behind)))
         span += len(behind)
         visual = np.concatenate([np.full(len(part), i % 2 == 1) for i, part in enumerate(ids)])
-        return _Rows(np.concatenate(ids), np.concatenate(places), span, visual, seen.tokens_KD, seen.beside_KD)
+        grid = np.full(len(visual), -1)
+        grid[visual] = np.where(seen.patch_K, np.repeat(np.arange(len(seen.kept_F)), seen.kept_F), -1)
+        return _Rows(np.concatenate(ids), np.concatenate(places), span, visual, grid, seen.tokens_KD, seen.beside_KD)
 
     def _plain_ids(self, text: str) -> list[int]:
         ids: list[int] = self.model.tokenizer.encode(text, add_special_tokens=False)
@@ -138,18 +145,24 @@ class Encoder:
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         starts = np.cumsum([0, *(piece.span for piece in pieces)])
-        self._check_length(request, len(spliced), int(starts[-1]))
+        pruner, amount = pruner_of(request), request.vision.amount
+        looks = judged_by_decoder(pruner) and bool(media)
+        self._check_length(request, 0 if looks else len(spliced), int(starts[-1]))
         places = np.concatenate([s + piece.places for s, piece in zip(starts, pieces, strict=False)])
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
-        return Encoded(
+        encoded = Encoded(
             spliced,
             visual,
             torch.cat(features) if features else None,
             torch.cat(beside) if beside else None,
             np.append(places, starts[-1]) if starts[-1] > len(spliced) else None,
         )
+        if looks and self._look is not None and pruner is not None and amount is not None:
+            encoded = self._look.prune(encoded, _grids(pieces), pruner, amount, request.sampling.max_new_tokens)
+            self._check_length(request, len(encoded.ids), int(starts[-1]))
+        return encoded
 
     def _prompt(self, request: Request) -> list[int]:
         chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
@@ -178,7 +191,17 @@ def _parts(request: Request) -> Iterator[tuple[str, Part]]:
 
 
 def _text_rows(ids: np.ndarray) -> _Rows:
-    return _Rows(ids, np.arange(len(ids)), len(ids), np.zeros(len(ids), dtype=bool), None)
+    return _Rows(ids, np.arange(len(ids)), len(ids), np.zeros(len(ids), dtype=bool), np.full(len(ids), -1), None)
+
+
+def _grids(pieces: list[_Rows]) -> list[list[np.ndarray]]:
+    """Of each image and clip, the rows of the prompt that are the patches of each of its grids."""
+    starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)])
+    return [
+        [start + np.flatnonzero(piece.grid == i) for i in range(int(piece.grid.max()) + 1)]
+        for start, piece in zip(starts, pieces, strict=False)
+        if piece.features is not None
+    ]
 
 
 def _content(part: Part) -> dict[str, str]:

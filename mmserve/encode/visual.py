@@ -26,6 +26,9 @@ from mmserve.errors import FailedPrecondition
 from mmserve.models.base import Model, Tile, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
 
+#: What a cached value holds beside tokens; see ``Visual``.
+_ARRAYS = ("places", "patch", "kept", "before", "seconds")
+
 
 @dataclass(frozen=True)
 class Media:
@@ -45,6 +48,7 @@ class Visual:
 
     tokens_KD: Tensor
     places_K: np.ndarray  # int64: where each stood in its tile before pruning
+    patch_K: np.ndarray  # bool: which may be pruned; not a class token or a separator
     kept_F: np.ndarray  # int64: tokens that each tile has left
     before_F: np.ndarray  # int64: and had
     seconds_F: np.ndarray  # float64: since the clip's start
@@ -108,13 +112,13 @@ class Viewer:
 
     def _visual(self, entry: Entry) -> Visual:
         """A value whose tokens are where their models are, which those from disk are not."""
-        places, kept, before, seconds = (entry[name].numpy() for name in ("places", "kept", "before", "seconds"))
+        places, patch, kept, before, seconds = (entry[name].numpy() for name in _ARRAYS)
         tokens = [
             entry[name].to(eye.model.device)
             for name, eye in (("tokens", self._eye), ("beside", self._second))
             if eye is not None and name in entry
         ]
-        return Visual(tokens[0], places, kept, before, seconds, tokens[1] if len(tokens) > 1 else None)
+        return Visual(tokens[0], places, patch, kept, before, seconds, tokens[1] if len(tokens) > 1 else None)
 
     def _make(self, items: list[Media]) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
@@ -173,14 +177,15 @@ def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]]) -> bool:
 
     ``kinds``: type and width of the tokens of each model that looked.
     """
-    names = ("places", "kept", "before", "seconds")
     token_names = ("tokens", "beside")[: len(kinds)]
-    if set(entry) != {*names, *token_names}:
+    if set(entry) != {*_ARRAYS, *token_names}:
         return False
-    places, kept, before, seconds = (entry[name] for name in names)
+    places, patch, kept, before, seconds = (entry[name] for name in _ARRAYS)
     if any(t.dtype != torch.int64 or t.dim() != 1 for t in (places, kept, before)):
         return False
     if not len(kept) == len(before) == len(seconds) or bool((kept < 0).any()) or int(kept.sum()) != len(places):
+        return False
+    if patch.dtype != torch.bool or patch.shape != places.shape:
         return False
     if bool((places < 0).any()) or bool((places >= before.repeat_interleave(kept)).any()):
         return False
@@ -213,6 +218,7 @@ def _entry(item: Media, tiles: list[list[Tile]], seconds: Tensor) -> Entry:
     entry = {
         "tokens": torch.cat([tokens for tokens, _places in pruned]),
         "places": torch.cat([places for _tokens, places in pruned]),
+        "patch": torch.cat([torch.isin(p, t.patches) for (_tokens, p), t in zip(pruned, own, strict=True)]),
         "kept": torch.tensor([len(places) for _tokens, places in pruned]),
         "before": torch.tensor([len(tile.tokens) for tile in own]),
         "seconds": seconds.clone(),

@@ -171,6 +171,8 @@ Pruner = Literal[
     "tome",
     "column_attention",
     "zipvl",
+    "fastv",
+    "redvtp",
 ]
 #: Policies with numbers, and the names that they go by without.
 _POLICIES: dict[type, str] = {

@@ -19,7 +19,14 @@ from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.core.samples import samples
-from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, FILTERED, RENOISING_COMMIT
+from mmserve.decode.commit import (
+    ACCOMPANIED,
+    CAUSAL_COMMIT,
+    DIFFUSION_COMMIT,
+    DRAFTING,
+    FILTERED,
+    RENOISING_COMMIT,
+)
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.constrained.sampling import check_sampling
@@ -40,6 +47,7 @@ from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
+from mmserve.kv.reduction import REDUCTIONS, reduction_of
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.attended import shown_by
@@ -70,6 +78,7 @@ class Answer:
     forwards: int
     recomputed_tokens: int
     edits: int
+    kv_positions: int
     tokens: tuple[CommittedToken, ...]
     companion_forwards: int
     warnings: tuple[str, ...] = ()
@@ -144,6 +153,7 @@ class Stages:
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),
             kernels={} if isinstance(self.model, CanvasModel) else self.store.kernels,
+            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal else (),
         )
 
     def check(self, request: Request) -> None:
@@ -163,6 +173,7 @@ class Stages:
         if request.vision.pruner not in (*self._pruners, "none"):
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
+        self._check_reduction(request)
         asked = request.constraint
         if self.model.spec.renoising is not None:
             if asked is not None and (asked.scaffold or isinstance(asked.kind, Template)):
@@ -175,6 +186,18 @@ class Stages:
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
+
+    def _check_reduction(self, request: Request) -> None:
+        """Refuse a reduction of K/V that this model, or what else is asked for, leaves no room for."""
+        if reduction_of(request) is None:
+            return
+        name = self.model.spec.name
+        if not self.model.spec.causal:
+            raise Unimplemented(f"model {name!r} reduces no K/V: only autoregressive models never run a position again")
+        if request.diffusion.recompute.name != "last":
+            raise InvalidArgument.of("diffusion.recompute", "must be 'last' with kv_reduction")
+        if request.diffusion.commit.name in DRAFTING:
+            raise InvalidArgument.of("diffusion.commit", "must not be a policy that drafts with kv_reduction")
 
     def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
         """``Unimplemented`` for a policy that there is, but not for this model."""
@@ -229,7 +252,7 @@ class Stages:
         """What came of a request that ended in decode."""
         state = self._decoding[request]
         tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
-        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits)
+        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits, state.held)
         beside = 0 if state.companion is None else state.companion.forwards
         constrained = state.constrained
         if constrained is None:
@@ -316,7 +339,8 @@ class Stages:
         return [None] * len(batch)
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
-        keys = self._keys(encoded) if self._shares and request.diffusion.recompute.name in KEEPS_PROMPT else ()
+        shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
+        keys = self._keys(encoded) if shares else ()
         admitted = self._admitted.pop(request.id, None)
         for sample in samples(request):  # they share it: whatever stands in it is read, never changed
             self.to_prefill.send(sample.id, encoded)

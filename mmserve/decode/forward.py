@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
 from mmserve.decode.state import Encoded
-from mmserve.kv.store import KVStore
+from mmserve.kv.reducer import Observation
+from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import LoadedModel, Products
 
 logger = logging.getLogger("mmserve.decode")
@@ -102,7 +103,9 @@ class Pass:
     rows: np.ndarray  # int64 positions to run, ascending
     targets: np.ndarray  # int64 positions to propose a token for, ascending
     wanted: np.ndarray  # int64 rows whose logits tell of the targets: the same, or those left of them
-    visible: int  # positions, from the left, that have K/V once this pass has run
+    visible: int  # positions, from the left, that have had K/V once this pass has run
+    evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left
+    observation: Observation | None = None  # of what it shows, for reductions of K/V
 
 
 def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Logits]:
@@ -112,14 +115,17 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
     are taken some at a time, such as in SiLU, is computed by other code, with other last bits.
     """
     ragged = store.ragged(
-        [p.rows for p in batch], [p.pages for p in batch], [p.visible for p in batch], block=model.spec.attention_block
+        [p.rows - p.evicted for p in batch],
+        [p.pages for p in batch],
+        [p.visible - p.evicted for p in batch],
+        block=model.spec.attention_block,
     )
     places = [p.canvas.rotary_positions(p.rows) for p in batch]
     positions = torch.from_numpy(np.concatenate(places)).to(model.device)
     x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
     short = -len(x) % floor
     x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
-    hidden = model.decoder(x, positions, store.attend(ragged))
+    hidden = model.decoder(x, positions, store.attend(ragged, _observer(batch)))
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)
@@ -129,3 +135,21 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
         offset += len(p.rows)
     chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
     return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor)
+
+
+def _observer(batch: list[Pass]) -> Observe | None:
+    """What shows each request that asks for it its own rows; None where none does."""
+    ends = np.cumsum([len(p.rows) for p in batch]).tolist()
+    watching = [
+        (slice(end - len(p.rows), end), p.observation)
+        for end, p in zip(ends, batch, strict=True)
+        if p.observation is not None
+    ]
+    if not watching:
+        return None
+
+    def observe(layer: int, q: Tensor, rotated: Tensor) -> None:
+        for own, observation in watching:
+            observation.see(layer, q[own], rotated[own])
+
+    return observe

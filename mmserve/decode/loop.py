@@ -29,6 +29,8 @@ from mmserve.decode.recompute.base import Watching, every_position
 from mmserve.decode.sampler import candidates
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.kv.reducer import Reducer, Reducing
+from mmserve.kv.reduction import reduction_of
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, LoadedModel
@@ -53,6 +55,7 @@ class DiffusionDecoder:
     ) -> None:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
         self._offered = offered or Offered.by(model)
+        self._reducer = Reducer(model.decoder, store, model.dtype)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
 
@@ -62,7 +65,7 @@ class DiffusionDecoder:
 
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
-        passes = [self._first_pass(p) for _request, p in batch]
+        passes = [self._watched(self._first_pass(p), p.reducing) for _request, p in batch]
         logits = self._forward(passes, [begun.constrained for _request, begun in batch])
         proposed = [
             self._candidates(request, begun.commit, p, rows, begun.constrained) if len(p.targets) else None
@@ -73,12 +76,14 @@ class DiffusionDecoder:
         results: list[Prefilled | None] = []
         for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
             begun.run += len(p.rows)
+            if begun.reducing is not None and p.observation is not None:
+                begun.reducing.absorb(p.observation)
             if found is None:
                 results.append(None)
                 continue
             p.canvas.count_forward()
-            run = begun.run - begun.reused
-            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, begun.companion, begun.constrained))
+            run, beside = begun.run - begun.reused, (begun.companion, begun.constrained, begun.reducing)
+            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *beside))
         return results
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
@@ -106,7 +111,10 @@ class DiffusionDecoder:
         if self._companion is not None:
             self._companion.draft(running)
         if running:
-            passes = [self._next_pass(d, rows) for d, rows in zip(running, self._rows(running), strict=True)]
+            passes = [
+                self._watched(self._next_pass(d, rows), d.prefilled.reducing)
+                for d, rows in zip(running, self._rows(running), strict=True)
+            ]
             logits = self._forward(passes, [d.constrained for d in running])
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
@@ -114,6 +122,9 @@ class DiffusionDecoder:
                 d.canvas.count_forward()
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
+                d.prefilled.held = p.visible - p.evicted
+                if d.prefilled.reducing is not None and p.observation is not None:
+                    d.prefilled.reducing.absorb(p.observation)
         if self._companion is not None:
             self._companion.judge(batch)
         return [None] * len(batch)
@@ -138,7 +149,29 @@ class DiffusionDecoder:
         delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
         if reason == "length" and d.constrained is not None:
             reason = "end"  # a constrained answer is whole
-        return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason)
+        pages = self._reduced(d) if reason is None else None
+        return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason, pages)
+
+    def _watched(self, p: Pass, reducing: Reducing | None) -> Pass:
+        """``p`` of a request whose K/V are reduced: what it shows is noted, and rows lie where there is room now."""
+        if reducing is None:
+            return p
+        seen = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
+        return replace(p, evicted=reducing.evicted, observation=seen)
+
+    def _reduced(self, d: Decoding) -> int | None:
+        """Drop what the request's reduction says; how many pages it needs from now on, if fewer than it has."""
+        state, reducing = d.prefilled, d.prefilled.reducing
+        if reducing is None:
+            return None
+        next_place = int(d.canvas.rotary_positions(np.array([state.held + reducing.evicted]))[0])
+        state.held = self._reducer.reduce(reducing, state.pages, state.held, next_place)
+        left = d.canvas.size - state.held - reducing.evicted
+        pages = self._reducer.most_pages(reducing, state.held, left)
+        if pages >= len(state.pages):
+            return None
+        state.pages = state.pages[:pages]
+        return pages
 
     def _forward(self, passes: list[Pass], constrained: list[Constrained | None]) -> list[Logits]:
         """One forward pass of the ragged batch; constrained requests note its processor time."""
@@ -217,6 +250,9 @@ class DiffusionDecoder:
         commit = commit_policy(request, self._offered)
         begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused)
         begun.constrained = constrained
+        reduction = reduction_of(request)
+        if reduction is not None:
+            begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -264,7 +300,7 @@ class DiffusionDecoder:
 
     def _next_pass(self, d: Decoding, rows: np.ndarray) -> Pass:
         drafted = d.companion.drafted if d.companion is not None else None
-        if d.constrained is not None and self.model.spec.causal:
+        if d.constrained is not None and self.model.spec.causal and d.prefilled.reducing is None:
             drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
         return self._pass(d.canvas, d.prefilled.pages, d.prefilled.embeddings, rows, d.commit, drafted)
 

@@ -15,6 +15,7 @@ from mmserve.decode.commit.base import Verdict
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
+from mmserve.kv.reducer import Reducing
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Stepped:
     delta: str
     snapshot: Snapshot | None
     reason: str | None  # None = goes on; "end", "stop" or "length"
+    pages: int | None = None  # how many it needs from now on; None = all that it has
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Prefilling:
     reused: int = 0  # positions, counted from the left, that earlier requests ran
     companion: CompanionState | None = None  # for policies that ask for it
     constrained: Constrained | None = None
+    reducing: Reducing | None = None  # where K/V are to be dropped
 
 
 @dataclass
@@ -71,8 +74,10 @@ class Prefilled:
     embeddings: Tensor  # [N, D], current at every position
     candidates: Candidates
     recomputed: int  # token positions run through the model so far
+    held: int  # positions with K/V
     companion: CompanionState | None = None
     constrained: Constrained | None = None
+    reducing: Reducing | None = None
 
 
 @dataclass
@@ -102,6 +107,11 @@ class Decoding:
     def recomputed(self) -> int:
         """Token positions run through the model so far."""
         return self.prefilled.recomputed
+
+    @property
+    def held(self) -> int:
+        """Positions with K/V."""
+        return self.prefilled.held
 
     @property
     def constrained(self) -> Constrained | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +14,9 @@ from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
 from mmserve.models.decoder import Attend, DecoderConfig
+
+#: ``observe(layer, q[T, H, K], rotated[T, H, K])`` of the rows of a batch.
+Observe = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -88,17 +92,20 @@ class KVStore:
         """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
         return self.values[layer].flatten(0, 1)[ragged.slots]
 
-    def attend(self, ragged: Ragged) -> Attend:
+    def attend(self, ragged: Ragged, observe: Observe | None = None) -> Attend:
         """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's.
 
-        Rows past the batch (padding) take part in nothing and come back as zeros.
+        Rows past the batch (padding) take part in nothing and come back as zeros. ``observe`` is shown each layer's
+        queries, before and after rotation, once their keys are written.
         """
         count = len(ragged.slots)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
-            fresh = (x[:count] for x in (q, k, v, cos, sin))
+            fresh = [x[:count] for x in (q, k, v, cos, sin)]
             rotated = self._rope_scatter(*fresh, keys, values, ragged.slots)
+            if observe is not None:
+                observe(layer, fresh[0], rotated)
             rows: Tensor = self._cached_attention(rotated, keys, values, ragged)
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 

@@ -133,13 +133,8 @@ def expected_attention(budget: int, sinks: int, future: int, page: int) -> Rule:
         for queries in head.queries:
             all_q = torch.stack(queries).double()
             mean, spread = (turn.double() @ all_q.mean(0)), turn.double() @ all_q.T.cov(correction=0) @ turn.double().T
-            scores = [
-                float(
-                    mean @ e.key.double() / math.sqrt(plain.size)
-                    + e.key.double() @ spread @ e.key.double() / 2 / plain.size
-                )
-                for e in rest
-            ]
+            keys = [e.key.double() / math.sqrt(plain.size) for e in rest]
+            scores = [float(mean @ key + key @ spread @ key / 2) for key in keys]
             shares += torch.tensor(scores).softmax(0) / plain.groups
         worth = [float(share * e.value.norm()) for share, e in zip(shares, rest, strict=True)]
         chosen = sorted(range(len(rest)), key=lambda i: -worth[i])[: budget - sinks]

@@ -153,13 +153,13 @@ def test_a_budget_that_holds_everything_changes_no_bit(
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("held", range(1, 40))
-def test_a_budget_is_kept_to_within_a_page(held: int) -> None:
-    now = Held(held, 0, 0, 0, PAGE)
-    target = budget_target(12, now)
-    assert target == (12 if held >= 12 + PAGE else held)
-    assert budget_most(12, dataclasses.replace(now, positions=target), 100) == 12 + PAGE
-    assert budget_most(12, dataclasses.replace(now, positions=target), 1) == min(target + 1, 12 + PAGE)
+def test_a_budget_is_kept_to_within_a_page() -> None:
+    for held in range(1, 40):
+        now = Held(held, 0, 0, 0, PAGE)
+        target = budget_target(12, now)
+        assert target == (12 if held >= 12 + PAGE else held)
+        assert budget_most(12, dataclasses.replace(now, positions=target), 100) == 12 + PAGE
+        assert budget_most(12, dataclasses.replace(now, positions=target), 1) == min(target + 1, 12 + PAGE)
 
 
 @pytest.mark.parametrize(

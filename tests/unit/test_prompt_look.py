@@ -16,7 +16,7 @@ from mmserve.core.request import Amount, Request, Vision
 from mmserve.decode.forward import embedded
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
-from mmserve.models.attended import Onlooker
+from mmserve.models.attended import Onlooker, shown_by
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.decoder import dense_attention
 from mmserve.prune.base import Evidence
@@ -55,17 +55,16 @@ def plain_scores(model: LoadedModel, encoded: Encoded, kind: Evidence) -> Tensor
     return rows.mean((0, 1))[:size]
 
 
-@pytest.mark.parametrize("kind", [Evidence.LAST_ROW, Evidence.MASK_ROWS])
 @torch.inference_mode()
-def test_scores_are_rows_of_the_attention_matrix(model: LoadedModel, kind: Evidence) -> None:
-    if model.spec.causal and kind is Evidence.MASK_ROWS:
-        pytest.skip("nothing is masked where attention is causal")
+def test_scores_are_rows_of_the_attention_matrix(model: LoadedModel) -> None:
     [encoded] = encoder(model).encode([ask("r", images=(picture(1), picture(2)), max_new_tokens=NEW)])
     new = 0 if model.spec.causal else NEW
     x = embedded(model, np.append(encoded.ids, np.full(new, model.spec.mask_id)), encoded)
-    found = Onlooker(model).look(kind, x, torch.arange(len(x)), len(encoded.ids))
-    torch.testing.assert_close(found, plain_scores(model, encoded, kind), atol=1e-6, rtol=1e-5)
-    assert found.std() > 1e-3, "positions differ"
+    assert shown_by(model) == {Evidence.LAST_ROW} | (set() if model.spec.causal else {Evidence.MASK_ROWS})
+    for kind in shown_by(model):
+        found = Onlooker(model).look(kind, x, torch.arange(len(x)), len(encoded.ids))
+        torch.testing.assert_close(found, plain_scores(model, encoded, kind), atol=1e-6, rtol=1e-5)
+        assert found.std() > 1e-3, "positions differ"
 
 
 def asked(pruner: str, value: float, text: str = "what?", name: str = "keep_ratio") -> Request:

@@ -1,7 +1,8 @@
 """What pruning visual tokens saves, and what it costs in accuracy: ``mmserve bench vision``.
 
 Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, so that
-noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of attention. Caches are off, but for
+noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of attention. Of next-token models
+``kv_reductions`` tells the same of dropping K/V while they decode, at shares of the prompt. Caches are off, but for
 ``again``, where every picture is asked about twice.
 """
 
@@ -16,14 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.settings import measured_config
-from mmserve.client import Client, Options, Result
+from mmserve.client import Client, ExpectedAttention, HeavyHitters, Options, Result, SinkWindow, Usage, VisualCache
 from mmserve.config import Config, EncoderCacheConfig
 from mmserve.core.request import Amount
+from mmserve.decode.state import Encoded
+from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.prune import PRUNERS
@@ -31,10 +35,22 @@ from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
+from mmserve.rpc.policies import KvReduction
 
 RATIOS = (0.5, 0.25, 0.125, 0.05)
 #: Shares of attention for pruners that take no ratio.
 MASSES = (0.9, 0.75, 0.5, 0.25)
+#: Text of the prompt, and positions of the answer, that pruners by the decoder look at when their cost is measured.
+_TEXT, _ANSWER = 24, 8
+#: K/V positions that are kept at least: room for sinks and one more.
+_LEAST = 5
+_REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
+    "heavy_hitters": HeavyHitters,
+    "expected_attention": ExpectedAttention,
+    "sink_window": SinkWindow,
+}
+#: A result, and whether it is right.
+Answer = tuple[Result, bool]
 #: Rounds in which the tower runs with and without evidence.
 SCORING_ROUNDS = 30
 
@@ -75,12 +91,18 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         settings = _settings(described.pruners)
         decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
         _ask(client, *asked[0], decoding)  # warm-up
-        answers: dict[Setting, list[tuple[Result, bool]]] = defaultdict(list)
+        reductions = [(name, ratio) for name in described.kv_reductions for ratio in RATIOS]
+        answers: dict[Setting, list[Answer]] = defaultdict(list)
+        reduced: dict[tuple[str, float], list[Answer]] = defaultdict(list)
         for number, (thing, question) in enumerate(asked):
             progress(f"{number} of {len(asked)} questions, {len(settings)} times each")
             for setting in settings:
                 result = _ask(client, thing, question, {**decoding, **setting.options()})
                 answers[setting].append((result, correct(question, result.text)))
+            whole = answers[settings[0]][-1][0].usage
+            for name, ratio in reductions:
+                result = _ask(client, thing, question, {**decoding, "kv_reduction": _reduction(name, ratio, whole)})
+                reduced[name, ratio].append((result, correct(question, result.text)))
         costs = _scoring(model, [name for name in described.pruners if name != "none"])
     rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in settings]
     if arguments.plot is not None:
@@ -88,6 +110,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         progress(f"wrote {arguments.plot}")
     return {
         "rows": rows,
+        "kv_reductions": [
+            _reduced_row(name, ratio, found, answers[settings[0]]) for (name, ratio), found in reduced.items()
+        ],
         "again": _again(config, asked[: min(len(asked), 32)]),
         "settings": {
             "model": described.name,
@@ -118,15 +143,20 @@ def _ask(client: Client, thing: Any, question: Question, options: Options) -> Re
     return client.generate(question.text, shown(question.task, thing)["images"], **wanted)
 
 
+def _reduction(name: str, ratio: float, whole: Usage) -> KvReduction:
+    """A share of the prompt's positions, or of its visual ones once the first token is known."""
+    if name == "visual_cache":
+        return VisualCache(max(1, round(whole.visual_tokens * ratio)), outputs=1)
+    return _REDUCTIONS[name](max(_LEAST, round(whole.prompt_tokens * ratio)))
+
+
 def _token_bytes(model: LoadedModel) -> int:
     """K/V of one position."""
     c = model.decoder.config
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
 
 
-def _row(
-    setting: Setting, answers: list[tuple[Result, bool]], whole: list[tuple[Result, bool]], token: int, cost: float
-) -> dict[str, Any]:
+def _row(setting: Setting, answers: list[Answer], whole: list[Answer], token: int, cost: float) -> dict[str, Any]:
     results = [result for result, _right in answers]
     accuracy, unpruned = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
 
@@ -147,16 +177,33 @@ def _row(
     }
 
 
+def _reduced_row(name: str, ratio: float, answers: list[Answer], whole: list[Answer]) -> dict[str, Any]:
+    accuracy, unreduced = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
+    return {
+        "kv_reduction": name,
+        "keep_ratio": ratio,
+        "accuracy": round(accuracy, 4),
+        "of_unreduced": round(accuracy / unreduced, 4) if unreduced else 0.0,
+        "kv_positions": round(statistics.mean(r.usage.kv_positions for r, _right in answers), 1),
+        "kv_positions_unreduced": round(statistics.mean(r.usage.kv_positions for r, _right in whole), 1),
+    }
+
+
 @torch.inference_mode()
 def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
     """What a pruner adds to the tower's time for one picture: its evidence and its choice of a quarter, as a share.
 
-    The median of rounds of the thread's own time, with and without by turns.
+    The median of rounds of the thread's own time, with and without by turns. Those that ask the decoder have a prompt
+    of ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
     """
     vision = model.vision
     assert vision is not None
     noise = Image.effect_noise((256, 256), 80).convert("RGB")
     pixels = vision.prepare(noise)[None].to(model.device, model.dtype)
+    look, picture = PromptLook(model), vision.tiles(pixels, frozenset(), clip=False)[0]
+    rows = len(picture.tokens)
+    prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens)
+    grids = [[picture.patches.numpy()]]
     costs: dict[str, float] = {}
     for name in pruners:
         pruner = PRUNERS[name]()
@@ -166,6 +213,10 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
             begun = time.thread_time()
             vision.tiles(pixels, frozenset(), clip=False)
             plain = time.thread_time()
+            if judged_by_decoder(pruner):
+                look.prune(prompt, grids, pruner, amount, _ANSWER)
+                shares.append((time.thread_time() - plain) / (plain - begun))
+                continue
             tiles = vision.tiles(pixels, pruner.needs, clip=False)
             pruner.plans([tile.look for tile in tiles], amount)
             shares.append((time.thread_time() - plain) / (plain - begun) - 1)

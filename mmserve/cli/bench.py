@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
     else:
-        for row in report["rows"]:
+        for row in [*report["rows"], *report.get("kv_reductions", [])]:
             print(_line(row))
         if "search" in report:
             print(_line({"measured": "search", **report["search"]}))
@@ -72,6 +72,8 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    names = [str(row[key]) for key in ("measured", "task", "recompute", "commit", "pruner") if key in row]
+    names = [
+        str(row[key]) for key in ("measured", "task", "recompute", "commit", "pruner", "kv_reduction") if key in row
+    ]
     rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
     return f"{' × '.join(names)}: {', '.join(rest)}"

@@ -29,7 +29,7 @@ def scene(seed: int) -> bytes:
 
 def test_pruners_of_the_bundled_model(server: Running) -> None:
     info = server.client.describe()
-    assert info.pruners[0] == "none" and len(info.pruners) == 10
+    assert info.pruners[0] == "none" and len(info.pruners) == 12
     plain = server.client.generate(QUESTIONS[0], images=[scene(1)], max_new_tokens=8)
     assert (plain.usage.visual_tokens, plain.usage.visual_tokens_before) == (81, 81)
     for pruner in info.pruners[1:]:

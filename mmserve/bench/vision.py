@@ -1,9 +1,9 @@
 """What pruning visual tokens saves, and what it costs in accuracy: ``mmserve bench vision``.
 
-Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, so that
-noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of attention. Of next-token models
-``kv_reductions`` tells the same of dropping K/V while they decode, at shares of the prompt. Caches are off, but for
-``again``, where every picture is asked about twice.
+Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, or
+``--concurrent`` of them at once, so that noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of
+attention. Of next-token models ``kv_reductions`` tells the same of dropping K/V while they decode, at shares of the
+prompt. Caches are off, but for ``again``, where every picture is asked about twice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,29 @@ class Setting:
     amount: str = "keep_ratio"
     value: float = 1.0
 
-    def options(self) -> Options:
+    def options(self, _whole: Usage | None) -> Options:
         """What the client is told."""
         if self.pruner == "none":
             return {}
         found: Options = {"pruner": self.pruner}  # type: ignore[typeddict-item]
         found[self.amount] = self.value  # type: ignore[literal-required]
         return found
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reduction of K/V to a share of the prompt's positions, or of its visual ones once the first token is known."""
+
+    name: str
+    ratio: float
+
+    def options(self, whole: Usage | None) -> Options:
+        """What the client is told, where without it the ``whole`` would be held."""
+        if whole is None:
+            raise ValueError("a reduction is a share of what is held without one: that is measured first")
+        if self.name == "visual_cache":
+            return {"kv_reduction": VisualCache(max(1, round(whole.visual_tokens * self.ratio)), outputs=1)}
+        return {"kv_reduction": _REDUCTIONS[self.name](max(_LEAST, round(whole.prompt_tokens * self.ratio)))}
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -88,30 +105,31 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         model = server.engines[described.name].stages.model
         if not isinstance(model, LoadedModel) or model.vision is None:
             raise ConfigError(f"{described.name} takes no images")
-        settings = _settings(described.pruners)
+        settings = _chosen(arguments.pruners, _settings(described.pruners), described.kv_reductions)
         decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
         _ask(client, *asked[0], decoding)  # warm-up
-        reductions = [(name, ratio) for name in described.kv_reductions for ratio in RATIOS]
-        answers: dict[Setting, list[Answer]] = defaultdict(list)
-        reduced: dict[tuple[str, float], list[Answer]] = defaultdict(list)
-        for number, (thing, question) in enumerate(asked):
-            progress(f"{number} of {len(asked)} questions, {len(settings)} times each")
-            for setting in settings:
-                result = _ask(client, thing, question, {**decoding, **setting.options()})
-                answers[setting].append((result, correct(question, result.text)))
-            whole = answers[settings[0]][-1][0].usage
-            for name, ratio in reductions:
-                result = _ask(client, thing, question, {**decoding, "kv_reduction": _reduction(name, ratio, whole)})
-                reduced[name, ratio].append((result, correct(question, result.text)))
-        costs = _scoring(model, [name for name in described.pruners if name != "none"])
-    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in settings]
+        answers: dict[Setting | Reduced, list[Answer]] = defaultdict(list)
+        with ThreadPoolExecutor(arguments.concurrent) as pool:
+            for start in range(0, len(asked), arguments.concurrent):
+                progress(f"{start} of {len(asked)} questions, {len(settings)} times each")
+                group = asked[start : start + arguments.concurrent]
+                for setting in settings:
+                    whole = [result.usage for result, _right in answers[settings[0]][start:]]
+                    given: list[Options] = [
+                        {**decoding, **setting.options(whole[i] if whole else None)} for i in range(len(group))
+                    ]
+                    results = pool.map(lambda one, options: _ask(client, *one, options), group, given)
+                    answers[setting] += [(r, correct(one[1], r.text)) for one, r in zip(group, results, strict=True)]
+        pruned = [setting for setting in settings if isinstance(setting, Setting)]
+        costs = _scoring(model, sorted({s.pruner for s in pruned} - {"none"}))
+    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in pruned]
     if arguments.plot is not None:
         _plot(rows, arguments.plot)
         progress(f"wrote {arguments.plot}")
     return {
         "rows": rows,
         "kv_reductions": [
-            _reduced_row(name, ratio, found, answers[settings[0]]) for (name, ratio), found in reduced.items()
+            _reduced_row(s, answers[s], answers[settings[0]]) for s in settings if isinstance(s, Reduced)
         ],
         "again": _again(config, asked[: min(len(asked), 32)]),
         "settings": {
@@ -120,6 +138,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "items": len(asked),
             "recompute": arguments.recompute or described.recompute_policy,
             "commit": arguments.commit or described.commit_policy,
+            "concurrent": arguments.concurrent,
             "seed": arguments.seed,
             "prefix_cache": False,
             "encoder_cache": False,
@@ -138,16 +157,23 @@ def _settings(pruners: Sequence[str]) -> list[Setting]:
     return found
 
 
+def _chosen(names: str, settings: Sequence[Setting], reductions: Sequence[str]) -> list[Setting | Reduced]:
+    """No pruning, and then the settings of the pruners and reductions in ``names`` ("A,B,…"; empty = all)."""
+    known = {s.pruner for s in settings} | set(reductions)
+    wanted = set(names.split(",")) if names else known
+    if unknown := wanted - known:
+        raise ConfigError(
+            f"the model has no pruner or K/V reduction {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}"
+        )
+    return [
+        *(s for s in settings if s.pruner in {*wanted, "none"}),
+        *(Reduced(name, ratio) for name in reductions if name in wanted for ratio in RATIOS),
+    ]
+
+
 def _ask(client: Client, thing: Any, question: Question, options: Options) -> Result:
     wanted: Options = {"max_new_tokens": canvas(question.task), **options}
     return client.generate(question.text, shown(question.task, thing)["images"], **wanted)
-
-
-def _reduction(name: str, ratio: float, whole: Usage) -> KvReduction:
-    """A share of the prompt's positions, or of its visual ones once the first token is known."""
-    if name == "visual_cache":
-        return VisualCache(max(1, round(whole.visual_tokens * ratio)), outputs=1)
-    return _REDUCTIONS[name](max(_LEAST, round(whole.prompt_tokens * ratio)))
 
 
 def _token_bytes(model: LoadedModel) -> int:
@@ -177,11 +203,11 @@ def _row(setting: Setting, answers: list[Answer], whole: list[Answer], token: in
     }
 
 
-def _reduced_row(name: str, ratio: float, answers: list[Answer], whole: list[Answer]) -> dict[str, Any]:
+def _reduced_row(setting: Reduced, answers: list[Answer], whole: list[Answer]) -> dict[str, Any]:
     accuracy, unreduced = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
     return {
-        "kv_reduction": name,
-        "keep_ratio": ratio,
+        "kv_reduction": setting.name,
+        "keep_ratio": setting.ratio,
         "accuracy": round(accuracy, 4),
         "of_unreduced": round(accuracy / unreduced, 4) if unreduced else 0.0,
         "kv_positions": round(statistics.mean(r.usage.kv_positions for r, _right in answers), 1),

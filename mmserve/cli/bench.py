@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--commit",
         help="commit policy of `quality`, `constraint` and `vision` (default the model's) and `decode` (default all)",
     )
-    parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
+    parser.add_argument(
+        "--concurrent", type=int, default=1, help="requests at once in `decode` and `vision` (default 1)"
+    )
+    parser.add_argument(
+        "--pruners", default="", metavar="A,B,…", help="pruners and K/V reductions of `vision` (default all)"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`, or tokens, of `vision`"
     )

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
                     given: list[Options] = [
                         {**decoding, **setting.options(whole[i] if whole else None)} for i in range(len(group))
                     ]
-                    results = pool.map(lambda one, options: _ask(client, *one, options), group, given)
+                    results = pool.map(lambda one, told: _ask(client, one[0], one[1], told), group, given)
                     answers[setting] += [(r, correct(one[1], r.text)) for one, r in zip(group, results, strict=True)]
         pruned = [setting for setting in settings if isinstance(setting, Setting)]
         costs = _scoring(model, sorted({s.pruner for s in pruned} - {"none"}))

@@ -13,6 +13,7 @@ from helpers import ask, picture, tiny_model
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request, Stage
+from mmserve.decode import loop
 from mmserve.errors import Cancelled, InvalidArgument, Unimplemented
 from mmserve.kv.pool import pages_for
 from mmserve.kv.reduction import REDUCTIONS
@@ -56,6 +57,26 @@ def test_answers_are_the_same_alone_and_together(bench: Make, causal: LoadedMode
     assert {call.request.id: told(call.finished()) for call in calls} == expected
     assert max(map(len, together.batches)) > 4
     together.await_nothing_left()
+
+
+def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it showed is noted once, when it is repeated."""
+    requests = [reduced(f"{by} {i}", by, LONG * (i + 1)) for by in REDUCTIONS for i in range(2)]
+    b = bench(causal, max_tokens=256, prefix_cache=False, stages="inline", prefill_tokens=32)
+    expected = [told(b.ask(r)) for r in requests]
+    real, failed = loop.forward, []
+
+    def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int) -> Any:
+        found = real(model, store, batch, floor)
+        if len(batch) > 1:
+            failed.append(len(batch))
+            raise RuntimeError("only alone")
+        return found
+
+    monkeypatch.setattr(loop, "forward", poisoned)
+    calls = b.submit(*(dataclasses.replace(r, id=f"again {r.id}") for r in requests))
+    assert [told(call.finished()) for call in calls] == expected
+    assert len(failed) > 10
 
 
 @pytest.mark.parametrize("by", ["heavy_hitters", "expected_attention", "sink_window"])

@@ -66,12 +66,16 @@ from mmserve.rpc.policies import (
     EarlyCommit,
     Edit,
     EntropyBound,
+    ExpectedAttention,
     Factor,
     Guided,
+    HeavyHitters,
     Learned,
     Ngram,
     Scheduler,
+    SinkWindow,
     Threshold,
+    VisualCache,
 )
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2, generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2, model_pb2_grpc
@@ -93,9 +97,11 @@ __all__ = [
     "Edit",
     "EntropyBound",
     "Event",
+    "ExpectedAttention",
     "Factor",
     "Finished",
     "Guided",
+    "HeavyHitters",
     "Hole",
     "ImagePart",
     "Learned",
@@ -105,6 +111,7 @@ __all__ = [
     "Options",
     "Result",
     "Scheduler",
+    "SinkWindow",
     "Snapshot",
     "StageTimes",
     "Template",
@@ -112,6 +119,7 @@ __all__ = [
     "Threshold",
     "Usage",
     "VideoPart",
+    "VisualCache",
 ]
 
 _POLL_SECONDS = 0.1

@@ -338,11 +338,13 @@ class Engine:
         if outcome.delta and wanted.deltas:
             record.call.sink(Delta(outcome.delta, record.sample))
         if outcome.reason is None:
+            if outcome.pages is not None:
+                record.pages = record.pages.trimmed(self._pool, outcome.pages)
             self._advance(record, Stage.READY)
             return
         answer = self.stages.finished(record.request.id)
         self._advance(record, Stage.FINISHED)
-        usage = replace(record.usage, completion_tokens=answer.completion_tokens)
+        usage = replace(record.usage, completion_tokens=answer.completion_tokens, kv_positions=answer.kv_positions)
         times = self._times(record)
         self._seconds += 0.1 * (times.total / 1000 - self._seconds)
         self._release(record)

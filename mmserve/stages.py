@@ -19,7 +19,14 @@ from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.core.samples import samples
-from mmserve.decode.commit import ACCOMPANIED, CAUSAL_COMMIT, DIFFUSION_COMMIT, FILTERED, RENOISING_COMMIT
+from mmserve.decode.commit import (
+    ACCOMPANIED,
+    CAUSAL_COMMIT,
+    DIFFUSION_COMMIT,
+    DRAFTING,
+    FILTERED,
+    RENOISING_COMMIT,
+)
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.constrained.sampling import check_sampling
@@ -41,9 +48,11 @@ from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.quantized import QuantizedStore
+from mmserve.kv.reduction import REDUCTIONS, reduction_of
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
+from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
 from mmserve.prune import pruner_of, pruners_for
 from mmserve.transfer.base import Transport
@@ -71,6 +80,7 @@ class Answer:
     forwards: int
     recomputed_tokens: int
     edits: int
+    kv_positions: int
     tokens: tuple[CommittedToken, ...]
     companion_forwards: int
     warnings: tuple[str, ...] = ()
@@ -102,6 +112,8 @@ class Stages:
         whole_pages = not model.spec.causal or not 0 < engine.prefill_tokens < engine.page_size
         # A renoising model's network keeps its K/V to itself: nothing is ever written to the pages of its requests.
         paged = model.spec.renoising is None and model.spec.attention_block is not None
+        # A reduction moves keys and values as they are, and every one it leaves is read.
+        self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
         self._shares = engine.prefix_cache and paged and whole_pages
         self.shared_pages = pages_a_unit(engine.page_size, model.spec.attention_block or 1)  # at once
         self.to_prefill: Transport = LocalTransport()
@@ -145,6 +157,7 @@ class Stages:
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),
             kernels={} if isinstance(self.model, CanvasModel) else self.store.kernels,
+            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self._reducible else (),
         )
 
     def check(self, request: Request) -> None:
@@ -164,6 +177,7 @@ class Stages:
         if request.vision.pruner not in (*self._pruners, "none"):
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
+        self._check_reduction(request)
         asked = request.constraint
         if self.model.spec.renoising is not None:
             if asked is not None and (asked.scaffold or isinstance(asked.kind, Template)):
@@ -176,6 +190,20 @@ class Stages:
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
+
+    def _check_reduction(self, request: Request) -> None:
+        """Refuse a reduction of K/V that this model, or what else is asked for, leaves no room for."""
+        if reduction_of(request) is None:
+            return
+        name = self.model.spec.name
+        if not self.model.spec.causal:
+            raise Unimplemented(f"model {name!r} reduces no K/V: only autoregressive models never run a position again")
+        if not self._reducible:
+            raise Unimplemented(f"model {name!r} reduces no K/V here: the server has [engine] sparse_* or kv_bits")
+        if request.diffusion.recompute.name != "last":
+            raise InvalidArgument.of("diffusion.recompute", "must be 'last' with kv_reduction")
+        if request.diffusion.commit.name in DRAFTING:
+            raise InvalidArgument.of("diffusion.commit", "must not be a policy that drafts with kv_reduction")
 
     def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
         """``Unimplemented`` for a policy that there is, but not for this model."""
@@ -230,7 +258,7 @@ class Stages:
         """What came of a request that ended in decode."""
         state = self._decoding[request]
         tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
-        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits)
+        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits, state.held)
         beside = 0 if state.companion is None else state.companion.forwards
         constrained = state.constrained
         if constrained is None:
@@ -295,10 +323,10 @@ class Stages:
 
     @property
     def _pruners(self) -> tuple[str, ...]:
-        """Those whose evidence the tower can show; a network that keeps its own K/V knows no gaps between positions."""
+        """Those whose evidence tower or decoder can show; networks with K/V of their own know no gaps in them."""
         if self.model.vision is None or isinstance(self.model, CanvasModel):
             return ()
-        return pruners_for(self.model.vision.evidence)
+        return pruners_for(self.model.vision.evidence | shown_by(self.model))
 
     @property
     def _commit_policies(self) -> tuple[str, ...]:
@@ -318,7 +346,8 @@ class Stages:
         return [None] * len(batch)
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
-        keys = self._keys(encoded) if self._shares and request.diffusion.recompute.name in KEEPS_PROMPT else ()
+        shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
+        keys = self._keys(encoded) if shares else ()
         admitted = self._admitted.pop(request.id, None)
         for sample in samples(request):  # they share it: whatever stands in it is read, never changed
             self.to_prefill.send(sample.id, encoded)

@@ -1,8 +1,9 @@
 """What pruning visual tokens saves, and what it costs in accuracy: ``mmserve bench vision``.
 
-Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, so that
-noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of attention. Caches are off, but for
-``again``, where every picture is asked about twice.
+Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, or
+``--concurrent`` of them at once, so that noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of
+attention. Of next-token models ``kv_reductions`` tells the same of dropping K/V while they decode, at shares of the
+prompt. Caches are off, but for ``again``, where every picture is asked about twice.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.settings import measured_config
-from mmserve.client import Client, Options, Result
+from mmserve.client import Client, ExpectedAttention, HeavyHitters, Options, Result, SinkWindow, Usage, VisualCache
 from mmserve.config import Config, EncoderCacheConfig
 from mmserve.core.request import Amount
+from mmserve.decode.state import Encoded
+from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.prune import PRUNERS
@@ -31,10 +36,22 @@ from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
+from mmserve.rpc.policies import KvReduction
 
 RATIOS = (0.5, 0.25, 0.125, 0.05)
 #: Shares of attention for pruners that take no ratio.
 MASSES = (0.9, 0.75, 0.5, 0.25)
+#: Text of the prompt, and positions of the answer, that pruners by the decoder look at when their cost is measured.
+_TEXT, _ANSWER = 24, 8
+#: K/V positions that are kept at least: room for sinks and one more.
+_LEAST = 5
+_REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
+    "heavy_hitters": HeavyHitters,
+    "expected_attention": ExpectedAttention,
+    "sink_window": SinkWindow,
+}
+#: A result, and whether it is right.
+Answer = tuple[Result, bool]
 #: Rounds in which the tower runs with and without evidence.
 SCORING_ROUNDS = 30
 
@@ -47,13 +64,29 @@ class Setting:
     amount: str = "keep_ratio"
     value: float = 1.0
 
-    def options(self) -> Options:
+    def options(self, _whole: Usage | None) -> Options:
         """What the client is told."""
         if self.pruner == "none":
             return {}
         found: Options = {"pruner": self.pruner}  # type: ignore[typeddict-item]
         found[self.amount] = self.value  # type: ignore[literal-required]
         return found
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A reduction of K/V to a share of the prompt's positions, or of its visual ones once the first token is known."""
+
+    name: str
+    ratio: float
+
+    def options(self, whole: Usage | None) -> Options:
+        """What the client is told, where without it the ``whole`` would be held."""
+        if whole is None:
+            raise ValueError("a reduction is a share of what is held without one: that is measured first")
+        if self.name == "visual_cache":
+            return {"kv_reduction": VisualCache(max(1, round(whole.visual_tokens * self.ratio)), outputs=1)}
+        return {"kv_reduction": _REDUCTIONS[self.name](max(_LEAST, round(whole.prompt_tokens * self.ratio)))}
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -72,22 +105,32 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         model = server.engines[described.name].stages.model
         if not isinstance(model, LoadedModel) or model.vision is None:
             raise ConfigError(f"{described.name} takes no images")
-        settings = _settings(described.pruners)
+        settings = _chosen(arguments.pruners, _settings(described.pruners), described.kv_reductions)
         decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
         _ask(client, *asked[0], decoding)  # warm-up
-        answers: dict[Setting, list[tuple[Result, bool]]] = defaultdict(list)
-        for number, (thing, question) in enumerate(asked):
-            progress(f"{number} of {len(asked)} questions, {len(settings)} times each")
-            for setting in settings:
-                result = _ask(client, thing, question, {**decoding, **setting.options()})
-                answers[setting].append((result, correct(question, result.text)))
-        costs = _scoring(model, [name for name in described.pruners if name != "none"])
-    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in settings]
+        answers: dict[Setting | Reduced, list[Answer]] = defaultdict(list)
+        with ThreadPoolExecutor(arguments.concurrent) as pool:
+            for start in range(0, len(asked), arguments.concurrent):
+                progress(f"{start} of {len(asked)} questions, {len(settings)} times each")
+                group = asked[start : start + arguments.concurrent]
+                for setting in settings:
+                    whole = [result.usage for result, _right in answers[settings[0]][start:]]
+                    given: list[Options] = [
+                        {**decoding, **setting.options(whole[i] if whole else None)} for i in range(len(group))
+                    ]
+                    results = pool.map(lambda one, told: _ask(client, one[0], one[1], told), group, given)
+                    answers[setting] += [(r, correct(one[1], r.text)) for one, r in zip(group, results, strict=True)]
+        pruned = [setting for setting in settings if isinstance(setting, Setting)]
+        costs = _scoring(model, sorted({s.pruner for s in pruned} - {"none"}))
+    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in pruned]
     if arguments.plot is not None:
         _plot(rows, arguments.plot)
         progress(f"wrote {arguments.plot}")
     return {
         "rows": rows,
+        "kv_reductions": [
+            _reduced_row(s, answers[s], answers[settings[0]]) for s in settings if isinstance(s, Reduced)
+        ],
         "again": _again(config, asked[: min(len(asked), 32)]),
         "settings": {
             "model": described.name,
@@ -95,6 +138,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "items": len(asked),
             "recompute": arguments.recompute or described.recompute_policy,
             "commit": arguments.commit or described.commit_policy,
+            "concurrent": arguments.concurrent,
             "seed": arguments.seed,
             "prefix_cache": False,
             "encoder_cache": False,
@@ -113,6 +157,20 @@ def _settings(pruners: Sequence[str]) -> list[Setting]:
     return found
 
 
+def _chosen(names: str, settings: Sequence[Setting], reductions: Sequence[str]) -> list[Setting | Reduced]:
+    """No pruning, and then the settings of the pruners and reductions in ``names`` ("A,B,…"; empty = all)."""
+    known = {s.pruner for s in settings} | set(reductions)
+    wanted = set(names.split(",")) if names else known
+    if unknown := wanted - known:
+        raise ConfigError(
+            f"the model has no pruner or K/V reduction {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}"
+        )
+    return [
+        *(s for s in settings if s.pruner in {*wanted, "none"}),
+        *(Reduced(name, ratio) for name in reductions if name in wanted for ratio in RATIOS),
+    ]
+
+
 def _ask(client: Client, thing: Any, question: Question, options: Options) -> Result:
     wanted: Options = {"max_new_tokens": canvas(question.task), **options}
     return client.generate(question.text, shown(question.task, thing)["images"], **wanted)
@@ -124,9 +182,7 @@ def _token_bytes(model: LoadedModel) -> int:
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
 
 
-def _row(
-    setting: Setting, answers: list[tuple[Result, bool]], whole: list[tuple[Result, bool]], token: int, cost: float
-) -> dict[str, Any]:
+def _row(setting: Setting, answers: list[Answer], whole: list[Answer], token: int, cost: float) -> dict[str, Any]:
     results = [result for result, _right in answers]
     accuracy, unpruned = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
 
@@ -147,17 +203,34 @@ def _row(
     }
 
 
+def _reduced_row(setting: Reduced, answers: list[Answer], whole: list[Answer]) -> dict[str, Any]:
+    accuracy, unreduced = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
+    return {
+        "kv_reduction": setting.name,
+        "keep_ratio": setting.ratio,
+        "accuracy": round(accuracy, 4),
+        "of_unreduced": round(accuracy / unreduced, 4) if unreduced else 0.0,
+        "kv_positions": round(statistics.mean(r.usage.kv_positions for r, _right in answers), 1),
+        "kv_positions_unreduced": round(statistics.mean(r.usage.kv_positions for r, _right in whole), 1),
+    }
+
+
 @torch.inference_mode()
 def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
     """What a pruner adds to the tower's time for one picture: its evidence and its choice of a quarter, as a share.
 
-    The median of rounds of the thread's own time, with and without by turns.
+    The median of rounds of the thread's own time, with and without by turns. Those that ask the decoder have a prompt
+    of ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
     """
     vision = model.vision
     assert vision is not None
     noise = Image.effect_noise((256, 256), 80).convert("RGB")
     prepared = vision.prepare(noise)
     prepared = {**prepared, "pixels": prepared["pixels"].to(model.device, model.dtype)}
+    [picture] = vision.see([prepared], frozenset(), clip=False)
+    look, rows = PromptLook(model), len(picture.tokens)
+    prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens)
+    grids = [[grid.patches.numpy() for grid in picture.grids]]
     costs: dict[str, float] = {}
     for name in pruners:
         pruner = PRUNERS[name]()
@@ -167,6 +240,10 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
             begun = time.thread_time()
             vision.see([prepared], frozenset(), clip=False)
             plain = time.thread_time()
+            if judged_by_decoder(pruner):
+                look.prune(prompt, grids, pruner, amount, _ANSWER)
+                shares.append((time.thread_time() - plain) / (plain - begun))
+                continue
             [seen] = vision.see([prepared], pruner.needs, clip=False)
             pruner.plans([grid.look for grid in seen.grids], amount)
             shares.append((time.thread_time() - plain) / (plain - begun) - 1)

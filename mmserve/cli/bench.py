@@ -48,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="commit policy of `quality`, `constraint`, `attention` and `vision` (default the model's) and of `decode` "
         "(default all)",
     )
-    parser.add_argument("--concurrent", type=int, default=1, help="requests at once in `decode` (default 1)")
+    parser.add_argument(
+        "--concurrent", type=int, default=1, help="requests at once in `decode` and `vision` (default 1)"
+    )
+    parser.add_argument(
+        "--pruners", default="", metavar="A,B,…", help="pruners and K/V reductions of `vision` (default all)"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`, or tokens, of `vision`"
     )
@@ -68,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
     else:
-        for row in report["rows"]:
+        for row in [*report["rows"], *report.get("kv_reductions", [])]:
             print(_line(row))
         if "search" in report:
             print(_line({"measured": "search", **report["search"]}))
@@ -80,7 +85,7 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    keys = ("measured", "stage", "op", "case", "task", "recompute", "commit", "pruner")
+    keys = ("measured", "stage", "op", "case", "task", "recompute", "commit", "pruner", "kv_reduction")
     names = [str(row[key]) for key in keys if key in row]
     rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
     return f"{' × '.join(names)}: {', '.join(rest)}"

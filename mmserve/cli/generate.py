@@ -6,14 +6,33 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
 from mmserve.cli.screen import CanvasLine
-from mmserve.client import Finished, Hole, Options, Snapshot, Template
+from mmserve.client import (
+    ExpectedAttention,
+    Finished,
+    HeavyHitters,
+    Hole,
+    Options,
+    SinkWindow,
+    Snapshot,
+    Template,
+    VisualCache,
+)
 from mmserve.errors import InvalidArgument
+from mmserve.rpc.policies import KvReduction
+
+KV_REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
+    "heavy_hitters": HeavyHitters,
+    "expected_attention": ExpectedAttention,
+    "sink_window": SinkWindow,
+    "visual_cache": VisualCache,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     amounts.add_argument("--keep-ratio", type=float, help="share of the visual tokens that --pruner keeps, in (0, 1]")
     amounts.add_argument("--token-budget", type=int, metavar="N", help="visual tokens kept of an image or video")
     amounts.add_argument("--attention-mass", type=float, help="share of the attention that those kept draw, in (0, 1]")
+    parser.add_argument(
+        "--kv-reduction",
+        choices=sorted(KV_REDUCTIONS),
+        help="which K/V an autoregressive model keeps while it decodes (default all); with --kv-budget",
+    )
+    parser.add_argument("--kv-budget", type=int, metavar="N", help="K/V positions that --kv-reduction keeps")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
     kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
@@ -67,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         "keep_ratio": arguments.keep_ratio,
         "token_budget": arguments.token_budget,
         "attention_mass": arguments.attention_mass,
+        "kv_reduction": _reduction(arguments),
         "template": _template(arguments.template),
     }
     screen = CanvasLine()
@@ -83,6 +109,15 @@ def run(arguments: argparse.Namespace) -> int:
     screen.clear()
     _tell(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
     return 0
+
+
+def _reduction(arguments: argparse.Namespace) -> KvReduction | None:
+    """The reduction that ``--kv-reduction`` and ``--kv-budget`` name together."""
+    if (arguments.kv_reduction is None) != (arguments.kv_budget is None):
+        raise InvalidArgument.of("kv_reduction", "--kv-reduction and --kv-budget go together: set both")
+    if arguments.kv_reduction is None:
+        return None
+    return KV_REDUCTIONS[arguments.kv_reduction](arguments.kv_budget)
 
 
 def _schema(path: Path | None) -> dict[str, Any] | None:

@@ -43,5 +43,6 @@ def _paragraph(m: ModelInfo) -> str:
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",
             f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
             *([f"  pruners: {', '.join(m.pruners)}"] if m.pruners else []),
+            *([f"  K/V reductions: {', '.join(m.kv_reductions)}"] if m.kv_reductions else []),
         )
     )

@@ -60,6 +60,7 @@ class Usage:
 
     Of one sample: the prompt, the same for all samples of a request, is counted in each.
     ``cached_tokens`` of the prompt's were not run: an earlier request with the same beginning had left their K/V.
+    ``kv_positions``: positions whose K/V were held when the answer ended.
     """
 
     prompt_tokens: int
@@ -67,6 +68,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     visual_tokens_before: int = 0
+    kv_positions: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class ModelInfo:
     dtype: str
     device: str
     kernels: dict[str, str] = field(default_factory=dict)
+    kv_reductions: tuple[str, ...] = ()  # none but for next-token models
 
 
 #: What a policy needs of a model besides the kind of its attention: whether it is for diffusion models, and the rest.

@@ -125,6 +125,7 @@ class Request:
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
     constraint: ConstraintSpec | None = None
+    kv_reduction: Policy | None = None  # which K/V are dropped while a next-token model decodes
     deadline: float | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
+from mmserve.decode.state import Encoded
+from mmserve.kv.reducer import Observation
 from mmserve.kv.sparse import Selection, Sparse
-from mmserve.kv.store import KVStore
+from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
 from mmserve.models.decoder import DeepRows
 
@@ -112,6 +114,16 @@ def place_features(model: LoadedModel, embeddings: Tensor, positions: np.ndarray
     return DeepStack(positions, features[:, width:].unflatten(-1, (layers, width))) if layers else None
 
 
+def embedded(model: LoadedModel, ids: np.ndarray, encoded: Encoded) -> tuple[Tensor, DeepStack | None]:
+    """Embeddings ``[N, D]`` of ``ids`` (int64 ``[N]``), the encoded prompt and what follows it; what is added later."""
+    ids = ids.copy()
+    ids[encoded.image_rows] = model.spec.mask_id  # a placeholder may have no embedding: features take its place
+    embeddings: Tensor = model.decoder.embed(torch.from_numpy(ids).to(model.device))
+    if encoded.features is None:
+        return embeddings, None
+    return embeddings, place_features(model, embeddings, encoded.image_rows, encoded.features)
+
+
 @dataclass(frozen=True)
 class Pass:
     """One request's part of a forward pass."""
@@ -122,8 +134,10 @@ class Pass:
     rows: np.ndarray  # int64 positions to run, ascending
     targets: np.ndarray  # int64 positions to propose a token for, ascending
     wanted: np.ndarray  # int64 rows whose logits tell of the targets: the same, or those left of them
-    visible: int  # positions, from the left, that have K/V once this pass has run
+    visible: int  # positions, from the left, that have had K/V once this pass has run
     deep: DeepStack | None = None
+    evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left
+    observation: Observation | None = None  # of what it shows, for reductions of K/V
 
 
 def forward(
@@ -143,16 +157,16 @@ def forward(
     """
     rows = [p.rows for p in batch]
     ragged = store.ragged(
-        rows,
+        [p.rows - p.evicted for p in batch],
         [p.pages for p in batch],
-        [p.visible for p in batch],
+        [p.visible - p.evicted for p in batch],
         block=model.spec.attention_block,
         prompts=_prompts(model, [p.canvas for p in batch]),
         whole=selection is not None,
     )
     read = sparse.read(selection, rows, ragged) if sparse is not None else None
     x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor)
-    hidden = model.decoder(x, positions, store.attend(ragged, read), _deep_rows(batch))
+    hidden = model.decoder(x, positions, store.attend(ragged, read, _observer(batch)), deep_rows((p.rows, p.deep) for p in batch))
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)
@@ -179,19 +193,38 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
     return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
 
 
-def _deep_rows(batch: list[Pass]) -> DeepRows | None:
-    """What is added to the rows of the whole batch; None where no visual token is run."""
+def deep_rows(runs: Iterable[tuple[np.ndarray, DeepStack | None]]) -> DeepRows | None:
+    """What is added to the rows of a batch, from the positions (int64, ascending) that each request runs and what its
+    visual tokens add; None where no visual token is run."""
     offset = 0
     rows: list[np.ndarray] = []
     features: list[Tensor] = []
-    for p in batch:
-        if p.deep is not None:
-            _common, here, of_deep = np.intersect1d(p.rows, p.deep.positions, assume_unique=True, return_indices=True)
+    for positions, deep in runs:
+        if deep is not None:
+            _common, here, of_deep = np.intersect1d(positions, deep.positions, assume_unique=True, return_indices=True)
             if len(here):
                 rows.append(offset + here)
-                features.append(p.deep.features_nLD[torch.from_numpy(of_deep).to(p.deep.features_nLD.device)])
-        offset += len(p.rows)
+                features.append(deep.features_nLD[torch.from_numpy(of_deep).to(deep.features_nLD.device)])
+        offset += len(positions)
     if not rows:
         return None
     together = torch.cat(features)
     return DeepRows(torch.from_numpy(np.concatenate(rows)).to(together.device), together.transpose(0, 1))
+
+
+def _observer(batch: list[Pass]) -> Observe | None:
+    """What shows each request that asks for it its own rows; None where none does."""
+    ends = np.cumsum([len(p.rows) for p in batch]).tolist()
+    watching = [
+        (slice(end - len(p.rows), end), p.observation)
+        for end, p in zip(ends, batch, strict=True)
+        if p.observation is not None
+    ]
+    if not watching:
+        return None
+
+    def observe(layer: int, q: Tensor, rotated: Tensor) -> None:
+        for own, observation in watching:
+            observation.see(layer, q[own], rotated[own])
+
+    return observe

@@ -23,13 +23,15 @@ from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.final import final_tokens
-from mmserve.decode.forward import Pass, Watch, forward, place_features, row_floor, value_changes
+from mmserve.decode.forward import Pass, Watch, embedded, forward, row_floor, value_changes
 from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
 from mmserve.decode.sampler import candidates
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.kv.reducer import Reducer, Reducing
+from mmserve.kv.reduction import reduction_of
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
@@ -57,6 +59,7 @@ class DiffusionDecoder:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
         self._sparse = sparse
         self._offered = offered or Offered.by(model)
+        self._reducer = Reducer(model.decoder, store, model.dtype)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
 
@@ -66,7 +69,7 @@ class DiffusionDecoder:
 
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
-        passes = [self._first_pass(p) for _request, p in batch]
+        passes = [self._watched(self._first_pass(p), p.reducing) for _request, p in batch]
         selection = self._sparse.prefill if self._sparse is not None else None
         logits = self._forward(passes, [begun.constrained for _request, begun in batch], selection)
         proposed = [
@@ -78,13 +81,15 @@ class DiffusionDecoder:
         results: list[Prefilled | None] = []
         for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
             begun.run += len(p.rows)
+            if begun.reducing is not None and p.observation is not None:
+                begun.reducing.absorb(p.observation)
             if found is None:
                 results.append(None)
                 continue
             p.canvas.count_forward()
             run = begun.run - begun.reused
-            beside = (begun.companion, begun.constrained, begun.deep)
-            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, *beside))
+            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing)
+            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *beside))
         return results
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
@@ -112,7 +117,10 @@ class DiffusionDecoder:
         if self._companion is not None:
             self._companion.draft(running)
         if running:
-            passes = [self._next_pass(d, rows) for d, rows in zip(running, self._rows(running), strict=True)]
+            passes = [
+                self._watched(self._next_pass(d, rows), d.prefilled.reducing)
+                for d, rows in zip(running, self._rows(running), strict=True)
+            ]
             selection = self._sparse.decode if self._sparse is not None else None
             logits = self._forward(passes, [d.constrained for d in running], selection)
             for d, p, mine in zip(running, passes, logits, strict=True):
@@ -121,6 +129,9 @@ class DiffusionDecoder:
                 d.canvas.count_forward()
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
+                d.prefilled.held = p.visible - p.evicted
+                if d.prefilled.reducing is not None and p.observation is not None:
+                    d.prefilled.reducing.absorb(p.observation)
         if self._companion is not None:
             self._companion.judge(batch)
         return [None] * len(batch)
@@ -145,7 +156,29 @@ class DiffusionDecoder:
         delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
         if reason == "length" and d.constrained is not None:
             reason = "end"  # a constrained answer is whole
-        return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason)
+        pages = self._reduced(d) if reason is None else None
+        return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason, pages)
+
+    def _watched(self, p: Pass, reducing: Reducing | None) -> Pass:
+        """``p`` of a request whose K/V are reduced: what it shows is noted, and rows lie where there is room now."""
+        if reducing is None:
+            return p
+        seen = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
+        return replace(p, evicted=reducing.evicted, observation=seen)
+
+    def _reduced(self, d: Decoding) -> int | None:
+        """Drop what the request's reduction says; how many pages it needs from now on, if fewer than it has."""
+        state, reducing = d.prefilled, d.prefilled.reducing
+        if reducing is None:
+            return None
+        next_place = int(d.canvas.rotary_positions(np.array([state.held + reducing.evicted])).flat[0])
+        state.held = self._reducer.reduce(reducing, state.pages, state.held, next_place)
+        left = d.canvas.size - state.held - reducing.evicted
+        pages = self._reducer.most_pages(reducing, state.held, left)
+        if pages >= len(state.pages):
+            return None
+        state.pages = state.pages[:pages]
+        return pages
 
     def _forward(
         self, passes: list[Pass], constrained: list[Constrained | None], selection: Selection | None
@@ -228,17 +261,15 @@ class DiffusionDecoder:
         constrained = admitted.begun(request) if admitted is not None else None
         if constrained is not None:
             constrained.prepare(canvas)
-        ids = canvas.tokens.copy()
-        ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
-        embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
-        deep = None
-        if encoded.features is not None:
-            deep = place_features(self.model, embeddings, encoded.image_rows, encoded.features)
+        embeddings, deep = embedded(self.model, canvas.tokens, encoded)
         reused = pages.shared * self.store.page_size
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
         commit = commit_policy(request, self._offered)
         begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused, deep=deep)
         begun.constrained = constrained
+        reduction = reduction_of(request)
+        if reduction is not None:
+            begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -289,7 +320,7 @@ class DiffusionDecoder:
 
     def _next_pass(self, d: Decoding, rows: np.ndarray) -> Pass:
         drafted = d.companion.drafted if d.companion is not None else None
-        if d.constrained is not None and self.model.spec.causal:
+        if d.constrained is not None and self.model.spec.causal and d.prefilled.reducing is None:
             drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
         p = d.prefilled
         return replace(self._pass(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)

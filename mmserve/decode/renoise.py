@@ -74,6 +74,11 @@ class CanvasDecoding:
         """None: see ``CanvasModel``."""
 
     @property
+    def held(self) -> int:
+        """Positions with K/V, which the network keeps itself."""
+        return self.read
+
+    @property
     def noise(self) -> Tensor:
         """Int64 ``[L]``: the tokens of the open canvas."""
         return torch.from_numpy(self.canvas.tokens[self.canvas.block()])

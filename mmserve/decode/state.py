@@ -16,6 +16,7 @@ from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.forward import DeepStack
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
+from mmserve.kv.reducer import Reducing
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Stepped:
     delta: str
     snapshot: Snapshot | None
     reason: str | None  # None = goes on; "end", "stop" or "length"
+    pages: int | None = None  # how many it needs from now on; None = all that it has
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Prefilling:
     companion: CompanionState | None = None  # for policies that ask for it
     constrained: Constrained | None = None
     deep: DeepStack | None = None
+    reducing: Reducing | None = None  # where K/V are to be dropped
 
 
 @dataclass
@@ -75,9 +78,11 @@ class Prefilled:
     embeddings: Tensor  # [N, D], current at every position
     candidates: Candidates
     recomputed: int  # token positions run through the model so far
+    held: int  # positions with K/V
     companion: CompanionState | None = None
     constrained: Constrained | None = None
     deep: DeepStack | None = None  # for policies that run the prompt again
+    reducing: Reducing | None = None
 
 
 @dataclass
@@ -107,6 +112,11 @@ class Decoding:
     def recomputed(self) -> int:
         """Token positions run through the model so far."""
         return self.prefilled.recomputed
+
+    @property
+    def held(self) -> int:
+        """Positions with K/V."""
+        return self.prefilled.held
 
     @property
     def constrained(self) -> Constrained | None:

@@ -14,8 +14,10 @@ from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.encode.visual import VISUAL, Media, Viewer, Visual
 from mmserve.errors import FailedPrecondition, InvalidArgument
+from mmserve.models.attended import shown_by
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 from mmserve.prune import pruner_of
@@ -33,6 +35,7 @@ class _Rows:
     span: int  # from where it begins to where the next piece does
     pruned: int  # rows that are gone
     visual: np.ndarray  # bool [rows]
+    grid: np.ndarray  # int64 [rows]: which grid (an image, a frame) each is a patch of; -1 = of none
     features: Tensor | None  # [visual rows, D]; None for text
     beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
 
@@ -44,6 +47,7 @@ class Encoder:
         self.model, self.max_tokens = model, max_tokens
         self.cache = cache or EncoderCache.of(EncoderCacheConfig())
         self._viewer = Viewer(model, media, self.cache)
+        self._look = PromptLook(model) if shown_by(model) and isinstance(model, LoadedModel) else None
 
     @torch.inference_mode()
     def encode(self, batch: list[Request]) -> list[Encoded]:
@@ -66,6 +70,7 @@ class Encoder:
         """The request's images and videos, in order; ``FailedPrecondition`` where a model cannot see them."""
         visions = [model.vision for model in self._models(request)]
         pruner, accompanied = pruner_of(request), len(visions) > 1
+        pruner = None if judged_by_decoder(pruner) else pruner
         found: list[Media] = []
         for path, part in _parts(request):
             match part:
@@ -95,11 +100,13 @@ class Encoder:
         ids = seen.ids_R[seen.places]
         visual = ids == VISUAL
         ids[visual] = placeholder
+        grid = np.full(len(ids), -1)
+        grid[visual] = seen.grid_K
         places, span = seen.places, len(seen.ids_R)
         if seen.where is not None:
             places, span = seen.where[:, places], int(seen.where[0, -1])
         pruned = len(seen.ids_R) - len(ids)
-        return _Rows(ids, places, span, pruned, visual, seen.tokens_KD, seen.beside_KD)
+        return _Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD)
 
     def _splice(self, request: Request, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
@@ -130,11 +137,13 @@ class Encoder:
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
-        self._check_length(request, len(spliced), starts[-1])
+        pruner, amount = pruner_of(request), request.vision.amount
+        looks = judged_by_decoder(pruner) and bool(media)
+        self._check_length(request, 0 if looks else len(spliced), starts[-1])
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
-        return Encoded(
+        encoded = Encoded(
             spliced,
             visual,
             torch.cat(features) if features else None,
@@ -142,6 +151,10 @@ class Encoder:
             _places(pieces, starts),
             sum(piece.pruned for piece in pieces),
         )
+        if looks and self._look is not None and pruner is not None and amount is not None:
+            encoded = self._look.prune(encoded, _grids(pieces), pruner, amount, request.sampling.max_new_tokens)
+            self._check_length(request, len(encoded.ids), int(starts[-1]))
+        return encoded
 
     def _prompt(self, request: Request) -> list[int]:
         chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
@@ -171,7 +184,7 @@ def _parts(request: Request) -> Iterator[tuple[str, Part]]:
 
 def _text_rows(ids: np.ndarray) -> _Rows:
     count = len(ids)
-    return _Rows(ids, np.arange(count), count, 0, np.zeros(count, dtype=bool), None)
+    return _Rows(ids, np.arange(count), count, 0, np.zeros(count, dtype=bool), np.full(count, -1), None)
 
 
 def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
@@ -184,6 +197,16 @@ def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
     parts = [start + piece.places for start, piece in zip(starts, pieces, strict=False)]
     axes = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array(starts[-1:]))], axis=-1)
+
+
+def _grids(pieces: list[_Rows]) -> list[list[np.ndarray]]:
+    """Of each image and clip, the rows of the prompt that are the patches of each of its grids."""
+    starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)])
+    return [
+        [start + np.flatnonzero(piece.grid == i) for i in range(int(piece.grid.max()) + 1)]
+        for start, piece in zip(starts, pieces, strict=False)
+        if piece.features is not None
+    ]
 
 
 def _content(part: Part) -> dict[str, str]:

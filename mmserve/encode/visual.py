@@ -52,6 +52,7 @@ class Visual:
     tokens_KD: Tensor
     ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` where a visual token stands
     places: np.ndarray  # int64, ascending: which rows pruning left, all text among them
+    grid_K: np.ndarray  # int64: which grid of patches a token is of; -1 = none, such as a class token or a separator
     beside_KD: Tensor | None  # the companion's, in the same places
     where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None where positions have one axis
 
@@ -126,7 +127,8 @@ class Viewer:
         ]
         beside = tokens[1] if len(tokens) > 1 else None
         where = entry["where"].numpy() if "where" in entry else None
-        return Visual(tokens[0], entry["ids"].numpy(), entry["places"].numpy(), beside, where)
+        ids, places, grid = (entry[name].numpy() for name in ("ids", "places", "grid"))
+        return Visual(tokens[0], ids, places, grid, beside, where)
 
     def _make(self, items: list[Media]) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
@@ -187,7 +189,7 @@ class Viewer:
         tokens, chosen = _pruned(own, plans)
         left = ids != VISUAL
         left[(ids == VISUAL).nonzero().flatten()[chosen]] = True
-        entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten()}
+        entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten(), "grid": _grid_of(own)[chosen]}
         if self._axes > 1:
             assert own.coordinates is not None
             entry["where"] = axis_places(ids == VISUAL, own.coordinates)
@@ -210,10 +212,10 @@ def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int
     ``kinds``: type and width of the tokens of each model that looked; ``axes`` of a position.
     """
     token_names = ("tokens", "beside")[: len(kinds)]
-    if set(entry) != {"ids", "places", *token_names, *(["where"] if axes > 1 else [])}:
+    if set(entry) != {"ids", "places", "grid", *token_names, *(["where"] if axes > 1 else [])}:
         return False
-    ids, places = entry["ids"], entry["places"]
-    if any(t.dtype != torch.int64 or t.dim() != 1 for t in (ids, places)) or bool((ids < VISUAL).any()):
+    ids, places, grid = entry["ids"], entry["places"], entry["grid"]
+    if any(t.dtype != torch.int64 or t.dim() != 1 for t in (ids, places, grid)) or bool((ids < VISUAL).any()):
         return False
     if axes > 1 and not _are_places(entry["where"], axes, len(ids)):
         return False
@@ -222,6 +224,8 @@ def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int
     left = ids[places]
     kept = int((left == VISUAL).sum())
     if len(left) - kept != int((ids != VISUAL).sum()):
+        return False
+    if grid.shape != (kept,) or bool((grid < -1).any()):
         return False
     tokens = [entry[name] for name in token_names]
     return all(t.dtype == dtype and t.shape == (kept, width) for t, (dtype, width) in zip(tokens, kinds, strict=True))
@@ -252,6 +256,14 @@ def _ids(picture: Picture, tokenizer: PreTrainedTokenizerBase) -> Tensor:
             case ids:
                 row += ids
     return torch.tensor(row, dtype=torch.int64)
+
+
+def _grid_of(picture: Picture) -> Tensor:
+    """Which grid each token of a picture is a patch of (int64 ``[n]``); -1 = of none."""
+    of = torch.full((len(picture.tokens),), -1)
+    for i, grid in enumerate(picture.grids):
+        of[grid.patches] = i
+    return of
 
 
 def _pruned(picture: Picture, plans: Sequence[Plan] | None) -> tuple[Tensor, Tensor]:

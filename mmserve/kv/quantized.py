@@ -15,7 +15,7 @@ from mmserve_kernels.dispatch import pick
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 from torch import Tensor
 
-from mmserve.kv.store import KVStore, Read
+from mmserve.kv.store import KVStore, Observe, Read
 from mmserve.models.decoder import Attend, DecoderConfig
 
 
@@ -52,10 +52,10 @@ class QuantizedStore(KVStore):
         unique, which = pages.unique(return_inverse=True)
         return dequantize(self._layers[layer][1].select(unique)).to(self._dtype)[which, place]
 
-    def attend(self, ragged: Ragged, read: Read | None = None) -> Attend:
+    def attend(self, ragged: Ragged, read: Read | None = None, observe: Observe | None = None) -> Attend:
         """As ``KVStore.attend``: fresh keys and values are rotated, quantised and written, then all are read."""
-        if read is not None:
-            raise ValueError("sparse attention reads pages at full precision: build a KVStore for it")
+        if read is not None or observe is not None:
+            raise ValueError("sparse attention and reductions read pages at full precision: build a KVStore for them")
         count = len(ragged.slots)
         whole = -(-count // self.page_size)
         filled = (count - torch.arange(whole, device=self.device) * self.page_size).clamp(max=self.page_size)

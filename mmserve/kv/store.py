@@ -17,6 +17,8 @@ from mmserve.models.decoder import Attend, DecoderConfig
 
 #: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: attention of a pass over the pages.
 Read = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+#: ``observe(layer, q[T, H, K], rotated[T, H, K])`` of the rows of a batch.
+Observe = Callable[[int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -107,18 +109,21 @@ class KVStore:
         rows: Tensor = self._cached_attention(q_THK, k_PSGK, v_PSGK, ragged)
         return rows
 
-    def attend(self, ragged: Ragged, read: Read | None = None) -> Attend:
+    def attend(self, ragged: Ragged, read: Read | None = None, observe: Observe | None = None) -> Attend:
         """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's,
         or what ``read`` does.
 
-        Rows past the batch (padding) take part in nothing and come back as zeros.
+        Rows past the batch (padding) take part in nothing and come back as zeros. ``observe`` is shown each layer's
+        queries, before and after rotation, once their keys are written.
         """
         count = len(ragged.slots)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
-            fresh = (x[:count] for x in (q, k, v, cos, sin))
+            fresh = [x[:count] for x in (q, k, v, cos, sin)]
             rotated = self._rope_scatter(*fresh, keys, values, ragged.slots)
+            if observe is not None:
+                observe(layer, fresh[0], rotated)
             rows = read(layer, rotated, keys, values) if read else self.dense(rotated, keys, values, ragged)
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmserve.kv.pool import PagePool
 
@@ -30,6 +30,11 @@ class PageTable:
         except ValueError:
             pool.release(shared)
             raise
+
+    def trimmed(self, pool: PagePool, count: int) -> PageTable:
+        """The first ``count`` pages; the others are given back."""
+        pool.release(self.ids[count:])
+        return replace(self, ids=self.ids[:count])
 
     def publish(self, pool: PagePool, computed: int | None) -> None:
         """Publish those of the first ``computed`` pages (None = all) that have a key."""

@@ -10,9 +10,11 @@ from mmserve.errors import InvalidArgument
 from mmserve.prune.base import Evidence, Pruner
 from mmserve.prune.cls_attention import ClsAttention
 from mmserve.prune.column_attention import ColumnAttention
+from mmserve.prune.fastv import FastV
 from mmserve.prune.hired import Hired
 from mmserve.prune.mustdrop import MustDrop
 from mmserve.prune.random import Random
+from mmserve.prune.redvtp import RedVtp
 from mmserve.prune.resize import Resize
 from mmserve.prune.tome import ToMe
 from mmserve.prune.visionzip import VisionZip
@@ -28,11 +30,13 @@ PRUNERS: dict[str, Callable[..., Pruner]] = {
     "tome": ToMe,
     "column_attention": ColumnAttention,
     "zipvl": ZipVl,
+    "fastv": FastV,
+    "redvtp": RedVtp,
 }
 
 
 def pruners_for(evidence: frozenset[Evidence]) -> tuple[str, ...]:
-    """Names of the pruners that a tower which can show ``evidence`` can serve, ``none`` first."""
+    """Names of the pruners that a model which can show ``evidence`` can serve, ``none`` first."""
     return ("none", *(name for name, kind in PRUNERS.items() if kind().needs <= evidence))
 
 

@@ -19,13 +19,20 @@ from mmserve.core.request import Amount
 
 
 class Evidence(Enum):
-    """What a vision tower can show of its patches, all in fp32. "Its layer" is the one that made the features."""
+    """What a model can show of its patches, all in fp32: its tower, whose layer is the one that made the features,
+    or its decoder, of the whole prompt (``OF_DECODER``)."""
 
     CLS_ROW = auto()  # [n]: how much the class token of its layer attends to each, mean over heads
     FIRST_CLS_ROW = auto()  # [n]: the same of the first layer
     COLUMN_MEANS = auto()  # [n]: how much all positions of its layer attend to each, mean over positions and heads
     KEYS = auto()  # [n, C]: keys of its layer, the heads side by side
     FIRST_FEATURES = auto()  # [n, C]: what the first layer made
+    LAST_ROW = auto()  # [n]: how much the prompt's last token attends to each in the decoder's second layer
+    MASK_ROWS = auto()  # [n]: how much the masked answer attends to each in the decoder's middle layer
+
+
+#: What is known only when the prompt is whole. Means over heads, and over rows where there are several.
+OF_DECODER = frozenset({Evidence.LAST_ROW, Evidence.MASK_ROWS})
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,16 @@ def by_scores(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
     else:
         kept = counts([len(s) for s in scores], amount)
     return [best(s, k) for s, k in zip(scores, kept, strict=True)]
+
+
+def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
+    """The best patches of all grids together, as many as a ``SCORED`` amount says: frames without any may be left."""
+    joined = torch.cat(list(scores))
+    count = mass_count(joined, amount.value) if amount.name == "attention_mass" else total_count([len(joined)], amount)
+    chosen = best(joined, count).places
+    ends = torch.tensor([len(s) for s in scores]).cumsum(0).tolist()
+    starts = [0, *ends]
+    return [Plan(chosen[(chosen >= start) & (chosen < end)] - start) for start, end in zip(starts, ends, strict=False)]
 
 
 def averaged(groups: Tensor, places: Tensor) -> Plan:

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from mmserve.core.request import Amount
-from mmserve.prune.base import Evidence, Look, Plan, best, mass_count
+from mmserve.prune.base import Evidence, Look, Plan, best_together
 
 
 @dataclass(frozen=True)
@@ -23,11 +21,4 @@ class ZipVl:
     amounts: ClassVar[frozenset[str]] = frozenset({"attention_mass"})
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
-        scores = [look[Evidence.COLUMN_MEANS] for look in looks]
-        chosen = best(torch.cat(scores), mass_count(torch.cat(scores), amount.value)).places
-        plans, start = [], 0
-        for own in scores:
-            mine = chosen[(chosen >= start) & (chosen < start + len(own))]
-            plans.append(Plan(mine - start))
-            start += len(own)
-        return plans
+        return best_together([look[Evidence.COLUMN_MEANS] for look in looks], amount)

@@ -72,6 +72,7 @@ def to_request(
         vision=asked_vision(message.vision),
         streaming=_streaming(message.stream),
         constraint=asked_constraint(message),
+        kv_reduction=chosen_policy(message.kv_reduction, "policy"),
         deadline=deadline,
     )
 
@@ -118,6 +119,7 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
             recompute_policies=info.recompute_policies,
             commit_policies=info.commit_policies,
             pruners=info.pruners,
+            kv_reductions=info.kv_reductions,
         ),
         limits=model_pb2.ModelLimits(
             max_tokens=info.max_tokens,
@@ -169,6 +171,7 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         dtype=message.dtype,
         device=message.device,
         kernels=dict(message.kernels),
+        kv_reductions=tuple(message.capabilities.kv_reductions),
     )
 
 
@@ -187,6 +190,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
         *_wrong_answer(message, info),
         *wrong_constraint(message),
         *wrong_vision(message.vision),
+        *_wrong_reduction(message),
     ):
         yield FieldViolation(field, description)
 
@@ -279,6 +283,12 @@ def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
         yield "diffusion.early_commit.answer_length", f"must end within the {canvas} tokens of the canvas"
 
 
+def _wrong_reduction(message: pb.GenerateRequest) -> Wrong:
+    if message.HasField("kv_reduction") and message.kv_reduction.WhichOneof("policy") is None:
+        yield "kv_reduction", "must have a policy"
+    yield from wrong_policy(message.kv_reduction, "policy", "kv_reduction")
+
+
 def _set(message: ProtoMessage, field: str) -> bool:
     return message.HasField(field)
 
@@ -350,6 +360,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             completion_tokens=event.usage.completion_tokens,
             cached_tokens=event.usage.cached_tokens,
             visual_tokens_before=event.usage.visual_tokens_before,
+            kv_positions=event.usage.kv_positions,
         ),
         forwards=event.forwards,
         tokens_per_forward=event.tokens_per_forward,
@@ -387,6 +398,7 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
             usage.completion_tokens,
             usage.cached_tokens,
             usage.visual_tokens_before,
+            usage.kv_positions,
         ),
         forwards=message.forwards,
         recomputed_tokens=message.recomputed_tokens,

@@ -136,6 +136,42 @@ class EarlyCommit:
     base: BaseCommit | None = None
 
 
+@dataclass(frozen=True)
+class HeavyHitters:
+    """H2O (arXiv 2306.14048): of ``budget`` K/V positions the ``recent`` share are the latest, the others those that
+    drew the most attention."""
+
+    budget: int
+    recent: float = 0.5
+
+
+@dataclass(frozen=True)
+class ExpectedAttention:
+    """``budget`` K/V positions: the first ``sinks``, and those that queries at the next ``future`` positions are
+    expected to attend to most (arXiv 2510.00636)."""
+
+    budget: int
+    sinks: int = 4
+    future: int = 512
+
+
+@dataclass(frozen=True)
+class SinkWindow:
+    """StreamingLLM (arXiv 2309.17453): ``budget`` K/V positions, the first ``sinks`` and the latest."""
+
+    budget: int
+    sinks: int = 4
+
+
+@dataclass(frozen=True)
+class VisualCache:
+    """Of the visual K/V positions the ``budget`` that the first ``outputs`` answer tokens attended to most, and all
+    others (MustDrop, arXiv 2411.10803)."""
+
+    budget: int
+    outputs: int = 4
+
+
 Recompute = (
     Literal["none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive", "block", "last"]
     | DkvDecode
@@ -160,6 +196,7 @@ Commit = (
     | DraftModel
     | Scheduler
 )
+KvReduction = HeavyHitters | ExpectedAttention | SinkWindow | VisualCache
 Pruner = Literal[
     "none",
     "random",
@@ -171,6 +208,8 @@ Pruner = Literal[
     "tome",
     "column_attention",
     "zipvl",
+    "fastv",
+    "redvtp",
 ]
 #: Policies with numbers, and the names that they go by without.
 _POLICIES: dict[type, str] = {
@@ -188,6 +227,10 @@ _POLICIES: dict[type, str] = {
     Guided: "guided",
     DraftModel: "draft_model",
     Scheduler: "scheduler",
+    HeavyHitters: "heavy_hitters",
+    ExpectedAttention: "expected_attention",
+    SinkWindow: "sink_window",
+    VisualCache: "visual_cache",
 }
 #: Policies whose message goes by another name.
 _POLICY_FIELDS = {"none": "no_cache"}

@@ -52,7 +52,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     VISION_FIELD_NUMBER: _ClassVar[int]
+    KV_REDUCTION_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
@@ -67,7 +68,8 @@ class GenerateRequest(_message.Message):
     stream: StreamOptions
     constraint: Constraint
     vision: VisionParams
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ...) -> None: ...
+    kv_reduction: KvReduction
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "sampling", "scaffold")
@@ -386,7 +388,7 @@ class DraftModel(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class VisionParams(_message.Message):
-    __slots__ = ("none", "random", "resize", "cls_attention", "hired", "visionzip", "mustdrop", "tome", "column_attention", "zipvl", "keep_ratio", "token_budget", "attention_mass")
+    __slots__ = ("none", "random", "resize", "cls_attention", "hired", "visionzip", "mustdrop", "tome", "column_attention", "zipvl", "fastv", "redvtp", "keep_ratio", "token_budget", "attention_mass")
     NONE_FIELD_NUMBER: _ClassVar[int]
     RANDOM_FIELD_NUMBER: _ClassVar[int]
     RESIZE_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +399,8 @@ class VisionParams(_message.Message):
     TOME_FIELD_NUMBER: _ClassVar[int]
     COLUMN_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     ZIPVL_FIELD_NUMBER: _ClassVar[int]
+    FASTV_FIELD_NUMBER: _ClassVar[int]
+    REDVTP_FIELD_NUMBER: _ClassVar[int]
     KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
@@ -410,10 +414,12 @@ class VisionParams(_message.Message):
     tome: ToMe
     column_attention: ColumnAttention
     zipvl: ZipVl
+    fastv: FastV
+    redvtp: RedVtp
     keep_ratio: float
     token_budget: int
     attention_mass: float
-    def __init__(self, none: _Optional[_Union[Unpruned, _Mapping]] = ..., random: _Optional[_Union[RandomPruner, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., cls_attention: _Optional[_Union[ClsAttention, _Mapping]] = ..., hired: _Optional[_Union[Hired, _Mapping]] = ..., visionzip: _Optional[_Union[VisionZip, _Mapping]] = ..., mustdrop: _Optional[_Union[MustDrop, _Mapping]] = ..., tome: _Optional[_Union[ToMe, _Mapping]] = ..., column_attention: _Optional[_Union[ColumnAttention, _Mapping]] = ..., zipvl: _Optional[_Union[ZipVl, _Mapping]] = ..., keep_ratio: _Optional[float] = ..., token_budget: _Optional[int] = ..., attention_mass: _Optional[float] = ...) -> None: ...
+    def __init__(self, none: _Optional[_Union[Unpruned, _Mapping]] = ..., random: _Optional[_Union[RandomPruner, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., cls_attention: _Optional[_Union[ClsAttention, _Mapping]] = ..., hired: _Optional[_Union[Hired, _Mapping]] = ..., visionzip: _Optional[_Union[VisionZip, _Mapping]] = ..., mustdrop: _Optional[_Union[MustDrop, _Mapping]] = ..., tome: _Optional[_Union[ToMe, _Mapping]] = ..., column_attention: _Optional[_Union[ColumnAttention, _Mapping]] = ..., zipvl: _Optional[_Union[ZipVl, _Mapping]] = ..., fastv: _Optional[_Union[FastV, _Mapping]] = ..., redvtp: _Optional[_Union[RedVtp, _Mapping]] = ..., keep_ratio: _Optional[float] = ..., token_budget: _Optional[int] = ..., attention_mass: _Optional[float] = ...) -> None: ...
 
 class Unpruned(_message.Message):
     __slots__ = ()
@@ -454,6 +460,60 @@ class ColumnAttention(_message.Message):
 class ZipVl(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class FastV(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RedVtp(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KvReduction(_message.Message):
+    __slots__ = ("heavy_hitters", "expected_attention", "sink_window", "visual_cache")
+    HEAVY_HITTERS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    SINK_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    VISUAL_CACHE_FIELD_NUMBER: _ClassVar[int]
+    heavy_hitters: HeavyHitters
+    expected_attention: ExpectedAttention
+    sink_window: SinkWindow
+    visual_cache: VisualCache
+    def __init__(self, heavy_hitters: _Optional[_Union[HeavyHitters, _Mapping]] = ..., expected_attention: _Optional[_Union[ExpectedAttention, _Mapping]] = ..., sink_window: _Optional[_Union[SinkWindow, _Mapping]] = ..., visual_cache: _Optional[_Union[VisualCache, _Mapping]] = ...) -> None: ...
+
+class HeavyHitters(_message.Message):
+    __slots__ = ("budget", "recent")
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    budget: int
+    recent: float
+    def __init__(self, budget: _Optional[int] = ..., recent: _Optional[float] = ...) -> None: ...
+
+class ExpectedAttention(_message.Message):
+    __slots__ = ("budget", "sinks", "future")
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
+    FUTURE_FIELD_NUMBER: _ClassVar[int]
+    budget: int
+    sinks: int
+    future: int
+    def __init__(self, budget: _Optional[int] = ..., sinks: _Optional[int] = ..., future: _Optional[int] = ...) -> None: ...
+
+class SinkWindow(_message.Message):
+    __slots__ = ("budget", "sinks")
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
+    budget: int
+    sinks: int
+    def __init__(self, budget: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
+
+class VisualCache(_message.Message):
+    __slots__ = ("budget", "outputs")
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    budget: int
+    outputs: int
+    def __init__(self, budget: _Optional[int] = ..., outputs: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
     __slots__ = ("deltas", "snapshots", "tokens")
@@ -570,18 +630,20 @@ class CommittedToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before")
+    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before", "kv_positions")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    KV_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     visual_tokens: int
     completion_tokens: int
     cached_tokens: int
     visual_tokens_before: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., visual_tokens_before: _Optional[int] = ...) -> None: ...
+    kv_positions: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., visual_tokens_before: _Optional[int] = ..., kv_positions: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("queue_ms", "encode_ms", "prefill_ms", "decode_ms", "total_ms", "first_token_ms")

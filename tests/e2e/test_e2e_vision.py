@@ -29,7 +29,7 @@ def scene(seed: int) -> bytes:
 
 def test_pruners_of_the_bundled_model(server: Running) -> None:
     info = server.client.describe()
-    assert info.pruners[0] == "none" and len(info.pruners) == 10
+    assert info.pruners[0] == "none" and len(info.pruners) == 12
     plain = server.client.generate(QUESTIONS[0], images=[scene(1)], max_new_tokens=8)
     assert (plain.usage.visual_tokens, plain.usage.visual_tokens_before) == (81, 81)
     for pruner in info.pruners[1:]:
@@ -92,12 +92,18 @@ def test_the_vision_benchmark(
     assert main(["bench", "vision", *given, "--plot", str(plot)]) == 0
     report = json.loads(capsys.readouterr().out)
     whole, *rows = report["rows"]
-    assert (report["bench"], whole["pruner"], whole["visual_tokens"], len(rows)) == ("vision", "none", 81.0, 9)
+    assert (report["bench"], whole["pruner"], whole["visual_tokens"], len(rows)) == ("vision", "none", 81.0, 11)
     for row in rows:
         assert row["visual_tokens"] == 41 or row["pruner"] in ("resize", "mustdrop", "zipvl")
         assert row["kv_bytes"] < whole["kv_bytes"] and 0 <= row["accuracy"] <= 1
     assert report["again"]["encoded"] == report["again"]["pictures"] == 2
     assert plot.read_bytes().startswith(b"\x89PNG")
+    given = ("--limit", "2", "--tasks", "what", "--model", "bundled-causal", "--concurrent", "2", "--json")
+    assert main(["bench", "vision", *given, "--pruners", "heavy_hitters,visual_cache,fastv"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["pruner"] for row in report["rows"]] == ["none", "fastv"]
+    assert [row["kv_reduction"] for row in report["kv_reductions"]] == ["heavy_hitters", "visual_cache"]
+    assert all(row["kv_positions"] < row["kv_positions_unreduced"] for row in report["kv_reductions"])
     assert main(["bench", "vision", "--tasks", "arithmetic"]) == 1
     assert "no task about one picture is called 'arithmetic'" in capsys.readouterr().err
 
@@ -112,8 +118,8 @@ def with_cache(**cache: int) -> Config:
 
 @pytest.fixture(scope="module")
 def entry_bytes() -> int:
-    """What one image of the bundled model takes: 81 tokens of 256 numbers, their places, and three counts."""
-    return 81 * 256 * 4 + 81 * 8 + 3 * 8
+    """What one image of the bundled model takes: 81 tokens of 256 numbers, their places and kind, three counts."""
+    return 81 * 256 * 4 + 81 * 8 + 81 + 3 * 8
 
 
 def storm(server: Running, *, requests: int, images: int, clients: int, bound: int) -> list[str]:

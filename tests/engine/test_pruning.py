@@ -93,7 +93,7 @@ def test_fewer_tokens_take_fewer_pages(bench: Make) -> None:
 def test_prefix_pages_are_shared_by_those_pruned_alike(bench: Make, causal: LoadedModel) -> None:
     images, last = tuple(map(picture, range(6))), Policy(name="last")
     long = {"images": images, "recompute": last, "max_new_tokens": 8}
-    requests = [ask("plain", **long), *[pruned(ask(n, **long), n) for n in ("cls_attention", "random", "tome")]]
+    requests = [ask("plain", **long), *[pruned(ask(n, **long), n) for n in ("cls_attention", "random", "fastv")]]
     cold = bench(causal, prefix_cache=False)
     expected = [(d := cold.ask(r)).text for r in requests]
     assert d.usage.cached_tokens == 0
@@ -106,7 +106,14 @@ def test_prefix_pages_are_shared_by_those_pruned_alike(bench: Make, causal: Load
     assert len(set(expected)) > 2
 
 
-@pytest.mark.parametrize("name", ["cls_attention", "tome", "resize"])
+@pytest.mark.parametrize("chunk", [3, 8])
+def test_a_pruned_prompt_may_come_in_chunks(bench: Make, causal: LoadedModel, chunk: int) -> None:
+    request = pruned(ask("r", images=tuple(map(picture, range(4))), recompute=Policy(name="last")), "fastv")
+    whole = bench(causal).ask(request)
+    assert told(bench(causal, prefill_tokens=chunk).ask(request))[:3] == told(whole)[:3]
+
+
+@pytest.mark.parametrize("name", ["cls_attention", "tome", "resize", "fastv"])
 def test_a_companion_sees_the_same_places(bench: Make, causal: LoadedModel, name: str) -> None:
     """Greedy speculation says what the model says alone, pruned or not."""
     b = bench(causal)
@@ -127,10 +134,14 @@ def test_a_clip_is_pruned_frame_by_frame(bench: Make) -> None:
         assert whole.usage.prompt_tokens - less.usage.prompt_tokens == 16 - less.usage.visual_tokens
 
 
-def test_what_cannot_be_asked_of_a_model_is_refused_at_once(bench: Make, text_model: LoadedModel) -> None:
+def test_what_cannot_be_asked_of_a_model_is_refused_at_once(
+    bench: Make, text_model: LoadedModel, causal: LoadedModel
+) -> None:
     b = bench()
     with pytest.raises(InvalidArgument, match="there is no pruner 'x'"):
         b.submit(pruned(ask("r"), "x"))
+    with pytest.raises(Unimplemented, match="has no pruner 'redvtp'; it has none, random"):
+        bench(causal).submit(pruned(ask("r", recompute=Policy(name="last")), "redvtp"))
     with pytest.raises(Unimplemented, match="model 'tiny' has no pruner 'random'; it takes no images"):
         bench(text_model).submit(pruned(ask("r"), "random"))
     blind = tiny_model(vision=True)
@@ -138,7 +149,8 @@ def test_what_cannot_be_asked_of_a_model_is_refused_at_once(bench: Make, text_mo
     blind.vision.get_submodule("tower.embeddings").class_embedding = None  # as a tower that has none
     del blind.vision.get_submodule("tower.embeddings").class_embedding
     made = bench(blind)
-    assert made.engine.info.pruners == ("none", "random", "resize", "tome", "column_attention", "zipvl")
+    served = ("none", "random", "resize", "tome", "column_attention", "zipvl", "fastv", "redvtp")
+    assert made.engine.info.pruners == served
     with pytest.raises(Unimplemented, match="has no pruner 'cls_attention'; it has none, random"):
         made.submit(pruned(ask("r"), "cls_attention"))
 
@@ -168,7 +180,7 @@ def test_two_engines_with_one_cache_encode_an_image_once(
 
 @pytest.mark.parametrize("images", [0, 1, 3, 50])
 def test_a_small_cache_answers_as_a_large_one(bench: Make, shared: Callable[[int], EncoderCache], images: int) -> None:
-    large, size = bench(), 4 * 64 * 4 + 4 * 8 + 4 * 8
+    large, size = bench(), 4 * 64 * 4 + 4 * 8 + 4 * 8 + 4 * 8
     cache = shared(images * size)
     small = bench(cache=cache)
     requests = [ask(f"r{i}", images=(picture(i % 5), picture(i % 7)), max_new_tokens=4) for i in range(20)]

@@ -37,6 +37,7 @@ def test_public_names() -> None:
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
     commit += ["DraftModel", "Guided", "Scheduler"]
+    commit += ["ExpectedAttention", "HeavyHitters", "SinkWindow", "VisualCache"]
     others = ["AsyncClient", "Client", "ModelInfo", "Result"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *others])
 

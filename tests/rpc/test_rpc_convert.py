@@ -371,11 +371,27 @@ def test_pruners_and_their_amounts() -> None:
         assert wrong(vision={"random": {}, **amount}) == [f"vision.{next(iter(amount))}"]
 
 
+def test_reductions_and_their_numbers() -> None:
+    assert build().kv_reduction is None
+    found = build(kv_reduction={"heavy_hitters": {"budget": 9, "recent": 0.0}}).kv_reduction
+    assert found == Policy(name="heavy_hitters", options={"budget": 9, "recent": 0.0})
+    found = build(kv_reduction={"visual_cache": {"budget": 2}}).kv_reduction
+    assert found == Policy(name="visual_cache", options={"budget": 2})
+    assert wrong(kv_reduction={}) == ["kv_reduction"]
+    for name, field, value in (
+        ("heavy_hitters", "recent", 1.5),
+        ("expected_attention", "future", 0),
+        ("expected_attention", "future", 1 << 17),
+        ("visual_cache", "outputs", 0),
+    ):
+        assert wrong(kv_reduction={name: {"budget": 9, field: value}}) == [f"kv_reduction.{name}.{field}"]
+
+
 EVENTS = [
     Admitted(3),
     Snapshot("a▒", 1, 2, 1),
     Delta("é"),
-    Finished("stop", "é", Usage(5, 2, 4, 3, 9), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
+    Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
     Finished(
         "end",

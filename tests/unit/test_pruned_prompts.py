@@ -30,6 +30,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.kv.prefix import page_keys
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
+from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import pruners_for
@@ -126,8 +127,9 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     if model.spec.video_id is not None:
         parts.append(VideoPart(FILE))
     request, encode = show(*parts), encoder(model).encode
-    names = pruners_for(model.vision.evidence)[1:]
-    assert len(names) == (9 if layout not in CLASSLESS else 5)
+    names = pruners_for(model.vision.evidence | shown_by(model))[1:]
+    judged_late = {Attention.CAUSAL: 1, Attention.FULL: 2, Attention.PREFIX: 0}[model.spec.attention]
+    assert len(names) == (9 if layout not in CLASSLESS else 5) + judged_late
     for name in names:
         [full], [left] = encode([request]), encode([pruned(request, name)])
         assert len(left.ids) < len(full.ids), name
@@ -138,10 +140,11 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
         assert (renumbered - theirs).abs().max() > 1e-3, "positions do matter"
 
 
-def test_separators_stay_and_places_are_those_of_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["random", "redvtp"])
+def test_separators_stay_and_places_are_those_of_before(tmp_path: Path, name: str) -> None:
     model, _oracle = LAYOUTS["llada-v with separators"](tmp_path)
     request = show(ImagePart(picture(1)), VideoPart(FILE))
-    [full], [left] = (encoder(model).encode([r]) for r in (request, pruned(request, "random")))
+    [full], [left] = (encoder(model).encode([r]) for r in (request, pruned(request, name)))
     assert left.places is not None and left.places[-1] == len(full.ids)
     assert np.array_equal(full.ids[left.places[:-1]], left.ids)
     assert full.features is not None and left.features is not None
@@ -182,10 +185,14 @@ def test_lengths_count_what_is_left_and_positions_what_was() -> None:
     tight = Encoder(model, MediaConfig(), max_tokens=len(full.ids) + 5)
     with pytest.raises(InvalidArgument, match="exceed the limit"):
         tight.encode([request])
-    assert len(tight.encode([pruned(request, "random")])[0].ids) == len(full.ids) - 8
+    for name in ("random", "fastv"):
+        assert len(tight.encode([pruned(request, name)])[0].ids) == len(full.ids) - 8
+        with pytest.raises(InvalidArgument, match="exceed the limit"):
+            tight.encode([pruned(request, name, Amount("token_budget", 4))])
     short = replace(model, spec=replace(model.spec, max_tokens=len(full.ids) + 5))
-    with pytest.raises(InvalidArgument, match=r"\(before pruning\)"):
-        encoder(short).encode([pruned(request, "random")])
+    for name in ("random", "fastv"):
+        with pytest.raises(InvalidArgument, match=r"\(before pruning\)"):
+            encoder(short).encode([pruned(request, name)])
 
 
 def test_pages_are_shared_only_by_prompts_pruned_alike() -> None:

@@ -47,6 +47,8 @@ def look(rows: int, columns: int, seed: int = 0) -> Look:
             Evidence.CLS_ROW: torch.rand(n, generator=generator) / n,
             Evidence.FIRST_CLS_ROW: torch.rand(n, generator=generator) / n,
             Evidence.COLUMN_MEANS: torch.rand(n, generator=generator) / n,
+            Evidence.LAST_ROW: torch.rand(n, generator=generator) / n,
+            Evidence.MASK_ROWS: torch.rand(n, generator=generator) / n,
             Evidence.KEYS: torch.randn(n, 8, generator=generator),
             Evidence.FIRST_FEATURES: torch.randn(n, 8, generator=generator) + 1,
         },

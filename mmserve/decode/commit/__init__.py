@@ -49,6 +49,8 @@ DIFFUSION_COMMIT = (
 )
 #: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
 CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram", "draft_model")
+#: Those that draft: of the positions they run some may be run again with other tokens.
+DRAFTING = frozenset({"ngram", "draft_model"})
 #: Where open positions hold random tokens, each step accepts some and draws the rest anew (``decode/renoising.py``).
 RENOISING_COMMIT = ("entropy_bound",)
 #: Policies for which the model needs a companion.
@@ -64,6 +66,7 @@ __all__ = [
     "CAUSAL_COMMIT",
     "COMMIT",
     "DIFFUSION_COMMIT",
+    "DRAFTING",
     "FILTERED",
     "RENOISING_COMMIT",
     "UNPENALISED",

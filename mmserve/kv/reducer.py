@@ -1,0 +1,207 @@
+"""Reductions of K/V at work: what they ask for is noted in each pass, and what they drop leaves the store.
+
+Shapes in names: R rows of a pass, L positions held, N of them that stay, G key/value heads, H query heads, K head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.dispatch import pick
+from torch import Tensor
+
+from mmserve.kv.pool import pages_for
+from mmserve.kv.reduction.base import Held, LayerView, Reduction, Signal
+from mmserve.kv.store import KVStore
+from mmserve.models.decoder import Decoder
+
+
+@dataclass
+class LayerNotes:
+    """What is known of one layer of a request."""
+
+    kept_GN: Tensor  # int64: the positions that the last reduction left, in their order; those since then follow
+    dropped: int = 0  # positions, in all reductions
+    attention_GL: Tensor | None = None  # fp32
+    queries: int = 0  # noted
+    query_sum_HK: Tensor | None = None  # fp64, and
+    query_products_HKK: Tensor | None = None
+
+    def add_attention(self, sums_GL: Tensor) -> None:
+        """Add what one pass gave to each position held; positions that are new begin with it."""
+        old = self.attention_GL
+        self.attention_GL = sums_GL if old is None else sums_GL + F.pad(old, (0, sums_GL.shape[1] - old.shape[1]))
+
+    def add_queries(self, q_RHK: Tensor) -> None:
+        """Note the queries of one pass, before rotation."""
+        q_HRK = q_RHK.double().transpose(0, 1)
+        first, second = q_HRK.sum(1), q_HRK.mT @ q_HRK
+        if self.query_sum_HK is not None and self.query_products_HKK is not None:
+            first, second = first + self.query_sum_HK, second + self.query_products_HKK
+        self.queries, self.query_sum_HK, self.query_products_HKK = self.queries + q_HRK.shape[1], first, second
+
+    def positions(self, held: int) -> Tensor:
+        """Int64 ``[G, held]``: the position that each slot holds."""
+        kept = self.kept_GN
+        since = torch.arange(kept.shape[1] + self.dropped, held + self.dropped, device=kept.device)
+        return torch.cat([kept, since.expand(len(kept), -1)], 1)
+
+    def moments(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean ``[H, K]`` and covariance ``[H, K, K]`` of the queries, fp32; None where none were noted."""
+        if self.query_sum_HK is None or self.query_products_HKK is None:
+            return None, None
+        mean_HK = self.query_sum_HK / self.queries
+        covariance = self.query_products_HKK / self.queries - mean_HK[:, :, None] * mean_HK[:, None]
+        return mean_HK.float(), covariance.float()
+
+
+@dataclass
+class Reducing:
+    """A request whose K/V are reduced."""
+
+    policy: Reduction
+    prompt: int
+    visual_rows: int  # how many rows of the prompt are visual
+    visual: Tensor  # bool [prompt + answer]
+    layers: list[LayerNotes]
+    evicted: int = 0  # positions dropped: a position's slot lies so many further left, once it is behind them
+    outputs: int = 0
+
+    def absorb(self, seen: Observation) -> None:
+        """Take over what a pass showed, now that it is done."""
+        for layer, notes in zip(self.layers, seen.layers, strict=True):
+            if notes.attention_GL is not None:
+                layer.add_attention(notes.attention_GL)
+            if notes.q_RHK is not None:
+                layer.add_queries(notes.q_RHK)
+        self.outputs += seen.outputs
+
+
+@dataclass
+class _Seen:
+    attention_GL: Tensor | None = None
+    q_RHK: Tensor | None = None
+
+
+@dataclass
+class Observation:
+    """What one pass shows of one request. It is kept apart until the pass is done: one that fails leaves no trace."""
+
+    reducer: Reducer
+    signals: frozenset[Signal]
+    which: Tensor  # int64: the rows that are noted
+    ragged: Ragged  # of those rows alone
+    outputs: int
+    layers: list[_Seen] = field(repr=False)
+
+    def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
+        """The request's own rows in ``layer``, before and after rotation; their keys are in the store."""
+        if not len(self.which):
+            return
+        if Signal.QUERIES in self.signals:
+            self.layers[layer].q_RHK = q_RHK[self.which]
+        if Signal.ATTENTION in self.signals:
+            self.layers[layer].attention_GL = self.reducer.attention(layer, rotated_RHK[self.which], self.ragged)
+
+
+class Reducer:
+    """Notes and drops for the requests of one store; holds no state of any."""
+
+    def __init__(self, decoder: Decoder, store: KVStore, dtype: torch.dtype) -> None:
+        self._decoder, self._store = decoder, store
+        self._heads = decoder.config.num_kv_heads
+        self._scores = pick("attention_scores", store.device, dtype, decoder.config.head_dim).run
+
+    def begin(self, policy: Reduction, prompt: int, size: int, visual_rows: np.ndarray) -> Reducing:
+        """The state of a request before its first pass; ``visual_rows`` (int64) of the ``prompt`` rows of its ``size``
+        positions are visual."""
+        visual = np.zeros(size, dtype=bool)
+        visual[visual_rows] = True
+        none = torch.zeros(self._heads, 0, dtype=torch.int64, device=self._store.device)
+        layers = [LayerNotes(none) for _ in self._store.keys]
+        return Reducing(policy, prompt, len(visual_rows), torch.from_numpy(visual).to(none.device), layers)
+
+    def watch(self, state: Reducing, rows: np.ndarray, visible: int, pages: np.ndarray) -> Observation:
+        """What to note of a pass over ``rows`` (int64 positions), after which ``visible`` positions are there."""
+        which = np.flatnonzero(rows >= state.policy.first_query(state.prompt))
+        slots = rows[which] - state.evicted
+        length = visible - state.evicted
+        ragged = Ragged(
+            row_counts=(len(which),),
+            kv_lengths=(length,),
+            page_tables=(self._tensor(pages[: pages_for(length, self._store.page_size)]),),
+            slots=self._tensor(slots),
+            kv_limit=self._tensor(slots + 1),
+        )
+        outputs = int((rows >= state.prompt - 1).sum())
+        layers = [_Seen() for _ in state.layers]
+        return Observation(self, state.policy.signals, self._tensor(which), ragged, outputs, layers)
+
+    def attention(self, layer: int, rotated_RHK: Tensor, ragged: Ragged) -> Tensor:
+        """How much the rows attend to each position held: fp32 ``[G, L]``, sums over rows and heads of a group."""
+        summed_LH: Tensor = self._scores(rotated_RHK, self._store.keys[layer], ragged)
+        return summed_LH.unflatten(1, (self._heads, -1)).sum(-1).T
+
+    def reduce(self, state: Reducing, pages: np.ndarray, positions: int, place: int) -> int:
+        """Drop what the policy says now of ``positions`` held; how many are left.
+
+        ``place``: where the next token stands for the rotary embedding. Layer by layer: what failed can be repeated.
+        """
+        held = self._held(state, positions)
+        count = state.policy.target(held)
+        if count == positions:
+            return positions
+        table = self._tensor(pages[: pages_for(positions, self._store.page_size)])
+        dropped = state.evicted + positions - count
+        for index, notes in enumerate(state.layers):
+            if notes.dropped < dropped:
+                self._reduce(state, index, table, positions, count, place)
+        state.evicted = dropped
+        return count
+
+    def most_pages(self, state: Reducing, positions: int, left: int) -> int:
+        """Pages that the request needs from now on, where ``left`` more positions may come."""
+        return pages_for(state.policy.most(self._held(state, positions), left), self._store.page_size)
+
+    def _held(self, state: Reducing, positions: int) -> Held:
+        return Held(positions, state.evicted, state.visual_rows, state.outputs, self._store.page_size)
+
+    def _reduce(self, state: Reducing, layer: int, table: Tensor, positions: int, count: int, place: int) -> None:
+        """Choose in one layer, and move what stays to the front of the request's pages."""
+        stores, notes = (self._store.keys[layer], self._store.values[layer]), state.layers[layer]
+        keys_LGK, values_LGK = (x.index_select(0, table).flatten(0, 1)[:positions] for x in stores)
+        positions_GL = notes.positions(positions)
+        mean_HK, covariance_HKK = notes.moments()
+        view = LayerView(
+            keys_LGK,
+            values_LGK,
+            state.visual[positions_GL],
+            lambda ahead: self._ahead(place, ahead),
+            notes.attention_GL,
+            mean_HK,
+            covariance_HKK,
+        )
+        keep_GN = state.policy.keep(view, count)
+        index_NGK = keep_GN.T[:, :, None].expand(-1, -1, keys_LGK.shape[-1])
+        size = self._store.page_size
+        slots = (table[:, None] * size + torch.arange(size, device=table.device)).flatten()[:count]
+        for stored, held_LGK in zip(stores, (keys_LGK, values_LGK), strict=True):
+            stored.flatten(0, 1)[slots] = held_LGK.gather(0, index_NGK)
+        notes.kept_GN = positions_GL.gather(1, keep_GN)
+        if notes.attention_GL is not None:
+            notes.attention_GL = notes.attention_GL.gather(1, keep_GN)
+        notes.dropped += positions - count
+
+    def _ahead(self, place: int, ahead: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the rotary angles at ``ahead`` places from ``place`` on, averaged: ``[1, rotated]``."""
+        places = torch.arange(place, place + ahead, device=self._store.device)
+        axes = self._decoder.config.position_axes
+        cos, sin = self._decoder.rotary(places.expand(axes, -1) if axes > 1 else places)
+        return cos.mean(0), sin.mean(0)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._store.device)

@@ -1,0 +1,60 @@
+"""Expected attention (arXiv 2510.00636): what queries to come will attend to, if they are like those that were.
+
+Queries are taken to be normal, with the mean and the covariance of those noted, turned to the positions ahead on
+average; the weight that they give to a key is then known. It counts by the norm of the value that it brings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from mmserve_kernels.rope_scatter import rotate
+from torch import Tensor
+
+from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target, check_budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention:
+    """``budget`` positions, the first ``sinks`` among them; queries are expected at the next ``future`` positions.
+
+    The first ``sinks`` queries, which are unlike all others, do not count.
+    """
+
+    signals: ClassVar[frozenset[Signal]] = frozenset({Signal.QUERIES})
+    budget: int
+    sinks: int = 4
+    future: int = 512
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, self.sinks + 1)
+
+    def first_query(self, prompt: int) -> int:
+        return self.sinks
+
+    def target(self, held: Held) -> int:
+        return budget_target(self.budget, held)
+
+    def most(self, held: Held, left: int) -> int:
+        return budget_most(self.budget, held, left)
+
+    def keep(self, view: LayerView, count: int) -> Tensor:
+        expected_GL = self._expected(view) * view.values_LGK[self.sinks :].float().norm(dim=-1).T
+        return best(F.pad(expected_GL, (self.sinks, 0), value=torch.inf), count)
+
+    def _expected(self, view: LayerView) -> Tensor:
+        """The share of attention of each position behind the sinks, mean over the heads of a group."""
+        assert view.query_mean_HK is not None and view.query_covariance_HKK is not None
+        cos, sin = view.ahead(self.future)
+        mean_HK = rotate(view.query_mean_HK, cos, sin)
+        half_HKK = rotate(view.query_covariance_HKK, cos, sin)
+        covariance_HKK = rotate(half_HKK.mT, cos, sin)
+        keys_GKL = view.keys_LGK[self.sinks :].float().permute(1, 2, 0)
+        heads, size, _length = keys_GKL.shape
+        mean_GUK, covariance_GUKK = (x.unflatten(0, (heads, -1)) for x in (mean_HK, covariance_HKK))
+        spread_GUL = ((covariance_GUKK @ keys_GKL[:, None]) * keys_GKL[:, None]).sum(2)
+        scores_GUL = mean_GUK @ keys_GKL / size**0.5 + spread_GUL / (2 * size)
+        return scores_GUL.softmax(-1).mean(1)

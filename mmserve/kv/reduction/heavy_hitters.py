@@ -1,0 +1,38 @@
+"""H2O (arXiv 2306.14048): the positions that drew the most attention so far, and the most recent ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target, check_budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyHitters:
+    """``budget`` positions, of which the last ``recent`` share (0 to 1) always stays."""
+
+    signals: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION})
+    budget: int
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+
+    def first_query(self, prompt: int) -> int:
+        return 0
+
+    def target(self, held: Held) -> int:
+        return budget_target(self.budget, held)
+
+    def most(self, held: Held, left: int) -> int:
+        return budget_most(self.budget, held, left)
+
+    def keep(self, view: LayerView, count: int) -> Tensor:
+        assert view.attention_GL is not None
+        scores_GL = view.attention_GL.clone()
+        scores_GL[:, scores_GL.shape[1] - round(count * self.recent) :] = torch.inf
+        return best(scores_GL, count)

@@ -1,0 +1,41 @@
+"""StreamingLLM (arXiv 2309.17453): the first positions, which draw attention whatever they say, and the latest ones.
+
+The paper counts positions within what is left; here they stay the original ones, so that no key is rotated again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmserve.kv.reduction.base import Held, LayerView, Signal, budget_most, budget_target, check_budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkWindow:
+    """``budget`` positions: the first ``sinks`` and the last others."""
+
+    signals: ClassVar[frozenset[Signal]] = frozenset()
+    budget: int
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, self.sinks + 1)
+
+    def first_query(self, prompt: int) -> int:
+        return prompt  # none is asked
+
+    def target(self, held: Held) -> int:
+        return budget_target(self.budget, held)
+
+    def most(self, held: Held, left: int) -> int:
+        return budget_most(self.budget, held, left)
+
+    def keep(self, view: LayerView, count: int) -> Tensor:
+        heads, length = view.visual_GL.shape
+        places = torch.arange(count, device=view.visual_GL.device)
+        places[self.sinks :] += length - count
+        return places.expand(heads, -1)

@@ -1,0 +1,72 @@
+"""What a decoder shows of its attention to a prompt, for pruners that judge visual tokens by it.
+
+The prompt runs through the first layers alone, without pages, by itself: what is seen does not depend on who else asks.
+Shapes in names: L positions, D hidden, H query heads, G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.dispatch import pick
+from mmserve_kernels.rope_scatter import rotate
+from torch import Tensor
+
+from mmserve.models.base import Attention, LoadedModel, Model
+from mmserve.models.decoder import DecoderLayer, DeepRows
+from mmserve.prune.base import Evidence
+
+#: Keys that the kernel reads as one page: one size for prompts of all lengths, for it is compiled for each.
+_PAGE = 64
+
+
+def shown_by(model: Model) -> frozenset[Evidence]:
+    """What the decoder of ``model`` can show of a prompt."""
+    if not isinstance(model, LoadedModel) or model.spec.attention not in (Attention.FULL, Attention.CAUSAL):
+        return frozenset()
+    masked = frozenset() if model.spec.causal else frozenset({Evidence.MASK_ROWS})
+    return frozenset({Evidence.LAST_ROW}) | masked
+
+
+class Onlooker:
+    """A model's decoder as one that looks at prompts; holds nothing of any."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        config = model.decoder.config
+        self._decoder, self._causal = model.decoder, model.spec.causal
+        self._scores = pick("attention_scores", model.device, model.dtype, config.head_dim).run
+        self._layer = {
+            Evidence.LAST_ROW: min(1, config.num_layers - 1),
+            Evidence.MASK_ROWS: config.num_layers // 2,
+        }
+
+    def look(
+        self, kind: Evidence, x_LD: Tensor, positions: Tensor, prompt: int, deep: DeepRows | None = None
+    ) -> Tensor:
+        """Attention (fp32 ``[prompt]``) that evidence of ``kind`` gives to each of the first ``prompt`` positions.
+
+        ``x_LD``: the embedded prompt and, where attention is full, the masked answer behind it; ``positions``: int64
+        ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add behind the first layers.
+        """
+        decoder, depth = self._decoder, self._layer[kind]
+        cos, sin = decoder.rotary(positions)
+        for index in range(depth):
+            x_LD = decoder.layers[index](x_LD, cos, sin, index, self._attend)
+            if deep is not None and index < len(deep.features_LnD):
+                x_LD = x_LD.index_add(0, deep.rows, deep.features_LnD[index])
+        layer = decoder.layers[depth]
+        assert isinstance(layer, DecoderLayer)
+        q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(x_LD))
+        rows_RHK = q_LHK[prompt - 1 : prompt] if kind is Evidence.LAST_ROW else q_LHK[prompt:]
+        keys_PSGK = F.pad(k_LGK, (0, 0, 0, 0, 0, -len(k_LGK) % _PAGE)).unflatten(0, (-1, _PAGE))
+        table = torch.arange(len(keys_PSGK), device=x_LD.device)
+        ragged = Ragged((len(rows_RHK),), (len(k_LGK),), (table,), table[:0])
+        summed_LH: Tensor = self._scores(rows_RHK, keys_PSGK, ragged)
+        return summed_LH[:prompt].mean(1) / len(rows_RHK)
+
+    def _attend(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        grouped = q.shape[1] != k.shape[1]
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self._causal, enable_gqa=grouped)
+        return seen[0].transpose(0, 1)

@@ -1,0 +1,24 @@
+"""FastV (arXiv 2403.06764): the patches that the prompt's last token attends to most in the decoder's second layer.
+
+FastV drops the others behind that layer; here the prompt is run again without them, so that no layer keeps their K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmserve.core.request import Amount
+from mmserve.prune.base import SCORED, Evidence, Look, Plan, best_together
+
+
+@dataclass(frozen=True)
+class FastV:
+    """By the last token's row of attention, mean over heads; the frames of a clip are judged together."""
+
+    needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.LAST_ROW})
+    amounts: ClassVar[frozenset[str]] = SCORED
+
+    def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
+        return best_together([look[Evidence.LAST_ROW] for look in looks], amount)

@@ -145,6 +145,10 @@ def _pairs(recompute: str | None, commit: str | None, baseline: Pair, every: tup
     return () if named == baseline else (named,)
 
 
+def _policies(pair: Pair, canvas: int) -> tuple[Any, ...]:
+    return tuple(SPECIAL[name](canvas) if name in SPECIAL else name for name in pair)
+
+
 def _asked(task: str, index: int, seed: int, tokenizer: PreTrainedTokenizerBase, block: int) -> Asked:
     thing, question = item(task, index, seed)
     length = len(tokenizer.encode(question.answer, add_special_tokens=False)) + 1
@@ -163,7 +167,7 @@ def _measure(
     with ThreadPoolExecutor(concurrent) as pool:
 
         def answer(pair: Pair, one: Asked) -> Result:
-            recompute, commit = (SPECIAL[name](one.canvas) if name in SPECIAL else name for name in pair)
+            recompute, commit = _policies(pair, one.canvas)
             options: Options = {
                 "max_new_tokens": one.canvas,
                 "recompute": recompute,

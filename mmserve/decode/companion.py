@@ -18,7 +18,8 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
-from mmserve.decode.forward import Pass, forward, place_features, row_floor
+from mmserve.decode.embedding import place_features
+from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.state import CompanionState, Decoding, Encoded, Prefilling
 from mmserve.kv.store import KVStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmserve.core.canvas import Canvas
+from mmserve.decode.embedding import deep_rows
 from mmserve.decode.logits import Logits, by_slices
-from mmserve.decode.state import Encoded
+from mmserve.decode.state import DeepStack
 from mmserve.kv.reducer import Observation
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
-from mmserve.models.decoder import DeepRows
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -96,35 +96,6 @@ def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
 
 
 @dataclass(frozen=True)
-class DeepStack:
-    """What a request's visual tokens add to the hidden states behind the first layers (see ``DeepRows``)."""
-
-    positions: np.ndarray  # int64 [n], ascending
-    features_nLD: Tensor
-
-
-def place_features(model: LoadedModel, embeddings: Tensor, positions: np.ndarray, features: Tensor) -> DeepStack | None:
-    """Put visual tokens into ``embeddings [N, D]`` at ``positions`` (int64, ascending); what they add further on.
-
-    ``features``: ``[n, (1 + deep layers) * D]``, what stands for an embedding and then what each layer takes.
-    """
-    at = torch.from_numpy(positions).to(model.device)
-    layers, width = model.decoder.config.deep_layers, embeddings.shape[-1]
-    embeddings[at] = features[:, :width]
-    return DeepStack(positions, features[:, width:].unflatten(-1, (layers, width))) if layers else None
-
-
-def embedded(model: LoadedModel, ids: np.ndarray, encoded: Encoded) -> tuple[Tensor, DeepStack | None]:
-    """Embeddings ``[N, D]`` of ``ids`` (int64 ``[N]``), the encoded prompt and what follows it; what is added later."""
-    ids = ids.copy()
-    ids[encoded.image_rows] = model.spec.mask_id  # a placeholder may have no embedding: features take its place
-    embeddings: Tensor = model.decoder.embed(torch.from_numpy(ids).to(model.device))
-    if encoded.features is None:
-        return embeddings, None
-    return embeddings, place_features(model, embeddings, encoded.image_rows, encoded.features)
-
-
-@dataclass(frozen=True)
 class Pass:
     """One request's part of a forward pass."""
 
@@ -166,7 +137,9 @@ def forward(
     )
     read = sparse.read(selection, rows, ragged) if sparse is not None else None
     x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor)
-    hidden = model.decoder(x, positions, store.attend(ragged, read, _observer(batch)), deep_rows((p.rows, p.deep) for p in batch))
+    hidden = model.decoder(
+        x, positions, store.attend(ragged, read, _observer(batch)), deep_rows((p.rows, p.deep) for p in batch)
+    )
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)
@@ -191,25 +164,6 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
     x = torch.cat([embeddings[torch.from_numpy(rows).to(model.device)] for _canvas, embeddings, rows in batch])
     short = -len(x) % floor
     return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
-
-
-def deep_rows(runs: Iterable[tuple[np.ndarray, DeepStack | None]]) -> DeepRows | None:
-    """What is added to the rows of a batch, from the positions (int64, ascending) that each request runs and what its
-    visual tokens add; None where no visual token is run."""
-    offset = 0
-    rows: list[np.ndarray] = []
-    features: list[Tensor] = []
-    for positions, deep in runs:
-        if deep is not None:
-            _common, here, of_deep = np.intersect1d(positions, deep.positions, assume_unique=True, return_indices=True)
-            if len(here):
-                rows.append(offset + here)
-                features.append(deep.features_nLD[torch.from_numpy(of_deep).to(deep.features_nLD.device)])
-        offset += len(positions)
-    if not rows:
-        return None
-    together = torch.cat(features)
-    return DeepRows(torch.from_numpy(np.concatenate(rows)).to(together.device), together.transpose(0, 1))
 
 
 def _observer(batch: list[Pass]) -> Observe | None:

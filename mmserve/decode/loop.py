@@ -22,8 +22,9 @@ from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
+from mmserve.decode.embedding import embedded
 from mmserve.decode.final import final_tokens
-from mmserve.decode.forward import Pass, Watch, embedded, forward, row_floor, value_changes
+from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
 from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position

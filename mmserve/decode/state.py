@@ -13,7 +13,6 @@ from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Verdict
 from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.forward import DeepStack
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
 from mmserve.kv.reducer import Reducing
@@ -39,6 +38,14 @@ class Encoded:
     companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
     places: np.ndarray | None = None  # int64 [prompt + 1], or [axes, prompt + 1]: see ``Canvas.create``
     pruned: int = 0  # visual tokens that are gone
+
+
+@dataclass(frozen=True)
+class DeepStack:
+    """What a request's visual tokens add to the hidden states behind the first layers (see ``DeepRows``)."""
+
+    positions: np.ndarray  # int64 [n], ascending
+    features_nLD: Tensor
 
 
 @dataclass

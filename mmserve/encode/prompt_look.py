@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.decode.forward import deep_rows, embedded
+from mmserve.decode.embedding import deep_rows, embedded
 from mmserve.decode.state import Encoded
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel

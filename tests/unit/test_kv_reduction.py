@@ -13,7 +13,7 @@ from plain_reduction import Plain, Rule, expected_attention, heavy_hitters, sink
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Policy, Request
-from mmserve.decode.forward import embedded
+from mmserve.decode.embedding import embedded
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.state import Decoding, Encoded, Prefilling
 from mmserve.encode.encoder import Encoder
@@ -94,7 +94,7 @@ def test_each_head_holds_what_the_rule_says(
     size = len(encoded.ids)
     plain = Plain(model, rule, prompt=size, first_query=first if first >= 0 else size + first)
     visual = np.isin(np.arange(size), encoded.image_rows).tolist()
-    for x, seen in zip(embedded(model, encoded.ids, encoded), visual, strict=True):
+    for x, seen in zip(embedded(model, encoded.ids, encoded)[0], visual, strict=True):
         token = plain.run(x, seen)
     decoder = DiffusionDecoder(model, store(model), chunk=chunk)
     d = served(decoder, dataclasses.replace(request, kv_reduction=policy), encoded)

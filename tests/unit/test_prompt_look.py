@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount, Request, Vision
-from mmserve.decode.forward import embedded
+from mmserve.decode.embedding import embedded
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.models.attended import Onlooker, shown_by
@@ -41,7 +41,7 @@ def encoder(model: LoadedModel) -> Encoder:
 def plain_scores(model: LoadedModel, encoded: Encoded, kind: Evidence) -> Tensor:
     """All of the attention matrix at the second layer, masked, and the rows of it that count."""
     size, new = len(encoded.ids), 0 if model.spec.causal else NEW
-    x = embedded(model, np.append(encoded.ids, np.full(new, model.spec.mask_id)), encoded)
+    x, _deep = embedded(model, np.append(encoded.ids, np.full(new, model.spec.mask_id)), encoded)
     cos, sin = model.decoder.rotary(torch.arange(size + new))
     seen = torch.ones(size + new, size + new, dtype=torch.bool)
     seen = seen.tril() if model.spec.causal else seen
@@ -59,7 +59,7 @@ def plain_scores(model: LoadedModel, encoded: Encoded, kind: Evidence) -> Tensor
 def test_scores_are_rows_of_the_attention_matrix(model: LoadedModel) -> None:
     [encoded] = encoder(model).encode([ask("r", images=(picture(1), picture(2)), max_new_tokens=NEW)])
     new = 0 if model.spec.causal else NEW
-    x = embedded(model, np.append(encoded.ids, np.full(new, model.spec.mask_id)), encoded)
+    x, _deep = embedded(model, np.append(encoded.ids, np.full(new, model.spec.mask_id)), encoded)
     assert shown_by(model) == {Evidence.LAST_ROW} | (set() if model.spec.causal else {Evidence.MASK_ROWS})
     for kind in shown_by(model):
         found = Onlooker(model).look(kind, x, torch.arange(len(x)), len(encoded.ids))

@@ -108,12 +108,11 @@ def run(
     taken = _Taken()
     for wanted in schemas:
         progress(f"search: {wanted.name}")
-        grammar, closes = _compiled(wanted, language, taken), Closes(language.lexicon)
+        grammar = _compiled(wanted, language, taken)
         for document in wanted.documents:
             _masks(grammar, document, language, taken)
             for number in range(rounds):
-                chance = random.Random(f"{seed} {wanted.name} {number}")
-                _decoded(grammar, document, language, closes, chance, taken)
+                _decoded(grammar, document, language, random.Random(f"{seed} {wanted.name} {number}"), taken)
     return {
         "vocabulary": tokens,
         "block_length": BLOCK,
@@ -161,15 +160,13 @@ def _masks(grammar: Grammar, document: Any, language: Language, taken: _Taken) -
         at.consume([token])
 
 
-def _decoded(
-    grammar: Grammar, document: Any, language: Language, closes: Closes, rng: random.Random, taken: _Taken
-) -> None:
+def _decoded(grammar: Grammar, document: Any, language: Language, rng: random.Random, taken: _Taken) -> None:
     ids = language.lexicon.cover(written(document).encode()) or []
-    size = (len(ids) // BLOCK + 2) * BLOCK
-    times = taken.readmission if closes.knows(grammar) else taken.admission
-    started = time.thread_time()
-    witness = begun(grammar, size, closes.of(grammar, size))
-    times.append(time.thread_time() - started)
+    size, closes = (len(ids) // BLOCK + 2) * BLOCK, Closes(language.lexicon)
+    for times in (taken.admission, taken.readmission):
+        started = time.thread_time()
+        witness = begun(grammar, size, closes.of(grammar, size))
+        times.append(time.thread_time() - started)
     done = decode(witness, language.lexicon, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)
     taken.steps += done.seconds
     taken.outcomes += done.outcomes

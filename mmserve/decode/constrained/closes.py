@@ -34,13 +34,9 @@ class Closes:
             return near
         return self._close(grammar, patient=True)
 
-    def knows(self, grammar: Grammar) -> bool:
-        """Whether an answer was looked for before."""
-        return self._key(grammar, patient=False) in self._found
-
     def _close(self, grammar: Grammar, *, patient: bool) -> Close | None:
         """``patient``: whether an exact answer is worth a far longer search."""
-        key = self._key(grammar, patient=patient)
+        key = hashlib.sha256(grammar.source.encode()).digest(), patient
         with self._lock:
             if key in self._found:
                 self._found.move_to_end(key)
@@ -52,7 +48,3 @@ class Closes:
             if len(self._found) > _KEPT:
                 self._found.popitem(last=False)
         return close
-
-    @staticmethod
-    def _key(grammar: Grammar, *, patient: bool) -> tuple[bytes, bool]:
-        return hashlib.sha256(grammar.source.encode()).digest(), patient

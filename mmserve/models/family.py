@@ -63,8 +63,8 @@ def load_family(
             config=config,
             tokenizer=tokenizer,
             name=target.name,
-            image_id=_placeholder(tokenizer, IMAGE) if images else None,
-            video_id=_placeholder(tokenizer, VIDEO) if videos else None,
+            image_id=placeholder(tokenizer, IMAGE) if images else None,
+            video_id=placeholder(tokenizer, VIDEO) if videos else None,
         )
     )
     decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
@@ -174,7 +174,7 @@ def _padding_ids(sources: Sources) -> list[Any]:
 
 
 def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, config: DecoderConfig) -> None:
-    """``ConfigError`` where the tokenizer has more tokens than the model."""
+    """Raise ``ConfigError`` where the tokenizer has tokens that the model does not embed."""
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
             f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
@@ -182,7 +182,7 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast,
 
 
 def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, layout: Layout) -> Decoder:
-    """The decoder of a checkpoint whose tensors are named by ``layout``; raises ``ConfigError``."""
+    """The decoder with the checkpoint's weights, which lie in ``layout``, frozen and in eval mode."""
     with torch.device("meta"):
         decoder = Decoder(config)
     names = layout.names(decoder)
@@ -190,7 +190,7 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
     return decoder.eval()
 
 
-def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+def placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added behind the rest.
 
     Then it may lie past the model's embeddings, which is no harm: visual tokens stand where a prompt has it.

@@ -20,17 +20,24 @@ from mmserve.models.companion import accompany
 LOADERS = {
     "Dream": "mmserve.models.dream",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
+    "idefics3": "mmserve.models.smolvlm",
+    "internvl": "mmserve.models.internvl",
+    "internvl_chat": "mmserve.models.internvl_chat",
     "llada": "mmserve.models.llada",
     "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",
+    "llava": "mmserve.models.llava",
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
+    "llava_next": "mmserve.models.llava",
+    "llava_onevision": "mmserve.models.llava",
     "qwen2": "mmserve.models.llama",
     "qwen2_5_vl": "mmserve.models.qwen_vl",
     "qwen2_vl": "mmserve.models.qwen_vl",
     "qwen3": "mmserve.models.llama",
     "qwen3_vl": "mmserve.models.qwen_vl",
     "sdar": "mmserve.models.block_diffusion",
+    "smolvlm": "mmserve.models.smolvlm",
 }
 HUB = "hub:"
 #: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from mmserve.errors import ConfigError
+from mmserve.models.anyres import LlavaTiles, anyres_of
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
@@ -38,7 +39,9 @@ PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
-class _Kind:
+class TowerKind:
+    """transformers' classes for a kind of tower, and what LLaVA does with it."""
+
     config: type[Any]
     model: type[Any]
     processor: type[Any]
@@ -47,8 +50,8 @@ class _Kind:
     overrides: dict[str, Any]  # of the processor's settings
 
 
-_CLIP = _Kind(CLIPVisionConfig, CLIPVisionModel, CLIPImageProcessorPil, True, None, {})
-_SIGLIP = _Kind(
+_CLIP = TowerKind(CLIPVisionConfig, CLIPVisionModel, CLIPImageProcessorPil, True, None, {})
+_SIGLIP = TowerKind(
     SiglipVisionConfig,
     SiglipVisionModel,
     SiglipImageProcessorPil,
@@ -56,7 +59,7 @@ _SIGLIP = _Kind(
     -2,
     {"resample": Image.Resampling.BICUBIC, "do_resize": True, "do_convert_rgb": True},
 )
-_KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGLIP, "siglip": _SIGLIP}
+KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGLIP, "siglip": _SIGLIP}
 
 
 class PaddedProcessor:
@@ -92,7 +95,7 @@ def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> Lla
     kind, config = _tower_config(folder)
     weights = checkpoint.weights if own else _tower_weights(folder)
     select = kind.fixed_layer or _select_layer(keys, config.num_hidden_layers)
-    tower, cut = _load_tower(kind, config, weights, TOWER if own else "", select, target)
+    tower, cut = load_tower(kind, config, weights, TOWER if own else "", select, target)
     feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
     projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
     video = _video(keys, int(config.image_size) // int(config.patch_size), feature if kind.has_cls else "patch")
@@ -102,25 +105,25 @@ def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> Lla
     if "unpad" in str(keys.values.get("mm_patch_merge_type", "flat")):
         newline = checkpoint.weights.tensor(NEWLINE, torch.Size([hidden_size]), target.dtype, target.device)
         projector, extra = NewlineProjector(projector, newline), extra + 1
+    processor, anyres = _processor(kind, folder, keys, int(config.image_size)), anyres_of(keys, int(config.image_size))
+    if anyres is not None and kind.has_cls and feature == "cls_patch":
+        raise ConfigError(f"{keys.path}: tiles need mm_vision_select_feature = 'patch', not 'cls_patch'")
     vision = LlavaVision(
         tower,
         projector,
-        _processor(kind, folder, keys, int(config.image_size)),
+        processor if anyres is None else LlavaTiles(processor, anyres),
         select_layer=select + cut,
         has_cls=kind.has_cls and feature == "patch",
         video=video,
+        anyres=anyres,
+        frames=processor,
     )
-    vision.tokens_per_image += extra
+    if anyres is None:
+        vision.tokens_per_image += extra
     return vision
 
 
 def _check_merging(keys: Keys) -> None:
-    ratio = keys.values.get("image_aspect_ratio") or "square"
-    if ratio not in ("square", "pad"):
-        raise ConfigError(
-            f"{keys.path}: image_aspect_ratio = {ratio!r} is not supported: images are encoded as one tile; "
-            "it can be 'square' or 'pad'"
-        )
     keys.choice("mm_patch_merge_type", ("flat", "spatial", "spatial_unpad"), "flat")
     keys.check({"mm_resampler_type": (None,), "mm_use_im_start_end": (False, None), "s2": (False, None)})
 
@@ -195,14 +198,14 @@ def download(repository: str, *, weights: bool = True) -> Path:
         raise ConfigError(f"cannot fetch {repository!r} from the Hugging Face hub: {error}") from error
 
 
-def _tower_config(folder: Path) -> tuple[_Kind, Any]:
+def _tower_config(folder: Path) -> tuple[TowerKind, Any]:
     values = read_json(folder / "config.json")
     architecture = values.get("model_type")
-    if architecture not in _KINDS:
+    if architecture not in KINDS:
         raise ConfigError(
-            f"{folder / 'config.json'}: unknown vision tower model_type {architecture!r}; known are {sorted(_KINDS)}"
+            f"{folder / 'config.json'}: unknown vision tower model_type {architecture!r}; known are {sorted(KINDS)}"
         )
-    kind = _KINDS[architecture]
+    kind = KINDS[architecture]
     values = values.get("vision_config", values)
     try:
         return kind, kind.config.from_dict({key: value for key, value in values.items() if key != "model_type"})
@@ -216,8 +219,8 @@ def _tower_weights(folder: Path) -> Weights:
     return Weights(folder)
 
 
-def _load_tower(
-    kind: _Kind, config: Any, weights: Weights, prefix: str, select: int, target: Target
+def load_tower(
+    kind: TowerKind, config: Any, weights: Weights, prefix: str, select: int, target: Target
 ) -> tuple[nn.Module, int]:
     """The tower, and how many of its last layers are absent.
 
@@ -265,7 +268,7 @@ def _load_projector(
     return projector.eval()
 
 
-def _processor(kind: _Kind, folder: Path, keys: Keys, side: int) -> Callable[..., Any]:
+def _processor(kind: TowerKind, folder: Path, keys: Keys, side: int) -> Callable[..., Any]:
     path = folder / PROCESSOR
     if path.is_file():
         settings = read_json(path)

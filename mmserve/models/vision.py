@@ -12,9 +12,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather
+from mmserve.models.anyres import Anyres
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
 from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.prune.base import Evidence, Look
+
+#: Tiles that go through a tower together: all of its layers' outputs are held while they do.
+_AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,9 @@ class LlavaVision(VisionEncoder):
 
     ``tower`` is any transformers vision model that returns ``hidden_states``; ``processor`` a pillow-backed image
     processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls`` tells
-    whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only.
+    whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
+    ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
+    the processor of a clip's frames.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class LlavaVision(VisionEncoder):
         select_layer: int,
         has_cls: bool,
         video: VideoSettings | None = None,
+        anyres: Anyres | None = None,
+        frames: Any | None = None,
     ) -> None:
         super().__init__()
         self.tower, self.projector, self.processor = tower, projector, processor
@@ -71,11 +79,17 @@ class LlavaVision(VisionEncoder):
         self.video = video
         self.frames_per_video = video.frames if video is not None else 0
         config: Any = tower.config
-        self.tokens_per_image = (int(config.image_size) // int(config.patch_size)) ** 2
+        self.anyres, self.frames = anyres, frames or processor
+        self.tokens_per_image = 0 if anyres is not None else (int(config.image_size) // int(config.patch_size)) ** 2
 
     def prepare(self, image: Image.Image) -> Prepared:
-        pixels = self.processor(image, return_tensors="np")["pixel_values"]
-        return {"pixels": torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))}
+        if self.anyres is None:
+            return {"pixels": _pixels(self.processor, image)}
+        return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
+
+    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        pixels = torch.cat([_pixels(self.frames, frame) for frame in frames])
+        return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -89,7 +103,11 @@ class LlavaVision(VisionEncoder):
     def settings(self) -> Mapping[str, Any]:
         tower: Any = self.tower
         return {
-            "processor": describe_processor(self.processor),
+            "processor": {
+                "images": describe_processor(self.processor),
+                "frames": describe_processor(self.frames),
+                "anyres": None if self.anyres is None else asdict(self.anyres),
+            },
             "tower": tower.config.to_dict(),
             "select_layer": self.select_layer,
             "has_cls": self.has_cls,
@@ -101,20 +119,36 @@ class LlavaVision(VisionEncoder):
         return self.projector(self._features(self._hidden(pixels)))
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
-        pixels = torch.cat([one["pixels"] for one in batch])
-        hidden = self._hidden(pixels)
-        seen = gather(self.tower, hidden, self.select_layer, wanted, first=self._first)
-        features = self._features(hidden)
-        if not clip:
+        features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
+        if not clip and self.anyres is None:
             return [joined([tile]) for tile in self._images(features, seen)]
         pictures, start = [], 0
         for one in batch:
             own = slice(start, start + len(one["pixels"]))
-            tiles = self._frames(features[own], {kind: values[own] for kind, values in seen.items()})
-            times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
-            pictures.append(joined(part for pair in zip(times, tiles, strict=True) for part in pair))
+            show = self._clip if clip else self._tiles
+            pictures.append(show(one, features[own], {kind: values[own] for kind, values in seen.items()}))
             start = own.stop
         return pictures
+
+    def _look(self, pixels: Tensor, wanted: frozenset[Evidence]) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
+        """The features of tiles ``[B, 3, height, width]``, and the evidence of all of them."""
+        features: list[Tensor] = []
+        seen: list[Mapping[Evidence, Tensor]] = []
+        for some in pixels.split(_AT_ONCE):
+            hidden = self._hidden(some)
+            features.append(self._features(hidden))
+            seen.append(gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first))
+        return torch.cat(features), {kind: torch.cat([one[kind] for one in seen]) for kind in wanted}
+
+    def _tiles(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
+        project = self.projector
+        assert self.anyres is not None and isinstance(project, NewlineProjector)
+        height, width = one["size"].tolist()
+        return self.anyres.picture(project.projector(features), seen, project.newline, height, width)
+
+    def _clip(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
+        times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
+        return joined(part for pair in zip(times, self._frames(features, seen), strict=True) for part in pair)
 
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)
@@ -157,6 +191,11 @@ class LlavaVision(VisionEncoder):
     def _features(self, hidden: Sequence[Tensor]) -> Tensor:
         selected = hidden[self.select_layer]
         return selected[:, 1:] if self.has_cls else selected
+
+
+def _pixels(processor: Any, image: Image.Image) -> Tensor:
+    pixels = processor(image, return_tensors="np")["pixel_values"]
+    return torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))
 
 
 def pooled_side(side: int, stride: int, mode: str) -> int:

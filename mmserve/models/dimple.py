@@ -19,9 +19,10 @@ from mmserve.models.dream import MASK
 from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, mask_id_of
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE
+from mmserve.models.nested import use_processor_template
 from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import QwenPixels, load_pixels
-from mmserve.models.qwen_vl import KINDS, framed, load_tower, take_processor_template, tower_config
+from mmserve.models.qwen_vl import KINDS, framed, load_tower, tower_config
 
 TOWER, PROJECTOR = "visual.", "img_projector."
 
@@ -57,7 +58,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     tokenizer = load_tokenizer(checkpoint.folder)
     image_id = keys.integer("image_token_id")
     image = framed(tokenizer, keys, image_id)
-    take_processor_template(tokenizer, checkpoint.folder)
+    use_processor_template(tokenizer, checkpoint.folder)
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=False, vicuna=False, image=image)
     config = decoder_config(keys)
     if config.position_axes != 3:

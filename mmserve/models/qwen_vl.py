@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +23,13 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
-from mmserve.models.checkpoint import CONFIG, Checkpoint, Target, read_json
+from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.decoder import DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, Layout
+from mmserve.models.nested import layout_below, use_processor_template
 from mmserve.models.qwen3_vision import Qwen3Vision
 from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import load_pixels
@@ -58,11 +58,7 @@ KINDS = {
     "qwen3_vl": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "out_hidden_size"),
 }
 #: Names as Qwen2-VL and Qwen2.5-VL publish them, and as Qwen3-VL does: prefix of the tower, layout of the decoder.
-_NESTED = replace(
-    HUGGING_FACE,
-    outer={"embed": "model.language_model.embed_tokens", "norm": "model.language_model.norm", "head": "lm_head"},
-    layers="model.language_model.layers",
-)
+_NESTED = layout_below("model.language_model", "lm_head")
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
@@ -72,7 +68,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     tokenizer = load_tokenizer(checkpoint.folder)
     image_id, video_id = keys.integer("image_token_id"), keys.integer("video_token_id")
     image, video = (framed(tokenizer, keys, i) for i in (image_id, video_id))
-    take_processor_template(tokenizer, checkpoint.folder)
+    use_processor_template(tokenizer, checkpoint.folder)
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video)
     tower = tower_config(checkpoint, kind)
     config = _decoder_config(keys, tower, kind)
@@ -105,17 +101,6 @@ def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> 
     if missing:
         raise ConfigError(f"{keys.path}: the tokenizer has no token {missing[0]}, which stands around or for an image")
     return "".join(tokens)
-
-
-def take_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """The processor's chat template goes before the tokenizer's, which may know text only."""
-    path = folder / "chat_template.json"
-    if not path.is_file():
-        return
-    template = read_json(path).get("chat_template")
-    if not isinstance(template, str):
-        raise ConfigError(f"{path}: chat_template must be a template, not {template!r}")
-    tokenizer.chat_template = template
 
 
 def _spec(sources: Sources) -> ModelSpec:

@@ -89,7 +89,9 @@ def test_the_processor_s_chat_template_goes_first(both: tuple[Qwen, LoadedModel]
     shutil.copytree(made.folder, tmp_path / "old")
     template = tmp_path / "old" / "chat_template.jinja"
     write_json(tmp_path / "old" / "chat_template.json", {"chat_template": template.read_text()})
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template.unlink()
+    text_only = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    edit(tmp_path / "old" / "tokenizer_config.json", chat_template=text_only)
     loaded = load_model(ModelConfig(path=str(tmp_path / "old"), dtype="float32", device="cpu"))
     request = show(ImagePart(SMALL))
     assert encoded(loaded, request).ids.tolist() == encoded(model, request).ids.tolist()

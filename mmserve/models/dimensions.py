@@ -38,7 +38,7 @@ _HF_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "sliding_window": (None,),
 }
 #: ``model_type`` whose decoder is Qwen2's (biased queries, keys and values), or Qwen3's (normed queries and keys).
-_QWEN2, _QWEN3 = ("qwen2", "Dream"), ("qwen3", "sdar")
+_QWEN2, _QWEN3 = ("qwen2", "Dream", "llava_dream"), ("qwen3", "sdar")
 _QWEN3_HEAD = 128  # where its configuration does not say ``head_dim``
 
 

@@ -52,7 +52,7 @@ def load_family(
 ) -> LoadedModel:
     """Load decoder, tower and projector; ``spec`` says what the model is.
 
-    ``vision`` makes what sees images for the decoder, where the checkpoint has it in no layout of LLaVA. Raises
+    ``vision`` makes what sees images for the decoder, where that is not LLaVA's one tile an image. Raises
     ``ConfigError`` naming the key, tensor or file that is wrong.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
@@ -61,7 +61,7 @@ def load_family(
         raise ConfigError(
             f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
         )
-    images, videos = takes_images(checkpoint), takes_videos(checkpoint)
+    images, videos = vision is not None or takes_images(checkpoint), takes_videos(checkpoint)
     made = spec(
         Sources(
             checkpoint=checkpoint,
@@ -69,16 +69,15 @@ def load_family(
             config=config,
             tokenizer=tokenizer,
             name=target.name,
-            image_id=_placeholder(tokenizer, IMAGE) if images or vision is not None else None,
+            image_id=_placeholder(tokenizer, IMAGE) if images else None,
             video_id=_placeholder(tokenizer, VIDEO) if videos else None,
         )
     )
     decoder = _load_decoder(checkpoint, config, target)
-    seeing = load_vision(checkpoint, config.hidden_size, target) if images else None
-    if seeing is not None:
+    seeing = vision(decoder) if vision is not None else None
+    if images and seeing is None:
+        seeing = load_vision(checkpoint, config.hidden_size, target)
         _check_frame_text(keys, tokenizer, seeing)
-    elif vision is not None:
-        seeing = vision(decoder)
     checkpoint.weights.warn_unread()
     return LoadedModel(made, decoder, tokenizer, seeing, target.dtype, target.device)
 

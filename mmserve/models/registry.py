@@ -16,13 +16,16 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 
-#: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
+#: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it; its class
+#: where two models go by one ``model_type``.
 LOADERS = {
     "Dream": "mmserve.models.dream",
+    "LlavaLladaForMaskedDiffusion": "mmserve.models.lavida",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
     "llada": "mmserve.models.llada",
     "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",
+    "llava_dream": "mmserve.models.lavida",
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
     "mmada": "mmserve.models.mmada",
@@ -66,11 +69,13 @@ def model_folder(path: str) -> Path:
 def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
     """The function that loads ``checkpoint``; raises ``ConfigError`` naming the known architectures."""
     architecture = checkpoint.architecture
-    if architecture not in LOADERS:
+    classes = checkpoint.config.get("architectures") or []
+    name = next((name for name in (*classes, architecture) if name in LOADERS), None)
+    if name is None:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: unknown model_type {architecture!r}; known are {sorted(LOADERS)}"
         )
-    function: Callable[[Checkpoint, Target], Model] = import_module(LOADERS[architecture]).load
+    function: Callable[[Checkpoint, Target], Model] = import_module(LOADERS[name]).load
     return function
 
 

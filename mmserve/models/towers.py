@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -76,38 +76,69 @@ class PaddedProcessor:
         return self.processor(image, **options)
 
 
-def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> LlavaVision:
-    """Tower and projector of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
+@dataclass(frozen=True)
+class VisionParts:
+    """What a LLaVA-style checkpoint sees with."""
+
+    tower: nn.Module
+    projector: nn.Module
+    newline: Tensor | None  # [D]: the separator; None where images are not merged with one
+    processor: Callable[..., Any]
+    select_layer: int  # of the hidden states, from the end
+    side: int  # pixels along a side of what the tower takes
+    patches: int  # and patches along it
+    class_token: bool  # whether the tower has one
+
+
+def load_parts(checkpoint: Checkpoint, hidden_size: int, target: Target) -> VisionParts:
+    """Tower, projector and image processor of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
 
     The tower's configuration and processor come from the directory that ``mm_vision_tower`` names, or from
     ``vision_tower`` beside ``config.json``; its weights from the checkpoint, or from that directory where the
     checkpoint has none. As in LLaVA (``llava/model/multimodal_encoder``), SigLIP features are always those of the
-    last layer but one and its images are resized bicubically, whatever the files say. ``mm_video_frames``, a key of
-    our own, says how many frames of a video the checkpoint takes; without it, none. Raises ``ConfigError``.
+    last layer but one and its images are resized bicubically, whatever the files say. Raises ``ConfigError``.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
-    _check_merging(keys)
     own = any(name.startswith(TOWER) for name in checkpoint.weights.names)
     folder = _tower_folder(checkpoint, target, weights=not own)
     kind, config = _tower_config(folder)
     weights = checkpoint.weights if own else _tower_weights(folder)
     select = kind.fixed_layer or _select_layer(keys, config.num_hidden_layers)
     tower, cut = _load_tower(kind, config, weights, TOWER if own else "", select, target)
-    feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
-    projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
-    video = _video(keys, int(config.image_size) // int(config.patch_size), feature if kind.has_cls else "patch")
-    extra = 0
-    if kind.has_cls and feature == "cls_patch":
-        extra += 1
+    newline: Tensor | None = None
     if "unpad" in str(keys.values.get("mm_patch_merge_type", "flat")):
         newline = checkpoint.weights.tensor(NEWLINE, torch.Size([hidden_size]), target.dtype, target.device)
-        projector, extra = NewlineProjector(projector, newline), extra + 1
-    vision = LlavaVision(
+    side = int(config.image_size)
+    return VisionParts(
         tower,
-        projector,
-        _processor(kind, folder, keys, int(config.image_size)),
+        _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target),
+        newline,
+        _processor(kind, folder, keys, side),
         select_layer=select + cut,
-        has_cls=kind.has_cls and feature == "patch",
+        side=side,
+        patches=side // int(config.patch_size),
+        class_token=kind.has_cls,
+    )
+
+
+def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> LlavaVision:
+    """What sees images, one tile each, for a checkpoint whose decoder is ``hidden_size`` wide; from ``load_parts``.
+
+    ``mm_video_frames``, a key of our own, says how many frames of a video the checkpoint takes; without it, none.
+    Raises ``ConfigError``.
+    """
+    keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
+    _check_merging(keys)
+    parts = load_parts(checkpoint, hidden_size, target)
+    feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
+    video = _video(keys, parts.patches, feature if parts.class_token else "patch")
+    extra = int(parts.class_token and feature == "cls_patch") + int(parts.newline is not None)
+    vision = LlavaVision(
+        parts.tower,
+        parts.projector if parts.newline is None else NewlineProjector(parts.projector, parts.newline),
+        parts.processor,
+        select_layer=parts.select_layer,
+        has_cls=parts.class_token and feature == "patch",
         video=video,
     )
     vision.tokens_per_image += extra

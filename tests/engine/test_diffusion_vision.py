@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import Bench, Call
 from helpers import ask, dkv, picture
+from lavida_checkpoints import Lavida
 from llada_checkpoints import load
 from mmada_checkpoints import Mmada
 from PIL import Image
@@ -43,20 +44,31 @@ def outcome(bench: Bench, call: Call) -> tuple[object, ...]:
 
 @torch.no_grad()
 def plain_loop(
-    oracle: PreTrainedModel, prompt_PD: torch.Tensor, new: int, mask_id: int, banned: set[int], *, at_once: int = 1
+    oracle: PreTrainedModel,
+    prompt_PD: torch.Tensor,
+    new: int,
+    mask_id: int,
+    banned: set[int],
+    *,
+    at_once: int = 1,
+    shift: int = 0,
+    prefix: bool = False,
 ) -> list[int]:
     """LLaDA's ``generate`` as these models have it: one block, the surest ``at_once`` tokens of each step become final.
 
-    Every step runs the whole row, the prompt's embeddings in front.
+    Every step runs the whole row, the prompt's embeddings in front; ``prefix``: the prompt does not see the answer;
+    ``shift``: how far left of a position its logits stand.
     """
     row = torch.full((new,), mask_id)
     embed = oracle.get_input_embeddings()
     length = len(prompt_PD) + new
     seen = torch.ones(length, length, dtype=torch.bool)
+    seen[: len(prompt_PD), len(prompt_PD) :] = not prefix
     mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
     while (row == mask_id).any():
         x = torch.cat([prompt_PD, embed(row)])
-        logits = oracle(inputs_embeds=x[None], attention_mask=mask[None, None]).logits[0, len(prompt_PD) :]
+        logits = oracle(inputs_embeds=x[None], attention_mask=mask[None, None]).logits[0]
+        logits = logits[len(prompt_PD) - shift : length - shift]
         logits[:, list(banned)] = -torch.inf
         sure, token = logits.double().softmax(-1).max(-1)
         best = sure.masked_fill(row != mask_id, -1.0).topk(min(at_once, int((row == mask_id).sum()))).indices
@@ -100,6 +112,42 @@ def test_mmada_gives_the_tokens_of_mmu_generate(
     assert len(kinds) > 4
 
 
+# --- LaViDa ---
+
+
+@pytest.fixture(scope="module")
+def lavida_llada(tmp_path_factory: pytest.TempPathFactory) -> tuple[Lavida, LoadedModel]:
+    made = Lavida(tmp_path_factory.mktemp("lavida"), "llada")
+    return made, endless(load(made.folder))
+
+
+@pytest.fixture(scope="module")
+def lavida_dream(tmp_path_factory: pytest.TempPathFactory) -> tuple[Lavida, LoadedModel]:
+    made = Lavida(tmp_path_factory.mktemp("lavida"), "dream")
+    return made, endless(load(made.folder))
+
+
+@pytest.mark.parametrize("images", [0, 1, 2])
+@pytest.mark.parametrize("family", ["lavida_llada", "lavida_dream"])
+def test_lavida_gives_the_tokens_of_its_plain_loop(
+    bench: Make, family: str, images: int, request: pytest.FixtureRequest
+) -> None:
+    made, model = request.getfixturevalue(family)
+    b = bench(model, stages="inline", max_tokens=400)
+    media = tuple(picture(seed, (30 + 9 * seed, 40)) for seed in range(images))
+    [encoded] = b.engine.stages.encoder.encode([ask("x", "what is it?", images=media)])
+    prompt = made.oracle.get_input_embeddings()(torch.from_numpy(np.where(encoded.ids < 640, encoded.ids, 0))).detach()
+    if images:
+        prompt[torch.from_numpy(encoded.image_rows)] = torch.cat([made.visual_tokens(opened(data)) for data in media])
+    shift = model.spec.logit_shift
+    expected = plain_loop(made.oracle, prompt, 12, model.spec.mask_id, {model.spec.mask_id}, shift=shift, prefix=True)
+    for policy in (Policy(name="none"), dkv(1), Policy(name="prefix")):  # the last computes the prompt's K/V once
+        options = {"max_new_tokens": 12, "block": 12, "recompute": policy}
+        [call] = b.submit(ask(policy.name, "what is it?", images=media, **options))
+        assert answer(b, call) == expected, policy.name
+    assert len(set(expected)) > 1
+
+
 # --- all of them ---
 
 
@@ -121,11 +169,11 @@ def mixed(pictures: int) -> list[Request]:
     return [dataclasses.replace(r, vision=half) if i % 4 == 3 else r for i, r in enumerate(requests)]
 
 
-@pytest.mark.parametrize("family", ["mmada"])
+@pytest.mark.parametrize("family", ["mmada", "lavida_llada", "lavida_dream"])
 def test_a_batch_gives_what_each_request_gives_alone(bench: Make, family: str, request: pytest.FixtureRequest) -> None:
     _made, model = request.getfixturevalue(family)
     requests = mixed(1 if family == "mmada" else 2)
-    alone, together = bench(model, stages="inline"), bench(model)
+    alone, together = bench(model, stages="inline", max_tokens=400), bench(model, max_tokens=400)
     expected = [outcome(alone, alone.submit(r)[0]) for r in requests]
     calls = together.submit(*requests)
     assert [outcome(together, call) for call in calls] == expected

@@ -44,16 +44,17 @@ def show(*parts: Part, name: str = "r") -> Request:
     return replace(ask(name, max_new_tokens=6), messages=(Message("user", (*parts, TextPart("what?"))),))
 
 
-def encoder(model: LoadedModel, cache: EncoderCache | None = None, **limits: Any) -> Encoder:
-    return Encoder(model, MediaConfig(**limits), max_tokens=200, cache=cache)
+def encoder(model: LoadedModel, cache: EncoderCache | None = None, *, max_tokens: int = 200, **limits: Any) -> Encoder:
+    return Encoder(model, MediaConfig(**limits), max_tokens=max_tokens, cache=cache)
 
 
 @torch.inference_mode()
 def served_logits(model: LoadedModel, request: Request, encoded: Encoded) -> tuple[torch.Tensor, np.ndarray]:
     """Logits of the first pass over paged K/V, and where their rows stood before pruning."""
-    store = KVStore(model.decoder.config, pages=40, page_size=4, dtype=model.dtype, device=model.device)
+    pages = len(encoded.ids) // 4 + 4
+    store = KVStore(model.decoder.config, pages=pages, page_size=4, dtype=model.dtype, device=model.device)
     decoder = DiffusionDecoder(model, store)
-    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(40)))))
+    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(pages)))))
     return forward(model, store, [p], decoder._floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
 
 

@@ -1,0 +1,98 @@
+"""LaViDa (arXiv 2505.16839; jacklishufan/LaViDa): LLaDA's or Dream's decoder that sees through SigLIP.
+
+``lavida-llada-*`` have LLaDA's own tensors and configuration, ``lavida-dream-*`` those of Dream; both carry LLaVA's
+projector, separator and tower beside them. A prompt does not see its answer: as the authors' ``predict.py`` asks with
+``prefix_lm``, its K/V are computed once. That code also loses the line break behind an image in LLaDA's format, where
+it takes each piece of the text to begin with a start token; here it stays, as in training.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from mmserve.errors import ConfigError
+from mmserve.models import dream, llada
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.chat import adapt_chat_template, ensure_chat_template, load_tokenizer
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.decoder import Decoder
+from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of, takes_images
+from mmserve.models.keys import Keys
+from mmserve.models.lavida_vision import LavidaVision
+from mmserve.models.towers import load_parts
+
+DREAM = "llava_dream"
+SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+#: In front of a chat template: LaViDa's system message, where the chat has none.
+_SYSTEM_FIRST = (
+    "{% if messages[0]['role'] != 'system' %}"
+    f"{{% set messages = [{{'role': 'system', 'content': '{SYSTEM}'}}] + messages %}}{{% endif %}}"
+)
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load ``jacklishufan/lavida-*``; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
+    keys.check({"mm_video_frames": (None, 0), "block_size": (None,), "use_mrope": (False, None)})
+    tokenizer = load_tokenizer(checkpoint.folder)
+    images = takes_images(checkpoint)
+    _adapt_template(tokenizer, checkpoint, images)
+    return load_family(checkpoint, target, tokenizer, _spec, _vision(checkpoint, target, keys) if images else None)
+
+
+def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint, images: bool) -> None:
+    if checkpoint.architecture == DREAM:
+        adapt_chat_template(tokenizer, checkpoint.folder, images=images, videos=False, vicuna=False)
+    else:
+        ensure_chat_template(tokenizer, images=images)
+    tokenizer.chat_template = f"{_SYSTEM_FIRST}{tokenizer.chat_template}"
+
+
+def _spec(sources: Sources) -> ModelSpec:
+    shifted = sources.checkpoint.architecture == DREAM
+    mask_id = mask_id_of(sources, dream.MASK if shifted else llada.MASK)
+    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
+    return make_spec(sources, attention=Attention.PREFIX, mask_id=mask_id, banned=banned, logit_shift=int(shifted))
+
+
+def _vision(checkpoint: Checkpoint, target: Target, keys: Keys) -> Callable[[Decoder], LavidaVision]:
+    ratio = keys.choice("image_aspect_ratio", ("anyres", "pad", "square"), "square")
+    keys.choice("mm_patch_merge_type", ("spatial_unpad",), "flat")
+    mode = keys.choice("mm_spatial_pool_mode", ("average", "max", "bilinear"), "bilinear")
+    keys.check(
+        {
+            "mm_resampler_type": (None,),
+            "mm_use_im_start_end": (False, None),
+            "mm_use_im_patch_token": (False, None),
+            "s2": (False, None),
+        }
+    )
+
+    def make(decoder: Decoder) -> LavidaVision:
+        parts = load_parts(checkpoint, decoder.config.hidden_size, target)
+        if parts.class_token:
+            raise ConfigError(f"{keys.path}: LaViDa sees through SigLIP; mm_vision_tower has a class token")
+        return LavidaVision(parts, _resolutions(keys, parts.side) if ratio == "anyres" else None, mode)
+
+    return make
+
+
+def _resolutions(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
+    """``image_grid_pinpoints``: widths and heights in pixels, a list or the text of one."""
+    named: Any = keys.values.get("image_grid_pinpoints")
+    try:
+        found = tuple((int(w), int(h)) for w, h in (ast.literal_eval(named) if isinstance(named, str) else named))
+    except (TypeError, ValueError, SyntaxError):
+        found = ()
+    if not found or any(w <= 0 or h <= 0 or w % side or h % side for w, h in found):
+        raise ConfigError(
+            f"{keys.path}: image_grid_pinpoints = {named!r} must list widths and heights that are multiples of {side}"
+        )
+    return found

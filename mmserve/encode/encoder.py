@@ -137,7 +137,7 @@ class Encoder:
 
     def _prompt(self, request: Request) -> list[int]:
         chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
-        return prompt_ids(self.model.tokenizer, chat)
+        return prompt_ids(self.model.tokenizer, chat, special_tokens=self.model.spec.special_tokens)
 
     def _check_length(self, request: Request, prompt: int, before: int) -> None:
         """What is left after pruning takes room in the engine, what there was ``before`` positions of the models."""

@@ -61,6 +61,7 @@ class ModelSpec:
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
+    special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
     logit_shift: int = 0  # how far left of a position its row of logits stands: 1 for next-token models and Dream
 
     def __post_init__(self) -> None:

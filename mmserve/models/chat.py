@@ -68,16 +68,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise ConfigError(f"{folder}: the tokenizer cannot be read: {error}") from error
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]]) -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], *, special_tokens: bool = False
+) -> list[int]:
     """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts.
 
-    Raises ``InvalidArgument`` where the template refuses the chat, for its order of roles, say.
+    ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
+    transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for its order of
+    roles, say.
     """
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(text, add_special_tokens=special_tokens and not begun))
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:

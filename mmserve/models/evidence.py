@@ -21,15 +21,21 @@ OF_PATCHES = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS, Evidence.FIRST_FEA
 OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
 
 
+def layers_of(tower: nn.Module) -> Sequence[Any]:
+    """The layers of a CLIP-style tower."""
+    layers: Any = tower.get_submodule("encoder.layers")
+    return layers
+
+
 def gather(
-    tower: nn.Module, hidden: Sequence[Tensor], selected: int, wanted: frozenset[Evidence], *, first: int
+    layers: Sequence[Any], hidden: Sequence[Tensor], selected: int, wanted: frozenset[Evidence], *, first: int
 ) -> dict[Evidence, Tensor]:
     """The ``wanted`` evidence, ``[B, patches]`` or ``[B, patches, C]``, in fp32.
 
-    ``hidden``: the tower's hidden states ``[B, N, C]``, from the embeddings on; ``selected``: the one (from the end,
-    negative) that features are taken from; ``first``: where patches begin, 1 behind a class token.
+    ``layers``: the tower's, which call their parts as CLIP's do (``layers_of``). ``hidden``: its hidden states
+    ``[B, N, C]``, from the embeddings on; ``selected``: the one (from the end, negative) that features are taken from;
+    ``first``: where patches begin, 1 behind a class token.
     """
-    layers: Any = tower.get_submodule("encoder.layers")
     at = max(0, len(layers) + selected)  # the layer that made those features; for the embeddings, the first
     found: dict[Evidence, Tensor] = {}
     for kind in wanted:
@@ -55,6 +61,10 @@ def class_row(layer: Any, x_BNC: Tensor) -> Tensor:
     attention, normed_BNC = layer.self_attn, layer.layer_norm1(x_BNC)
     heads = attention.num_heads
     query_BHK = attention.q_proj(normed_BNC[:, 0]).unflatten(-1, (heads, -1))
+    if not isinstance(attention.k_proj, nn.Linear):  # a norm comes behind it
+        key_BNHK = attention.k_proj(normed_BNC).unflatten(-1, (heads, -1))
+        scores_BHN = torch.einsum("bhk,bnhk->bhn", query_BHK, key_BNHK)
+        return (scores_BHN.float() * attention.scale).softmax(-1).mean(1)
     weight_HKC = attention.k_proj.weight.unflatten(0, (heads, -1))
     scores_BHN = torch.einsum("bhk,hkc->bhc", query_BHK, weight_HKC) @ normed_BNC.mT
     return (scores_BHN.float() * attention.scale).softmax(-1).mean(1)

@@ -20,7 +20,7 @@ from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
-from mmserve.models.layouts import layout_of
+from mmserve.models.layouts import Layout, layout_of
 from mmserve.models.picture import VisionEncoder
 from mmserve.models.towers import load_vision
 from mmserve.models.vision import LlavaVision
@@ -57,10 +57,7 @@ def load_family(
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     config = decoder_config(keys)
-    if len(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
-        )
+    check_vocabulary(checkpoint, tokenizer, config)
     images, videos = vision is not None or takes_images(checkpoint), takes_videos(checkpoint)
     made = spec(
         Sources(
@@ -69,15 +66,15 @@ def load_family(
             config=config,
             tokenizer=tokenizer,
             name=target.name,
-            image_id=_placeholder(tokenizer, IMAGE) if images else None,
-            video_id=_placeholder(tokenizer, VIDEO) if videos else None,
+            image_id=placeholder(tokenizer, IMAGE) if images else None,
+            video_id=placeholder(tokenizer, VIDEO) if videos else None,
         )
     )
-    decoder = _load_decoder(checkpoint, config, target)
+    decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
     seeing = vision(decoder) if vision is not None else None
     if images and seeing is None:
-        seeing = load_vision(checkpoint, config.hidden_size, target)
-        _check_frame_text(keys, tokenizer, seeing)
+        seeing = llava = load_vision(checkpoint, config.hidden_size, target)
+        _check_frame_text(keys, tokenizer, llava)
     checkpoint.weights.warn_unread()
     return LoadedModel(made, decoder, tokenizer, seeing, target.dtype, target.device)
 
@@ -180,15 +177,24 @@ def _padding_ids(sources: Sources) -> list[Any]:
     return [*named, tokenizer.pad_token_id, tokenizer.eos_token_id]
 
 
-def _load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target) -> Decoder:
+def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, config: DecoderConfig) -> None:
+    """Raise ``ConfigError`` where the tokenizer has tokens that the model does not embed."""
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
+        )
+
+
+def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, layout: Layout) -> Decoder:
+    """The decoder with the checkpoint's weights, which lie in ``layout``, frozen and in eval mode."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    names = layout_of(checkpoint.config).names(decoder)
+    names = layout.names(decoder)
     checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=(".expert_bias",))
     return decoder.eval()
 
 
-def _placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+def placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added behind the rest.
 
     Then it may lie past the model's embeddings, which is no harm: visual tokens stand where a prompt has it.

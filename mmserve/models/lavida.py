@@ -8,13 +8,10 @@ it takes each piece of the text to begin with a start token; here it stays, as i
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from mmserve.errors import ConfigError
 from mmserve.models import dream, llada
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import adapt_chat_template, ensure_chat_template, load_tokenizer
@@ -22,8 +19,8 @@ from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder
 from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of, takes_images
 from mmserve.models.keys import Keys
-from mmserve.models.lavida_vision import LavidaVision
-from mmserve.models.towers import load_parts
+from mmserve.models.towers import load_vision
+from mmserve.models.vision import LlavaVision
 
 DREAM = "llava_dream"
 SYSTEM = (
@@ -62,37 +59,8 @@ def _spec(sources: Sources) -> ModelSpec:
     return make_spec(sources, attention=Attention.PREFIX, mask_id=mask_id, banned=banned, logit_shift=int(shifted))
 
 
-def _vision(checkpoint: Checkpoint, target: Target, keys: Keys) -> Callable[[Decoder], LavidaVision]:
-    ratio = keys.choice("image_aspect_ratio", ("anyres", "pad", "square"), "square")
-    keys.choice("mm_patch_merge_type", ("spatial_unpad",), "flat")
+def _vision(checkpoint: Checkpoint, target: Target, keys: Keys) -> Callable[[Decoder], LlavaVision]:
+    """Each tile is pooled over squares of two, ``get_2dPool``'s default, whatever ``mm_spatial_pool_stride`` says."""
     mode = keys.choice("mm_spatial_pool_mode", ("average", "max", "bilinear"), "bilinear")
-    keys.check(
-        {
-            "mm_resampler_type": (None,),
-            "mm_use_im_start_end": (False, None),
-            "mm_use_im_patch_token": (False, None),
-            "s2": (False, None),
-        }
-    )
-
-    def make(decoder: Decoder) -> LavidaVision:
-        parts = load_parts(checkpoint, decoder.config.hidden_size, target)
-        if parts.class_token:
-            raise ConfigError(f"{keys.path}: LaViDa sees through SigLIP; mm_vision_tower has a class token")
-        return LavidaVision(parts, _resolutions(keys, parts.side) if ratio == "anyres" else None, mode)
-
-    return make
-
-
-def _resolutions(keys: Keys, side: int) -> tuple[tuple[int, int], ...]:
-    """``image_grid_pinpoints``: widths and heights in pixels, a list or the text of one."""
-    named: Any = keys.values.get("image_grid_pinpoints")
-    try:
-        found = tuple((int(w), int(h)) for w, h in (ast.literal_eval(named) if isinstance(named, str) else named))
-    except (TypeError, ValueError, SyntaxError):
-        found = ()
-    if not found or any(w <= 0 or h <= 0 or w % side or h % side for w, h in found):
-        raise ConfigError(
-            f"{keys.path}: image_grid_pinpoints = {named!r} must list widths and heights that are multiples of {side}"
-        )
-    return found
+    keys.check({"mm_patch_merge_type": ("spatial_unpad",), "mm_use_im_patch_token": (False, None)})
+    return lambda decoder: load_vision(checkpoint, decoder.config.hidden_size, target, pool=(2, mode))

@@ -22,16 +22,22 @@ LOADERS = {
     "Dream": "mmserve.models.dream",
     "LlavaLladaForMaskedDiffusion": "mmserve.models.lavida",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
+    "idefics3": "mmserve.models.smolvlm",
+    "internvl": "mmserve.models.internvl",
     "llada": "mmserve.models.llada",
     "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",
+    "llava": "mmserve.models.llava",
     "llava_dream": "mmserve.models.lavida",
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
+    "llava_next": "mmserve.models.llava",
+    "llava_onevision": "mmserve.models.llava",
     "mmada": "mmserve.models.mmada",
     "qwen2": "mmserve.models.llama",
     "qwen3": "mmserve.models.llama",
     "sdar": "mmserve.models.block_diffusion",
+    "smolvlm": "mmserve.models.smolvlm",
 }
 HUB = "hub:"
 #: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.

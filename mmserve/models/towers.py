@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -27,10 +27,18 @@ from transformers import (
 )
 
 from mmserve.errors import ConfigError
+from mmserve.models.anyres import LlavaTiles, anyres_of
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
-from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, mlp_projector, pooled_side
+from mmserve.models.vision import (
+    LlavaVision,
+    NewlineProjector,
+    PooledProjector,
+    VideoSettings,
+    mlp_projector,
+    pooled_side,
+)
 
 #: Where a checkpoint keeps its tower's files when ``mm_vision_tower`` is a hub id.
 BESIDE = "vision_tower"
@@ -38,7 +46,9 @@ PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
-class _Kind:
+class TowerKind:
+    """transformers' classes for a kind of tower, and what LLaVA does with it."""
+
     config: type[Any]
     model: type[Any]
     processor: type[Any]
@@ -47,8 +57,8 @@ class _Kind:
     overrides: dict[str, Any]  # of the processor's settings
 
 
-_CLIP = _Kind(CLIPVisionConfig, CLIPVisionModel, CLIPImageProcessorPil, True, None, {})
-_SIGLIP = _Kind(
+_CLIP = TowerKind(CLIPVisionConfig, CLIPVisionModel, CLIPImageProcessorPil, True, None, {})
+_SIGLIP = TowerKind(
     SiglipVisionConfig,
     SiglipVisionModel,
     SiglipImageProcessorPil,
@@ -56,7 +66,7 @@ _SIGLIP = _Kind(
     -2,
     {"resample": Image.Resampling.BICUBIC, "do_resize": True, "do_convert_rgb": True},
 )
-_KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGLIP, "siglip": _SIGLIP}
+KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGLIP, "siglip": _SIGLIP}
 
 
 class PaddedProcessor:
@@ -76,82 +86,57 @@ class PaddedProcessor:
         return self.processor(image, **options)
 
 
-@dataclass(frozen=True)
-class VisionParts:
-    """What a LLaVA-style checkpoint sees with."""
-
-    tower: nn.Module
-    projector: nn.Module
-    newline: Tensor | None  # [D]: the separator; None where images are not merged with one
-    processor: Callable[..., Any]
-    select_layer: int  # of the hidden states, from the end
-    side: int  # pixels along a side of what the tower takes
-    patches: int  # and patches along it
-    class_token: bool  # whether the tower has one
-
-
-def load_parts(checkpoint: Checkpoint, hidden_size: int, target: Target) -> VisionParts:
-    """Tower, projector and image processor of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
+def load_vision(
+    checkpoint: Checkpoint, hidden_size: int, target: Target, *, pool: tuple[int, str] | None = None
+) -> LlavaVision:
+    """Tower and projector of a LLaVA-style checkpoint whose decoder is ``hidden_size`` wide.
 
     The tower's configuration and processor come from the directory that ``mm_vision_tower`` names, or from
     ``vision_tower`` beside ``config.json``; its weights from the checkpoint, or from that directory where the
     checkpoint has none. As in LLaVA (``llava/model/multimodal_encoder``), SigLIP features are always those of the
-    last layer but one and its images are resized bicubically, whatever the files say. Raises ``ConfigError``.
+    last layer but one and its images are resized bicubically, whatever the files say. ``mm_video_frames``, a key of
+    our own, says how many frames of a video the checkpoint takes; without it, none. ``pool``: stride and mode that
+    images are pooled by, which no key says. Raises ``ConfigError``.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
+    _check_merging(keys)
     own = any(name.startswith(TOWER) for name in checkpoint.weights.names)
     folder = _tower_folder(checkpoint, target, weights=not own)
     kind, config = _tower_config(folder)
     weights = checkpoint.weights if own else _tower_weights(folder)
     select = kind.fixed_layer or _select_layer(keys, config.num_hidden_layers)
-    tower, cut = _load_tower(kind, config, weights, TOWER if own else "", select, target)
-    newline: Tensor | None = None
+    tower, cut = load_tower(kind, config, weights, TOWER if own else "", select, target)
+    feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
+    projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
+    if pool is not None:
+        projector = PooledProjector(projector, *pool)
+    video = _video(keys, int(config.image_size) // int(config.patch_size), feature if kind.has_cls else "patch")
+    extra = 0
+    if kind.has_cls and feature == "cls_patch":
+        extra += 1
     if "unpad" in str(keys.values.get("mm_patch_merge_type", "flat")):
         newline = checkpoint.weights.tensor(NEWLINE, torch.Size([hidden_size]), target.dtype, target.device)
-    side = int(config.image_size)
-    return VisionParts(
-        tower,
-        _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target),
-        newline,
-        _processor(kind, folder, keys, side),
-        select_layer=select + cut,
-        side=side,
-        patches=side // int(config.patch_size),
-        class_token=kind.has_cls,
-    )
-
-
-def load_vision(checkpoint: Checkpoint, hidden_size: int, target: Target) -> LlavaVision:
-    """What sees images, one tile each, for a checkpoint whose decoder is ``hidden_size`` wide; from ``load_parts``.
-
-    ``mm_video_frames``, a key of our own, says how many frames of a video the checkpoint takes; without it, none.
-    Raises ``ConfigError``.
-    """
-    keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
-    _check_merging(keys)
-    parts = load_parts(checkpoint, hidden_size, target)
-    feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
-    video = _video(keys, parts.patches, feature if parts.class_token else "patch")
-    extra = int(parts.class_token and feature == "cls_patch") + int(parts.newline is not None)
+        projector, extra = NewlineProjector(projector, newline), extra + 1
+    processor, anyres = _processor(kind, folder, keys, int(config.image_size)), anyres_of(keys, int(config.image_size))
+    if anyres is not None and kind.has_cls and feature == "cls_patch":
+        raise ConfigError(f"{keys.path}: tiles need mm_vision_select_feature = 'patch', not 'cls_patch'")
     vision = LlavaVision(
-        parts.tower,
-        parts.projector if parts.newline is None else NewlineProjector(parts.projector, parts.newline),
-        parts.processor,
-        select_layer=parts.select_layer,
-        has_cls=parts.class_token and feature == "patch",
+        tower,
+        projector,
+        processor if anyres is None else LlavaTiles(processor, anyres),
+        select_layer=select + cut,
+        has_cls=kind.has_cls and feature == "patch",
         video=video,
+        anyres=anyres,
+        frames=processor,
+        pool=pool,
     )
-    vision.tokens_per_image += extra
+    if anyres is None:
+        vision.tokens_per_image += extra
     return vision
 
 
 def _check_merging(keys: Keys) -> None:
-    ratio = keys.values.get("image_aspect_ratio") or "square"
-    if ratio not in ("square", "pad"):
-        raise ConfigError(
-            f"{keys.path}: image_aspect_ratio = {ratio!r} is not supported: images are encoded as one tile; "
-            "it can be 'square' or 'pad'"
-        )
     keys.choice("mm_patch_merge_type", ("flat", "spatial", "spatial_unpad"), "flat")
     keys.check({"mm_resampler_type": (None,), "mm_use_im_start_end": (False, None), "s2": (False, None)})
 
@@ -226,14 +211,14 @@ def download(repository: str, *, weights: bool = True) -> Path:
         raise ConfigError(f"cannot fetch {repository!r} from the Hugging Face hub: {error}") from error
 
 
-def _tower_config(folder: Path) -> tuple[_Kind, Any]:
+def _tower_config(folder: Path) -> tuple[TowerKind, Any]:
     values = read_json(folder / "config.json")
     architecture = values.get("model_type")
-    if architecture not in _KINDS:
+    if architecture not in KINDS:
         raise ConfigError(
-            f"{folder / 'config.json'}: unknown vision tower model_type {architecture!r}; known are {sorted(_KINDS)}"
+            f"{folder / 'config.json'}: unknown vision tower model_type {architecture!r}; known are {sorted(KINDS)}"
         )
-    kind = _KINDS[architecture]
+    kind = KINDS[architecture]
     values = values.get("vision_config", values)
     try:
         return kind, kind.config.from_dict({key: value for key, value in values.items() if key != "model_type"})
@@ -247,8 +232,8 @@ def _tower_weights(folder: Path) -> Weights:
     return Weights(folder)
 
 
-def _load_tower(
-    kind: _Kind, config: Any, weights: Weights, prefix: str, select: int, target: Target
+def load_tower(
+    kind: TowerKind, config: Any, weights: Weights, prefix: str, select: int, target: Target
 ) -> tuple[nn.Module, int]:
     """The tower, and how many of its last layers are absent.
 
@@ -296,7 +281,7 @@ def _load_projector(
     return projector.eval()
 
 
-def _processor(kind: _Kind, folder: Path, keys: Keys, side: int) -> Callable[..., Any]:
+def _processor(kind: TowerKind, folder: Path, keys: Keys, side: int) -> Callable[..., Any]:
     path = folder / PROCESSOR
     if path.is_file():
         settings = read_json(path)

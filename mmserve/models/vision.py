@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather
+from mmserve.models.anyres import Anyres
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
 from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.prune.base import Evidence, Look
 
@@ -47,12 +48,25 @@ class NewlineProjector(nn.Module):
         return torch.cat([tokens, self.newline.to(tokens.dtype).expand(len(tokens), 1, -1)], dim=1)
 
 
+class PooledProjector(nn.Module):
+    """A projector whose tokens are pooled over squares of ``stride`` by ``mode``: ``[B, N, C]`` to ``[B, n, D]``."""
+
+    def __init__(self, projector: nn.Module, stride: int, mode: str) -> None:
+        super().__init__()
+        self.projector, self.stride, self.mode = projector, stride, mode
+
+    def forward(self, features: Tensor) -> Tensor:
+        return pool_grid(self.projector(features), self.stride, self.mode).flatten(1, 2)
+
+
 class LlavaVision(VisionEncoder):
     """A tower from transformers, one layer's patch features, and LLaVA's ``mlpNx_gelu`` projector.
 
     ``tower`` is any transformers vision model that returns ``hidden_states``; ``processor`` a pillow-backed image
     processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls`` tells
-    whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only.
+    whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
+    ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
+    the processor of a clip's frames. ``pool``: what a ``PooledProjector`` does to an image's patches, stride and mode.
     """
 
     def __init__(
@@ -64,6 +78,9 @@ class LlavaVision(VisionEncoder):
         select_layer: int,
         has_cls: bool,
         video: VideoSettings | None = None,
+        anyres: Anyres | None = None,
+        frames: Any | None = None,
+        pool: tuple[int, str] | None = None,
     ) -> None:
         super().__init__()
         self.tower, self.projector, self.processor = tower, projector, processor
@@ -71,11 +88,20 @@ class LlavaVision(VisionEncoder):
         self.video = video
         self.frames_per_video = video.frames if video is not None else 0
         config: Any = tower.config
-        self.tokens_per_image = (int(config.image_size) // int(config.patch_size)) ** 2
+        self.anyres, self.frames = anyres, frames or processor
+        self.pool, self._side = pool, int(config.image_size) // int(config.patch_size)
+        self._cells = self._side if pool is None else pooled_side(self._side, *pool)
+        self.tokens_per_image = 0 if anyres is not None else self._cells**2
 
     def prepare(self, image: Image.Image) -> Prepared:
-        pixels = self.processor(image, return_tensors="np")["pixel_values"]
-        return {"pixels": torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))}
+        if self.anyres is None:
+            return {"pixels": _pixels(self.processor, image)}
+        self.anyres.shape(image.height, image.width)  # finds out what cannot be cut
+        return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
+
+    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        pixels = torch.cat([_pixels(self.frames, frame) for frame in frames])
+        return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -89,11 +115,16 @@ class LlavaVision(VisionEncoder):
     def settings(self) -> Mapping[str, Any]:
         tower: Any = self.tower
         return {
-            "processor": describe_processor(self.processor),
+            "processor": {
+                "images": describe_processor(self.processor),
+                "frames": describe_processor(self.frames),
+                "anyres": None if self.anyres is None else asdict(self.anyres),
+            },
             "tower": tower.config.to_dict(),
             "select_layer": self.select_layer,
             "has_cls": self.has_cls,
             "video": None if self.video is None else asdict(self.video),
+            "pool": self.pool,
         }
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -103,24 +134,35 @@ class LlavaVision(VisionEncoder):
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])
         hidden = self._hidden(pixels)
-        seen = gather(self.tower, hidden, self.select_layer, wanted, first=self._first)
+        seen = gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first)
         features = self._features(hidden)
-        if not clip:
+        if not clip and self.pool is not None:
+            seen = {kind: _pooled(values, *self.pool) for kind, values in seen.items()}
+        if not clip and self.anyres is None:
             return [joined([tile]) for tile in self._images(features, seen)]
         pictures, start = [], 0
         for one in batch:
             own = slice(start, start + len(one["pixels"]))
-            tiles = self._frames(features[own], {kind: values[own] for kind, values in seen.items()})
-            times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
-            pictures.append(joined(part for pair in zip(times, tiles, strict=True) for part in pair))
+            show = self._clip if clip else self._tiles
+            pictures.append(show(one, features[own], {kind: values[own] for kind, values in seen.items()}))
             start = own.stop
         return pictures
 
+    def _tiles(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
+        project = self.projector
+        assert self.anyres is not None and isinstance(project, NewlineProjector)
+        height, width = one["size"].tolist()
+        return self.anyres.picture(project.projector(features), seen, project.newline, height, width)
+
+    def _clip(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
+        times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
+        return joined(part for pair in zip(times, self._frames(features, seen), strict=True) for part in pair)
+
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)
-        config: Any = self.tower.config
-        side = int(config.image_size) // int(config.patch_size)
-        patches = torch.arange(side * side) + (features.shape[1] - side * side)  # behind a class token that is kept
+        side = self._cells
+        first = features.shape[1] - self._side**2  # behind a class token that is kept
+        patches = torch.arange(side * side) + first
         return [
             Tile(own, patches, Look(side, side, {kind: values[i] for kind, values in seen.items()}))
             for i, own in enumerate(tokens)
@@ -136,7 +178,7 @@ class LlavaVision(VisionEncoder):
             newline, project = project.newline, project.projector
         grid_FHWD = pool_grid(project(features), video.stride, video.mode)
         tokens = _separate(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), video.newline)
-        pooled = {kind: _pooled(values, video) for kind, values in seen.items()}
+        pooled = {kind: _pooled(values, video.stride, video.mode) for kind, values in seen.items()}
         _frames, rows, columns, _width = grid_FHWD.shape
         patches = torch.arange(rows * columns)
         if newline is not None and video.newline == "grid":
@@ -157,6 +199,11 @@ class LlavaVision(VisionEncoder):
     def _features(self, hidden: Sequence[Tensor]) -> Tensor:
         selected = hidden[self.select_layer]
         return selected[:, 1:] if self.has_cls else selected
+
+
+def _pixels(processor: Any, image: Image.Image) -> Tensor:
+    pixels = processor(image, return_tensors="np")["pixel_values"]
+    return torch.from_numpy(np.ascontiguousarray(pixels, dtype=np.float32))
 
 
 def pooled_side(side: int, stride: int, mode: str) -> int:
@@ -183,10 +230,10 @@ def pool_grid(tokens: Tensor, stride: int, mode: str) -> Tensor:
     return pooled.permute(0, 2, 3, 1)
 
 
-def _pooled(values: Tensor, video: VideoSettings) -> Tensor:
+def _pooled(values: Tensor, stride: int, mode: str) -> Tensor:
     """Evidence ``[F, side * side]`` or ``[F, side * side, C]``, pooled over the grid as tokens are."""
     wide = values if values.dim() == 3 else values[..., None]
-    pooled = pool_grid(wide, video.stride, video.mode).flatten(1, 2)
+    pooled = pool_grid(wide, stride, mode).flatten(1, 2)
     return pooled if values.dim() == 3 else pooled[..., 0]
 
 

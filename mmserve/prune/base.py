@@ -29,12 +29,26 @@ class Evidence(Enum):
 
 
 @dataclass(frozen=True)
+class Part:
+    """A rectangle of a picture, in shares of its height and width."""
+
+    top: float
+    bottom: float
+    left: float
+    right: float
+
+
+@dataclass(frozen=True)
 class Look:
-    """The grid of an image or frame, row by row, and the evidence that was asked for."""
+    """The grid of an image, tile or frame, row by row, and the evidence that was asked for.
+
+    ``part``: which part of the picture a tile shows; the first grid of such a picture shows it whole.
+    """
 
     rows: int
     columns: int
     evidence: Mapping[Evidence, Tensor]
+    part: Part | None = None
 
     @property
     def size(self) -> int:

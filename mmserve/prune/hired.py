@@ -1,7 +1,9 @@
 """HiRED (arXiv 2408.10945): the first layer's class token says how many tokens each grid gets, a later one's which.
 
-The budget of a picture's grids goes by how much of the first layer's class attention falls on patches. An image is one
-grid here and gets all of it; the frames of a clip share theirs.
+An image of one grid gets the whole budget, and the frames of a clip share theirs by how much of each one's own class
+attention falls on patches. Of an image in tiles, its whole view gets at most ``WHOLE`` of the budget, and the tiles
+share the rest by how much of the whole view's attention falls on what they show. The authors' code (hasanar1f/HiRED)
+counts the best half of its patches instead of summing, and takes them for those of a tile in the order of rows.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, best, total_count
+from mmserve.prune.base import COUNTED, Evidence, Look, Part, Plan, best, total_count
+
+WHOLE = 0.5  # most of the budget that the whole view of an image in tiles gets
 
 
 @dataclass(frozen=True)
@@ -23,9 +29,25 @@ class Hired:
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         sizes = [look.size for look in looks]
-        shares = [float(look[Evidence.FIRST_CLS_ROW].double().sum()) for look in looks]
-        kept = allocate(shares, sizes, total_count(sizes, amount))
+        total = total_count(sizes, amount)
+        if len(looks) > 1 and looks[1].part is not None:
+            shares = [_on(looks[0], look.part) for look in looks[1:] if look.part is not None]
+            whole = min(max(int(total * WHOLE), total - sum(sizes[1:])), sizes[0])
+            kept = [whole, *allocate(shares, sizes[1:], total - whole)]
+        else:
+            shares = [float(look[Evidence.FIRST_CLS_ROW].double().sum()) for look in looks]
+            kept = allocate(shares, sizes, total)
         return [best(look[Evidence.CLS_ROW], count) for look, count in zip(looks, kept, strict=True)]
+
+
+def _on(whole: Look, part: Part) -> float:
+    """How much of the whole view's attention falls on patches whose centre lies in ``part``."""
+    row: Tensor = whole[Evidence.FIRST_CLS_ROW].double().view(whole.rows, whole.columns)
+    rows, columns = (
+        [first <= (i + 0.5) / count < last for i in range(count)]
+        for first, last, count in ((part.top, part.bottom, whole.rows), (part.left, part.right, whole.columns))
+    )
+    return float(row[rows][:, columns].sum())
 
 
 def allocate(shares: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:

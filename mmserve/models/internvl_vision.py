@@ -1,0 +1,152 @@
+"""Images and clips for InternVL: as many tiles as suit a picture's shape, then a thumbnail; frames by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import GotOcr2ImageProcessorPil, InternVLVisionModel
+from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
+
+from mmserve.errors import ConfigError
+from mmserve.models.checkpoint import Checkpoint, Target, read_json
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES
+from mmserve.models.keys import Keys
+from mmserve.models.nested import load_part, read_processor
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
+from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.vision import describe_processor
+from mmserve.prune.base import Evidence
+
+_BEGIN, _END = "<img>", "</img>"
+#: What the chat template says of a clip, so that it and the text before are split into tokens together.
+CLIP_BEGIN = "Frame"
+_VIDEO_SETTINGS = "video_preprocessor_config.json"
+#: Frames of a video where its settings do not say: what InternVL's own examples take.
+_FRAMES = 8
+
+
+class _Attention:
+    """The attention of an InternViT layer by the names that CLIP's has; norms belong to queries and keys."""
+
+    def __init__(self, attention: Any) -> None:
+        self.num_heads, self.scale = attention.num_heads, attention.scale
+        normed = attention.config.use_qk_norm
+        self.q_proj = nn.Sequential(attention.q_proj, attention.q_norm) if normed else attention.q_proj
+        self.k_proj = nn.Sequential(attention.k_proj, attention.k_norm) if normed else attention.k_proj
+
+
+class _Layer:
+    """What evidence needs of an InternViT layer, by CLIP's names."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer_norm1, self.self_attn = layer.layernorm_before, _Attention(layer.attention)
+
+
+class InternVision(VisionEncoder):
+    """``tower`` behind an image processor that cuts tiles; ``frames`` makes each frame one, None = takes no video."""
+
+    def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, frames_per_video: int) -> None:
+        super().__init__()
+        self.tower, self._processor, self._frames = tower, processor, frames
+        self.tokens_per_image = 0
+        self.frames_per_video = frames_per_video
+
+    @property
+    def evidence(self) -> frozenset[Evidence]:
+        return OF_PATCHES | OF_CLASS
+
+    def settings(self) -> Mapping[str, Any]:
+        tower: Any = self.tower.tower
+        return {
+            "processor": [describe_processor(p) for p in (self._processor, self._frames) if p is not None],
+            "tower": tower.config.to_dict(),
+            "factor": self.tower.factor,
+            "select_layer": self.tower.select_layer,
+            "text": (_BEGIN, _END),
+        }
+
+    def prepare(self, image: Image.Image) -> Prepared:
+        """``pixels [tiles, 3, side, side]``, the thumbnail last where there is more than one."""
+        return {"pixels": _pixels(self._processor([image], return_tensors="np"))}
+
+    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
+        assert self._frames is not None
+        pixels = _pixels(self._frames(list(frames), return_tensors="np"))
+        return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
+
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
+        own = [[next(tiles) for _ in one["pixels"]] for one in batch]
+        return [joined(_clip(some) if clip else [_BEGIN, *some, _END]) for some in own]
+
+
+def load_intern_vision(
+    checkpoint: Checkpoint, target: Target, config: Any, width: int, *, inside: bool
+) -> InternVision:
+    """Tower, projector and processors of a checkpoint; ``inside``: its tensors lie below ``model``.
+
+    Raises ``ConfigError``.
+    """
+    folder, vision = checkpoint.folder, config.vision_config
+    keys = Keys(config.to_dict(), folder / "config.json")
+    keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
+    if config.text_config.hidden_size != width:
+        raise ConfigError(f"{keys.path}: the projector's width is not the decoder's {width}")
+    processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=True)
+    factor = int(1 / config.downsample_ratio)
+    _check_sides(folder, processor, vision, factor)
+    prefix = "model." if inside else ""
+    tower = load_part(lambda: InternVLVisionModel._from_config(vision), f"{prefix}vision_tower.", checkpoint, target)
+    projector = load_part(
+        lambda: InternVLMultiModalProjector(config), f"{prefix}multi_modal_projector.", checkpoint, target
+    )
+    layers = [_Layer(layer) for layer in tower.get_submodule("encoder").layer]
+    select = _select_layer(keys, len(layers))
+    shuffled = ShuffledTower(tower, projector, layers, factor=factor, select_layer=select, first=1)
+    frames = video_frames(folder)
+    one_tile = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False) if frames else None
+    return InternVision(shuffled, processor, one_tile, frames)
+
+
+def video_frames(folder: Path) -> int:
+    """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos."""
+    path = folder / _VIDEO_SETTINGS
+    return Keys(read_json(path), path).integer("num_frames", default=_FRAMES) if path.is_file() else 0
+
+
+def _check_sides(folder: Path, processor: Any, vision: Any, factor: int) -> None:
+    size = (processor.size.height, processor.size.width)
+    if tuple(vision.image_size) != size or size[0] != size[1]:
+        raise ConfigError(f"{folder}: the image processor makes tiles of {size}, the tower takes {vision.image_size}")
+    if size[0] % (vision.patch_size[0] * factor) or vision.patch_size[0] != vision.patch_size[1]:
+        raise ConfigError(
+            f"{folder}: tiles of {size[0]} pixels are not whole squares of {factor} x {factor} patches of "
+            f"{vision.patch_size}"
+        )
+
+
+def _select_layer(keys: Keys, layers: int) -> int:
+    """The hidden state that features are taken from, counted from the end."""
+    select = keys.values["vision_feature_layer"]
+    if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
+        raise ConfigError(f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers")
+    return select if select < 0 else select - layers - 1
+
+
+def _pixels(made: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
+
+
+def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:
+    """A clip's row behind ``CLIP_BEGIN``, as ``InternVLProcessor`` writes it."""
+    parts: list[Tile | Text] = []
+    for i, frame in enumerate(frames, start=1):
+        parts += [f"{_END}\n{CLIP_BEGIN}" * (i > 1) + f"{i}: {_BEGIN}", frame]
+    return [*parts, _END]

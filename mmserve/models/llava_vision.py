@@ -1,0 +1,135 @@
+"""Tower, projector and image processor of the LLaVA checkpoints that transformers writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaOnevisionImageProcessorPil,
+    SiglipImageProcessorPil,
+)
+
+from mmserve.errors import ConfigError
+from mmserve.models.anyres import Anyres, check_pinpoints
+from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
+from mmserve.models.keys import Keys
+from mmserve.models.nested import UNREADABLE, read_processor
+from mmserve.models.towers import KINDS, load_tower
+from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, mlp_projector
+
+#: Image processors of towers, as ``image_processor_type`` names them, without its endings.
+_PROCESSORS = {
+    "CLIPImageProcessor": CLIPImageProcessorPil,
+    "LlavaImageProcessor": LlavaImageProcessorPil,
+    "SiglipImageProcessor": SiglipImageProcessorPil,
+}
+#: Frames of a video where the configuration has no ``mm_video_frames``: as many as LLaVA-OneVision was trained with.
+FRAMES = 32
+
+
+def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str, width: int) -> LlavaVision:
+    """What makes visual tokens of ``width`` by ``config`` (of transformers); its tensors begin with ``prefix``.
+
+    Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    """
+    folder, weights = checkpoint.folder, checkpoint.weights
+    keys = Keys(checkpoint.config, folder / CONFIG)
+    keys.check({"multimodal_projector_bias": (True,), "projector_hidden_act": ("gelu",)})
+    tower_config = config.vision_config
+    kind = KINDS.get(tower_config.model_type)
+    if kind is None:
+        raise ConfigError(
+            f"{keys.path}: vision_config.model_type {tower_config.model_type!r} is none of {sorted(KINDS)}"
+        )
+    cut = config.vision_feature_select_strategy == "default"
+    if cut and not kind.has_cls:
+        raise ConfigError(
+            f"{keys.path}: vision_feature_select_strategy = 'default' would drop a patch; it can be 'full'"
+        )
+    side = int(tower_config.image_size)
+    whole = (side // int(tower_config.patch_size)) ** 2
+    select = _select_layer(config.vision_feature_layer, tower_config.num_hidden_layers, keys)
+    tower, absent = load_tower(kind, tower_config, weights, f"{prefix}vision_tower.", select, target)
+    with torch.device("meta"):
+        projector: torch.nn.Module = mlp_projector("mlp2x_gelu", tower_config.hidden_size, width)
+    names = {
+        f"{ours}.{leaf}": f"{prefix}multi_modal_projector.{theirs}.{leaf}"
+        for ours, theirs in (("0", "linear_1"), ("2", "linear_2"))
+        for leaf in ("weight", "bias")
+    }
+    weights.fill(projector, names, target.dtype, target.device)
+    anyres = None
+    if checkpoint.architecture == "llava":
+        processor = frames = read_processor(_processor_kind(folder), folder)
+    else:
+        if kind.has_cls and not cut:
+            raise ConfigError(f"{keys.path}: tiles need vision_feature_select_strategy = 'default', not 'full'")
+        processor, frames = _tile_processors(checkpoint.architecture, folder)
+        anyres = _anyres(config, processor, side, keys)
+        newline = weights.tensor(f"{prefix}image_newline", torch.Size([width]), target.dtype, target.device)
+        projector = NewlineProjector(projector, newline)
+    vision = LlavaVision(
+        tower,
+        projector.eval(),
+        processor,
+        select_layer=select + absent,
+        has_cls=cut,
+        video=_video(keys) if checkpoint.architecture == "llava_onevision" else None,
+        anyres=anyres,
+        frames=frames,
+    )
+    if anyres is None and kind.has_cls and not cut:
+        vision.tokens_per_image = whole + 1
+    return vision
+
+
+def _select_layer(value: Any, layers: int, keys: Keys) -> int:
+    if not isinstance(value, int) or not -layers - 1 <= value <= layers:
+        raise ConfigError(f"{keys.path}: vision_feature_layer = {value!r} is not one of the tower's {layers} layers")
+    return value if value < 0 else value - layers - 1
+
+
+def _processor_kind(folder: Path) -> type[Any]:
+    try:
+        settings, _rest = CLIPImageProcessorPil.get_image_processor_dict(folder, local_files_only=True)
+    except UNREADABLE as error:
+        raise ConfigError(f"{folder}: the image processor's settings cannot be read: {error}") from error
+    named = str(settings.get("image_processor_type", "CLIPImageProcessor"))
+    found = _PROCESSORS.get(named.removesuffix("Fast").removesuffix("Pil"))
+    if found is None:
+        raise ConfigError(f"{folder}: image_processor_type {named!r} is none of {sorted(_PROCESSORS)}")
+    return found
+
+
+def _tile_processors(architecture: str, folder: Path) -> tuple[Any, Any]:
+    """What cuts a picture into tiles, and what makes one tile of a clip's frame, as its video processor does."""
+    if architecture == "llava_next":
+        processor = read_processor(LlavaNextImageProcessorPil, folder)
+        return processor, None
+    processor = read_processor(LlavaOnevisionImageProcessorPil, folder)
+    settings = ("size", "resample", "image_mean", "image_std", "do_rescale", "rescale_factor", "do_normalize")
+    return processor, SiglipImageProcessorPil(**{name: getattr(processor, name) for name in settings})
+
+
+def _anyres(config: Any, processor: Any, tile: int, keys: Keys) -> Anyres:
+    pinpoints = check_pinpoints(config.image_grid_pinpoints, tile, keys)
+    if [tuple(pair) for pair in processor.image_grid_pinpoints] != pinpoints:
+        raise ConfigError(f"{keys.path}: image_grid_pinpoints are not those of the image processor")
+    limit = None
+    if config.model_type == "llava_onevision":
+        found = re.fullmatch(r"anyres_max_([1-9]\d*)", config.vision_aspect_ratio)
+        if found is None:
+            raise ConfigError(f"{keys.path}: vision_aspect_ratio = {config.vision_aspect_ratio!r} is no 'anyres_max_N'")
+        limit = int(found[1])
+    return Anyres(pinpoints=tuple(pinpoints), tile=tile, max_tiles=limit, rounded=True)
+
+
+def _video(keys: Keys) -> VideoSettings:
+    """``get_video_features``: frames pooled bilinearly to half a side, one separator behind the clip."""
+    return VideoSettings(frames=keys.integer("mm_video_frames", default=FRAMES))

@@ -1,0 +1,107 @@
+"""Checkpoints of transformers' vision-language classes: ``text_config`` of ``config.json`` describes the decoder.
+
+What ``text_config`` does not say has the default of transformers' own class, as in checkpoints that it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from mmserve.errors import ConfigError
+from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.chat import VIDEO
+from mmserve.models.checkpoint import Checkpoint, Target, read_json
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, placeholder
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import HUGGING_FACE, Layout
+from mmserve.models.picture import VisionEncoder
+
+#: What cannot be read of a configuration or a processor raises one of these.
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
+
+
+def read_config(kind: type[Any], checkpoint: Checkpoint) -> Any:
+    """``config.json`` as transformers' configuration class ``kind`` reads it; ``ConfigError`` where it cannot."""
+    try:
+        return kind.from_dict(checkpoint.config)
+    except UNREADABLE as error:
+        raise ConfigError(f"{checkpoint.folder / 'config.json'}: {error}") from error
+
+
+def read_processor(kind: type[Any], folder: Path, **changes: Any) -> Any:
+    """A checkpoint's image processor, with ``changes`` of its settings; ``ConfigError`` where it cannot be read."""
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, **changes)
+    except UNREADABLE as error:
+        raise ConfigError(f"{folder}: the image processor's settings cannot be read: {error}") from error
+
+
+def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Give ``tokenizer`` the chat template of ``chat_template.json``, where processors kept theirs before there was
+    ``chat_template.jinja``."""
+    path = folder / "chat_template.json"
+    if path.is_file() and not (folder / "chat_template.jinja").is_file():
+        tokenizer.chat_template = read_json(path).get("chat_template", tokenizer.chat_template)
+
+
+def layout_below(stem: str, head: str) -> Layout:
+    """LLaMA's and Qwen's tensor names with ``stem`` instead of ``model``, and ``head`` for the output layer."""
+    outer = {"embed": f"{stem}.embed_tokens", "norm": f"{stem}.norm", "head": head}
+    return replace(HUGGING_FACE, outer=outer, layers=f"{stem}.layers")
+
+
+def load_nested(
+    checkpoint: Checkpoint,
+    target: Target,
+    config: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    layout: Layout,
+    see: Callable[[int], VisionEncoder],
+) -> LoadedModel:
+    """A next-token model of ``config`` (of transformers) and the decoder's ``layout``.
+
+    ``see`` loads what makes visual tokens of a width. Embeddings are tied where the configuration says so and the
+    checkpoint has no output layer. Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    """
+    values = config.text_config.to_dict()
+    head = f"{layout.outer['head']}.weight"
+    values["tie_word_embeddings"] = bool(config.tie_word_embeddings) and head not in checkpoint.weights
+    keys = Keys(values, checkpoint.folder / "config.json")
+    dimensions = decoder_config(keys)
+    check_vocabulary(checkpoint, tokenizer, dimensions)
+    vision = see(dimensions.hidden_size)
+    sources = Sources(
+        checkpoint=checkpoint,
+        keys=keys,
+        config=dimensions,
+        tokenizer=tokenizer,
+        name=target.name,
+        image_id=config.image_token_id,
+        video_id=placeholder(tokenizer, VIDEO) if vision.frames_per_video else None,
+    )
+    banned = set(listed_ids(checkpoint.generation.get("suppress_tokens")))
+    spec = make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
+    decoder = load_decoder(checkpoint, dimensions, target, layout)
+    checkpoint.weights.warn_unread()
+    return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)
+
+
+def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint, target: Target) -> nn.Module:
+    """A module of transformers with the checkpoint's tensors that begin with ``prefix``, frozen, in eval mode.
+
+    Its buffers must follow from its configuration alone: it must have none.
+    """
+    with torch.device("meta"):
+        module = make()
+    names = {name: prefix + name for name, _ in module.named_parameters()}
+    checkpoint.weights.fill(module, names, target.dtype, target.device)
+    return module.eval()

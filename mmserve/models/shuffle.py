@@ -1,0 +1,77 @@
+"""Pixel shuffle: squares of a tower's patches, their features side by side, become one visual token each.
+
+As the connectors of Idefics3 (arXiv 2408.12637) and InternVL (arXiv 2404.16821) do it. Pruners see the grid that is
+left, and what the tower shows of patches averaged over the same squares.
+Shapes in names: B tiles, N the tower's positions, C its width, D the decoder's; S squares of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmserve.models.evidence import gather
+from mmserve.models.picture import Tile
+from mmserve.prune.base import Evidence, Look
+
+#: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
+_AT_ONCE = 8
+
+
+def squares(x_BNC: Tensor, factor: int) -> Tensor:
+    """``[B, S, factor * factor, C]``: the patches of each square, row by row, of a square grid ``[B, N, C]``."""
+    side = int(x_BNC.shape[1] ** 0.5)
+    grid = x_BNC.unflatten(1, (side // factor, factor, side // factor, factor))
+    return grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+class ShuffledTower(nn.Module):
+    """A tower from transformers, pixel shuffle over squares of ``factor`` patches a side, and a projector.
+
+    ``layers``: the tower's layers by the names that CLIP's have, for evidence; ``select_layer`` counts its hidden
+    states from the end, and -1 is its final output; ``first`` is where patches begin, 1 behind a class token, which is
+    left out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
+    """
+
+    def __init__(
+        self,
+        tower: nn.Module,
+        projector: nn.Module,
+        layers: Sequence[Any],
+        *,
+        factor: int,
+        select_layer: int = -1,
+        first: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tower, self.projector = tower, projector
+        self._layers = tuple(layers)
+        self.factor, self.select_layer, self.first = factor, select_layer, first
+
+    def forward(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
+        """Each tile of ``pixels [B, 3, side, side]`` with the ``wanted`` evidence."""
+        return [tile for some in pixels.split(_AT_ONCE) for tile in self._tiles(some, wanted)]
+
+    def _tiles(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
+        out = self.tower(pixels, output_hidden_states=bool(wanted) or self.select_layer != -1)
+        last = out.last_hidden_state if self.select_layer == -1 else out.hidden_states[self.select_layer]
+        tokens = self.projector(squares(last[:, self.first :], self.factor).flatten(2))
+        seen: dict[Evidence, Tensor] = {}
+        if wanted:
+            found = gather(self._layers, out.hidden_states, self.select_layer, wanted, first=self.first)
+            seen = {kind: self._pooled(values) for kind, values in found.items()}
+        side = int(tokens.shape[1] ** 0.5)
+        patches = torch.arange(side * side)
+        return [
+            Tile(own, patches, Look(side, side, {kind: values[i] for kind, values in seen.items()}))
+            for i, own in enumerate(tokens)
+        ]
+
+    def _pooled(self, values: Tensor) -> Tensor:
+        """Evidence ``[B, patches]`` or ``[B, patches, C]``, averaged over squares."""
+        wide = values if values.dim() == 3 else values[..., None]
+        pooled = squares(wide, self.factor).mean(2)
+        return pooled if values.dim() == 3 else pooled[..., 0]

@@ -1,0 +1,57 @@
+"""SmolVLM (arXiv 2504.05299) and Idefics3 (arXiv 2408.12637): ``smolvlm`` and ``idefics3`` as transformers writes them.
+
+A SigLIP tower that knows where patches are in a picture of any size, pixel shuffle, one linear layer, LLaMA's decoder.
+Layouts are those of HuggingFaceTB/SmolVLM2-2.2B-Instruct, HuggingFaceTB/SmolVLM-Instruct (``idefics3`` as well) and
+HuggingFaceM4/Idefics3-8B-Llama3.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformers import (
+    Idefics3Config,
+    Idefics3VisionTransformer,
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMVisionTransformer,
+)
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE, DEFAULT_MEDIA_OUTTRO
+
+from mmserve.models.base import LoadedModel
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
+from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision, takes_videos
+
+_KINDS = {"idefics3": (Idefics3Config, Idefics3VisionTransformer), "smolvlm": (SmolVLMConfig, SmolVLMVisionTransformer)}
+#: A chat with a video is written by transformers' own template, whatever the checkpoint's is, as its processor has it.
+#: What stands around a video belongs to the text there, so that both are split into tokens together.
+_VIDEO_CHAT = DEFAULT_CHAT_TEMPLATE.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}{DEFAULT_MEDIA_OUTTRO}")
+_EITHER = (
+    "{% set seen = namespace(video=false) %}{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part is mapping and part['type'] == 'video' %}{% set seen.video = true %}{% endif %}"
+    "{% endfor %}{% endfor %}{% if seen.video %}"
+)
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load either of these layouts; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    folder = checkpoint.folder
+    kind, tower = _KINDS[checkpoint.architecture]
+    config = read_config(kind, checkpoint)
+    tokenizer = load_tokenizer(folder)
+    videos = takes_videos(folder)
+    _adapt_template(
+        tokenizer, checkpoint, image=str(tokenizer.convert_ids_to_tokens(config.image_token_id)), videos=videos
+    )
+    see = partial(load_smol_vision, checkpoint, target, config, tower)
+    return load_nested(checkpoint, target, config, tokenizer, layout_below("model.text_model", "lm_head"), see)
+
+
+def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint, *, image: str, videos: bool) -> None:
+    use_processor_template(tokenizer, checkpoint.folder)
+    if videos and isinstance(tokenizer.chat_template, str):
+        own = tokenizer.chat_template
+        tokenizer.chat_template = f"{_EITHER}{_VIDEO_CHAT}{{% else %}}{own}{{% endif %}}"
+    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image)

@@ -1,0 +1,169 @@
+"""Images and clips for SmolVLM and Idefics3: tiles with their row and column, then the whole picture; frames with their
+times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_VIDEO_INTRO, FRAME_TIMESTAMP_MESSAGE
+
+from mmserve.errors import ConfigError
+from mmserve.models.checkpoint import Checkpoint, Target
+from mmserve.models.evidence import OF_PATCHES, layers_of
+from mmserve.models.nested import load_part, read_processor
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
+from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.vision import describe_processor
+from mmserve.prune.base import Evidence
+
+#: What the chat template says of a clip, and what comes with its first frame.
+CLIP_BEGIN, _INTRO = DEFAULT_VIDEO_INTRO.split(" {frame_count}")
+_FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
+_ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+#: Frames of a clip that can be said in words.
+MOST_FRAMES = 999
+
+
+class SmolVision(VisionEncoder):
+    """``tower`` behind an image processor; ``frames`` is one that makes each frame one tile, None = takes no video."""
+
+    def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None) -> None:
+        super().__init__()
+        self.tower, self._processor, self._frames = tower, processor, frames
+        self.tokens_per_image = 0
+        self.frames_per_video = 0 if frames is None else int(frames.video_sampling["max_frames"])
+
+    @property
+    def evidence(self) -> frozenset[Evidence]:
+        return OF_PATCHES
+
+    def settings(self) -> Mapping[str, Any]:
+        tower: Any = self.tower.tower
+        processors = [describe_processor(p) for p in (self._processor, self._frames) if p is not None]
+        return {"processor": processors, "tower": tower.config.to_dict(), "factor": self.tower.factor}
+
+    def prepare(self, image: Image.Image) -> Prepared:
+        """``pixels [tiles, 3, side, side]``, the whole picture last; ``grid``: rows and columns, 0 of a single tile."""
+        made = self._processor([image], return_tensors="np", return_row_col_info=True)
+        return {"pixels": _pixels(made), "grid": torch.tensor([made["rows"][0][0], made["cols"][0][0]])}
+
+    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
+        assert self._frames is not None
+        pixels = _pixels(self._frames([list(frames)], return_tensors="np"))
+        return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
+
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
+        found = []
+        for one in batch:
+            own = [next(tiles) for _ in one["pixels"]]
+            found.append(joined(_clip(own, one["seconds"]) if clip else _image(own, *one["grid"].tolist())))
+        return found
+
+
+def load_smol_vision(
+    checkpoint: Checkpoint, target: Target, config: Any, tower: type[nn.Module], width: int
+) -> SmolVision:
+    """Tower, connector and processor of a checkpoint; raises ``ConfigError``."""
+    folder, vision = checkpoint.folder, config.vision_config
+    processor = read_processor(SmolVLMImageProcessorPil, folder)
+    side, factor = int(processor.max_image_size["longest_edge"]), int(config.scale_factor)
+    if not processor.do_resize or side % (int(vision.patch_size) * factor):
+        raise ConfigError(
+            f"{folder}: tiles of {side} pixels (max_image_size of the image processor, with do_resize) are not whole "
+            f"squares of {factor} x {factor} patches of {vision.patch_size}"
+        )
+    made = load_part(lambda: tower._from_config(vision), "model.vision_model.", checkpoint, target)
+    inner = int(vision.hidden_size) * factor**2
+    prefix = "model.connector.modality_projection.proj."
+    linear = load_part(lambda: nn.Linear(inner, width, bias=False), prefix, checkpoint, target)
+    shuffled = ShuffledTower(made, linear, layers_of(made), factor=factor)
+    return SmolVision(shuffled, processor, _frame_processor(folder) if takes_videos(folder) else None)
+
+
+def takes_videos(folder: Path) -> bool:
+    """Whether the processor's settings say how videos are sampled."""
+    return hasattr(read_processor(SmolVLMImageProcessorPil, folder), "video_sampling")
+
+
+def _frame_processor(folder: Path) -> Any:
+    processor = read_processor(SmolVLMImageProcessorPil, folder)
+    sampling = processor.video_sampling
+    try:
+        size, frames = {"longest_edge": int(sampling["video_size"]["longest_edge"])}, int(sampling["max_frames"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder}: video_sampling = {sampling!r} names no video_size and max_frames") from error
+    if not 0 < frames <= MOST_FRAMES:
+        raise ConfigError(f"{folder}: video_sampling has max_frames = {frames}; it can be 1 to {MOST_FRAMES}")
+    return read_processor(SmolVLMImageProcessorPil, folder, size=size, do_image_splitting=False)
+
+
+def _pixels(made: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(made["pixel_values"][0], dtype=np.float32))
+
+
+def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
+    """A picture's row, as transformers' ``get_image_prompt_string`` writes it."""
+    parts: list[Tile | Text] = []
+    for i, tile in enumerate(tiles[: rows * columns]):
+        row, column = divmod(i, columns)
+        gap = "\n" if row and not column else ""
+        parts += [f"{gap}{_FAKE}<row_{row + 1}_col_{column + 1}>", tile]
+    gap = "\n\n" if parts else ""
+    return [*parts, f"{gap}{_FAKE}{_GLOBAL}", tiles[-1], _FAKE]
+
+
+def _clip(frames: Sequence[Tile], seconds: Tensor) -> list[Tile | Text]:
+    """A clip's row behind ``CLIP_BEGIN``, as ``SmolVLMProcessor`` writes that of one whose length is not known but for
+    its last frame's time."""
+    length = timedelta(seconds=int(seconds[-1]))
+    text = f" {in_words(len(frames))}{_INTRO.format(video_duration=str(length))}"
+    parts: list[Tile | Text] = []
+    for frame, second in zip(frames, seconds.tolist(), strict=True):
+        stamp = f"{int(second // 60):02d}:{int(second % 60):02d}"
+        parts += [f"{text}{FRAME_TIMESTAMP_MESSAGE.format(timestamp=stamp)}{_FAKE}{_GLOBAL}", frame]
+        text = _FAKE
+    return [*parts, _FAKE]
+
+
+def in_words(number: int) -> str:
+    """A number from 0 to ``MOST_FRAMES`` in English, as the package num2words writes it."""
+    if number >= 100:
+        hundreds, rest = divmod(number, 100)
+        return f"{_ONES[hundreds]} hundred" + (f" and {in_words(rest)}" if rest else "")
+    if number < len(_ONES):
+        return _ONES[number]
+    tens, ones = divmod(number, 10)
+    return _TENS[tens - 2] + (f"-{_ONES[ones]}" if ones else "")

@@ -323,8 +323,7 @@ class Stages:
             if admitted is not None:
                 self._admitted[sample.id] = admitted
         rows, visual = len(encoded.ids), len(encoded.image_rows)
-        before = visual + (int(encoded.places[-1]) - rows if encoded.places is not None else 0)
-        return EncodedPrompt(Usage(rows, visual, 0, visual_tokens_before=before), keys)
+        return EncodedPrompt(Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned), keys)
 
     def _keys(self, encoded: Encoded) -> tuple[bytes, ...]:
         """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""

@@ -34,7 +34,9 @@ class Canvas:
     block_step: int = 0
     full_passes: int = 0
     origin: int = 0
-    places: np.ndarray | None = None  # int64 [N]: where each stood before visual tokens were pruned; None = where it is
+    #: Int64 ``[N]``: where each stood before visual tokens were pruned, or ``[axes, N]``: time, row and column of each;
+    #: None = where it is.
+    places: np.ndarray | None = None
     padded: bool = False
     _known: int = field(default=0, repr=False)
 
@@ -52,14 +54,14 @@ class Canvas:
         """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions.
 
         Blocks are counted from the prompt's end, or, ``aligned``, from position 0. ``places``: int64 ``[prompt + 1]``,
-        where each position of a pruned prompt stood before, and where the answer begins.
+        where each position of a pruned prompt stood before, and where the answer begins, or such a row an axis.
         """
         size = len(prompt)
         tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
         committed = np.concatenate([np.full(size, PROMPT, np.int64), np.full(new_tokens, MASKED, np.int64)])
         length, origin = (block_length, 0) if aligned else (min(block_length, new_tokens), size)
         if places is not None:
-            places = np.concatenate([places[:size], places[size] + np.arange(new_tokens)])
+            places = np.concatenate([places[..., :size], places[..., size:] + np.arange(new_tokens)], axis=-1)
         return cls(tokens, committed, size, length, size, origin=origin, places=places, _known=size)
 
     @property
@@ -68,8 +70,11 @@ class Canvas:
         return len(self.tokens)
 
     def rotary_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Where ``positions`` (int64) stand for the rotary embedding: pruning moves nothing that it leaves."""
-        return positions if self.places is None else self.places[positions]
+        """Where ``positions`` (int64) stand for the rotary embedding: pruning moves nothing that it leaves.
+
+        Int64 ``[n]``, or ``[axes, n]`` where positions have several axes.
+        """
+        return positions if self.places is None else self.places[..., positions]
 
     @property
     def new_tokens(self) -> int:

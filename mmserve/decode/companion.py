@@ -18,7 +18,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
-from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.forward import Pass, forward, place_features, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.state import CompanionState, Decoding, Encoded, Prefilling
 from mmserve.kv.store import KVStore
@@ -53,9 +53,10 @@ class Companion:
         tokens = canvas.tokens.copy()
         tokens[encoded.image_rows] = self.model.spec.mask_id  # features take the place of whatever stands there
         embeddings = self._embed(tokens)
+        deep = None
         if encoded.companion_features is not None:
-            embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.companion_features
-        return CompanionState(embeddings, np.full(canvas.size, -1, np.int64))
+            deep = place_features(self.model, embeddings, encoded.image_rows, encoded.companion_features)
+        return CompanionState(embeddings, np.full(canvas.size, -1, np.int64), deep=deep)
 
     @torch.inference_mode()
     def read(self, batch: list[tuple[Prefilling, np.ndarray]]) -> None:
@@ -148,7 +149,8 @@ class Companion:
         wanted = part.asked - 1
         end = int(wanted[-1]) + 1 if len(wanted) else len(part.tokens)
         rows = np.arange(min([_valid(part), *wanted[:1]]), end)
-        return Pass(part.canvas, part.pages, part.state.embeddings, rows, part.asked, wanted, end)
+        state = part.state
+        return Pass(part.canvas, part.pages, state.embeddings, rows, part.asked, wanted, end, state.deep)
 
     def _embed(self, tokens: np.ndarray) -> Tensor:
         """Embeddings ``[n, D]``; a token that only the served model has stands as a mask."""

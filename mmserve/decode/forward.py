@@ -15,6 +15,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.decode.logits import Logits, by_slices
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel, Products
+from mmserve.models.decoder import DeepRows
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -75,12 +76,8 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
         [w.canvas.size for w in batch],
         prompts=_prompts(model, [w.canvas for w in batch]),
     )
-    places = [w.canvas.rotary_positions(w.positions) for w in batch]
-    positions = torch.from_numpy(np.concatenate(places)).to(model.device)
-    x = torch.cat([w.embeddings[torch.from_numpy(w.positions).to(model.device)] for w in batch])
-    count = len(x)
-    short = -count % floor
-    x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+    count = sum(len(w.positions) for w in batch)
+    x, positions = _inputs(model, [(w.canvas, w.embeddings, w.positions) for w in batch], floor)
     fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged))[:count]
     changes = 1 - F.cosine_similarity(fresh.flatten(1).float(), store.values_at(1, ragged).flatten(1).float(), dim=-1)
     return [part.cpu().numpy() for part in changes.split([len(w.positions) for w in batch])]
@@ -89,6 +86,25 @@ def value_changes(model: LoadedModel, store: KVStore, batch: list[Watch], floor:
 def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
     """Lengths of the prompts where they do not see what stands behind them."""
     return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
+
+
+@dataclass(frozen=True)
+class DeepStack:
+    """What a request's visual tokens add to the hidden states behind the first layers (see ``DeepRows``)."""
+
+    positions: np.ndarray  # int64 [n], ascending
+    features_nLD: Tensor
+
+
+def place_features(model: LoadedModel, embeddings: Tensor, positions: np.ndarray, features: Tensor) -> DeepStack | None:
+    """Put visual tokens into ``embeddings [N, D]`` at ``positions`` (int64, ascending); what they add further on.
+
+    ``features``: ``[n, (1 + deep layers) * D]``, what stands for an embedding and then what each layer takes.
+    """
+    at = torch.from_numpy(positions).to(model.device)
+    layers, width = model.decoder.config.deep_layers, embeddings.shape[-1]
+    embeddings[at] = features[:, :width]
+    return DeepStack(positions, features[:, width:].unflatten(-1, (layers, width))) if layers else None
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,7 @@ class Pass:
     targets: np.ndarray  # int64 positions to propose a token for, ascending
     wanted: np.ndarray  # int64 rows whose logits tell of the targets: the same, or those left of them
     visible: int  # positions, from the left, that have K/V once this pass has run
+    deep: DeepStack | None = None
 
 
 def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -> list[Logits]:
@@ -117,12 +134,8 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
         block=model.spec.attention_block,
         prompts=_prompts(model, [p.canvas for p in batch]),
     )
-    places = [p.canvas.rotary_positions(p.rows) for p in batch]
-    positions = torch.from_numpy(np.concatenate(places)).to(model.device)
-    x = torch.cat([p.embeddings[torch.from_numpy(p.rows).to(model.device)] for p in batch])
-    short = -len(x) % floor
-    x, positions = F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
-    hidden = model.decoder(x, positions, store.attend(ragged))
+    x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor)
+    hidden = model.decoder(x, positions, store.attend(ragged), _deep_rows(batch))
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)
@@ -132,3 +145,36 @@ def forward(model: LoadedModel, store: KVStore, batch: list[Pass], floor: int) -
         offset += len(p.rows)
     chosen = hidden[torch.from_numpy(np.concatenate(wanted)).to(model.device)]
     return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor)
+
+
+def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], floor: int) -> tuple[Tensor, Tensor]:
+    """Embeddings and rotary positions of the rows to run of each canvas, padded to a multiple of ``floor`` rows.
+
+    Where the model's positions have several axes, one that has a single number has it on each.
+    """
+    axes = model.position_axes
+    found = [canvas.rotary_positions(rows) for canvas, _embeddings, rows in batch]
+    if axes > 1:
+        found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]
+    positions = torch.from_numpy(np.concatenate(found, axis=-1)).to(model.device)
+    x = torch.cat([embeddings[torch.from_numpy(rows).to(model.device)] for _canvas, embeddings, rows in batch])
+    short = -len(x) % floor
+    return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+
+
+def _deep_rows(batch: list[Pass]) -> DeepRows | None:
+    """What is added to the rows of the whole batch; None where no visual token is run."""
+    offset = 0
+    rows: list[np.ndarray] = []
+    features: list[Tensor] = []
+    for p in batch:
+        if p.deep is not None:
+            _common, here, of_deep = np.intersect1d(p.rows, p.deep.positions, assume_unique=True, return_indices=True)
+            if len(here):
+                rows.append(offset + here)
+                features.append(p.deep.features_nLD[torch.from_numpy(of_deep).to(p.deep.features_nLD.device)])
+        offset += len(p.rows)
+    if not rows:
+        return None
+    together = torch.cat(features)
+    return DeepRows(torch.from_numpy(np.concatenate(rows)).to(together.device), together.transpose(0, 1))

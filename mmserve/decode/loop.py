@@ -22,7 +22,7 @@ from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.final import final_tokens
-from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
+from mmserve.decode.forward import Pass, Watch, forward, place_features, row_floor, value_changes
 from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
@@ -78,7 +78,8 @@ class DiffusionDecoder:
                 continue
             p.canvas.count_forward()
             run = begun.run - begun.reused
-            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, begun.companion, begun.constrained))
+            beside = (begun.companion, begun.constrained, begun.deep)
+            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, *beside))
         return results
 
     def open(self, request: Request, prefilled: Prefilled) -> Decoding:
@@ -214,12 +215,13 @@ class DiffusionDecoder:
         ids = canvas.tokens.copy()
         ids[encoded.image_rows] = spec.mask_id  # a placeholder may have no embedding: features take its place
         embeddings = self.model.decoder.embed(torch.from_numpy(ids).to(self.model.device))
+        deep = None
         if encoded.features is not None:
-            embeddings[torch.from_numpy(encoded.image_rows).to(self.model.device)] = encoded.features
+            deep = place_features(self.model, embeddings, encoded.image_rows, encoded.features)
         reused = pages.shared * self.store.page_size
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
         commit = commit_policy(request, self._offered)
-        begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused)
+        begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused, deep=deep)
         begun.constrained = constrained
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
@@ -232,6 +234,7 @@ class DiffusionDecoder:
         """
         drafted = p.canvas.tokens[:0] if p.constrained is not None else None
         whole = self._pass(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
+        whole = replace(whole, deep=p.deep)
         rows = whole.rows[p.run :]
         before = int(whole.wanted[0]) - p.run  # rows left in front of the first whose logits are wanted
         size = self._whole_pages(p.run, min(self._chunk, before))
@@ -270,7 +273,8 @@ class DiffusionDecoder:
         drafted = d.companion.drafted if d.companion is not None else None
         if d.constrained is not None and self.model.spec.causal:
             drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
-        return self._pass(d.canvas, d.prefilled.pages, d.prefilled.embeddings, rows, d.commit, drafted)
+        p = d.prefilled
+        return replace(self._pass(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)
 
     def _pass(
         self,

@@ -13,6 +13,7 @@ from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Verdict
 from mmserve.decode.constrained.state import Constrained
+from mmserve.decode.forward import DeepStack
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
 
@@ -32,9 +33,10 @@ class Encoded:
 
     ids: np.ndarray  # int64 [prompt]
     image_rows: np.ndarray  # int64 [visual tokens], ascending
-    features: Tensor | None  # [visual tokens, D]; None without images
+    features: Tensor | None  # [visual tokens, visual width]; None without images
     companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
-    places: np.ndarray | None = None  # int64 [prompt + 1] of a pruned prompt, see ``Canvas.create``
+    places: np.ndarray | None = None  # int64 [prompt + 1], or [axes, prompt + 1]: see ``Canvas.create``
+    pruned: int = 0  # visual tokens that are gone
 
 
 @dataclass
@@ -46,6 +48,7 @@ class CompanionState:
     drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are judged by it
     verdict: Verdict | None = None  # on the candidates, until they are chosen from
     forwards: int = 0  # passes made
+    deep: DeepStack | None = None  # the companion's, of the prompt's visual tokens
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Prefilling:
     reused: int = 0  # positions, counted from the left, that earlier requests ran
     companion: CompanionState | None = None  # for policies that ask for it
     constrained: Constrained | None = None
+    deep: DeepStack | None = None
 
 
 @dataclass
@@ -73,6 +77,7 @@ class Prefilled:
     recomputed: int  # token positions run through the model so far
     companion: CompanionState | None = None
     constrained: Constrained | None = None
+    deep: DeepStack | None = None  # for policies that run the prompt again
 
 
 @dataclass

@@ -23,11 +23,16 @@ from mmserve.prune import pruner_of
 
 @dataclass(frozen=True)
 class _Rows:
-    """A piece of a prompt: ids, where each stood in it before pruning, and which of them are visual."""
+    """A piece of a prompt: ids, where each stood in it before pruning, and which of them are visual.
+
+    Where positions have several axes, places are ``[axes, rows]``, and places are counted by them instead of rows.
+    """
 
     ids: np.ndarray  # int64 [rows]
     places: np.ndarray  # int64 [rows]
-    span: int  # rows before pruning
+    span: int  # from where it begins to where the next piece does
+    end: int  # from where it begins to behind all of its places before pruning
+    pruned: int  # rows that are gone
     visual: np.ndarray  # bool [rows]
     features: Tensor | None  # [visual rows, D]; None for text
     beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
@@ -91,7 +96,11 @@ class Encoder:
         ids = seen.ids_R[seen.places]
         visual = ids == VISUAL
         ids[visual] = placeholder
-        return _Rows(ids, seen.places, len(seen.ids_R), visual, seen.tokens_KD, seen.beside_KD)
+        places, span, end = seen.places, len(seen.ids_R), len(seen.ids_R)
+        if seen.where is not None:
+            places, span, end = seen.where[:, places], int(seen.where[0, -1]), int(seen.where[:, :-1].max()) + 1
+        pruned = len(seen.ids_R) - len(ids)
+        return _Rows(ids, places, span, end, pruned, visual, seen.tokens_KD, seen.beside_KD)
 
     def _splice(self, request: Request, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
@@ -121,9 +130,9 @@ class Encoder:
         spliced = np.concatenate([piece.ids for piece in pieces])
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
-        starts = np.cumsum([0, *(piece.span for piece in pieces)])
-        self._check_length(request, len(spliced), int(starts[-1]))
-        places = np.concatenate([s + piece.places for s, piece in zip(starts, pieces, strict=False)])
+        starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
+        end = max(start + piece.end for start, piece in zip(starts, pieces, strict=False))
+        self._check_length(request, len(spliced), end)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
@@ -132,7 +141,8 @@ class Encoder:
             visual,
             torch.cat(features) if features else None,
             torch.cat(beside) if beside else None,
-            np.append(places, starts[-1]) if starts[-1] > len(spliced) else None,
+            _places(pieces, starts, end),
+            sum(piece.pruned for piece in pieces),
         )
 
     def _prompt(self, request: Request) -> list[int]:
@@ -162,7 +172,17 @@ def _parts(request: Request) -> Iterator[tuple[str, Part]]:
 
 
 def _text_rows(ids: np.ndarray) -> _Rows:
-    return _Rows(ids, np.arange(len(ids)), len(ids), np.zeros(len(ids), dtype=bool), None)
+    count = len(ids)
+    return _Rows(ids, np.arange(count), count, count, 0, np.zeros(count, dtype=bool), None)
+
+
+def _places(pieces: list[_Rows], starts: list[int], end: int) -> np.ndarray | None:
+    """Where each row stands, and the answer begins, as ``Canvas.create`` takes it; None = each where it is."""
+    if not any(piece.pruned or piece.places.ndim > 1 for piece in pieces):
+        return None
+    parts = [start + piece.places for start, piece in zip(starts, pieces, strict=False)]
+    axes = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array([end]))], axis=-1)
 
 
 def _content(part: Part) -> dict[str, str]:

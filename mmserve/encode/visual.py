@@ -22,6 +22,7 @@ from mmserve.core.request import Amount
 from mmserve.encode.cache import EncoderCache, Entry
 from mmserve.encode.keys import digest, media_digest, settings_digest, software, weights_digest
 from mmserve.encode.media import decode_image
+from mmserve.encode.places import axis_places
 from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import Model
@@ -52,6 +53,7 @@ class Visual:
     ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` where a visual token stands
     places: np.ndarray  # int64, ascending: which rows pruning left, all text among them
     beside_KD: Tensor | None  # the companion's, in the same places
+    where: np.ndarray | None  # int64 [axes, R + 1], see ``axis_places``; None where positions have one axis
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,15 @@ class Viewer:
             return self._make([items[i] for i in chosen])
 
         def fits(i: int, entry: Entry) -> bool:
-            return fitting(entry, [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])])
+            kinds = [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])]
+            return fitting(entry, kinds, axes=self._axes)
 
         with self.cache.tokens.lease([self._key(item) for item in items], make, fits) as entries:
             yield [self._visual(entry) for entry in entries]
+
+    @property
+    def _axes(self) -> int:
+        return 1 if self._eye is None else self._eye.model.position_axes
 
     def _eyes(self, item: Media) -> list[_Eye]:
         """What looks at an item: the model and, where it is asked for, its companion."""
@@ -118,7 +125,8 @@ class Viewer:
             if eye is not None and name in entry
         ]
         beside = tokens[1] if len(tokens) > 1 else None
-        return Visual(tokens[0], entry["ids"].numpy(), entry["places"].numpy(), beside)
+        where = entry["where"].numpy() if "where" in entry else None
+        return Visual(tokens[0], entry["ids"].numpy(), entry["places"].numpy(), beside, where)
 
     def _make(self, items: list[Media]) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
@@ -179,6 +187,9 @@ class Viewer:
         left = ids != VISUAL
         left[(ids == VISUAL).nonzero().flatten()[chosen]] = True
         entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten()}
+        if self._axes > 1:
+            assert own.coordinates is not None
+            entry["where"] = axis_places(ids == VISUAL, own.coordinates)
         if len(pictures) > 1:
             if len(pictures[1].tokens) != len(own.tokens):
                 raise FailedPrecondition("the model and its companion make different numbers of visual tokens of this")
@@ -192,16 +203,18 @@ class Viewer:
         return [decode_image(item.data, self.media, field=item.path)], [0.0]
 
 
-def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]]) -> bool:
+def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int = 1) -> bool:
     """Whether ``entry`` has all that a ``Visual`` has, each of the right type and size and in range.
 
-    ``kinds``: type and width of the tokens of each model that looked.
+    ``kinds``: type and width of the tokens of each model that looked; ``axes`` of a position.
     """
     token_names = ("tokens", "beside")[: len(kinds)]
-    if set(entry) != {"ids", "places", *token_names}:
+    if set(entry) != {"ids", "places", *token_names, *(["where"] if axes > 1 else [])}:
         return False
     ids, places = entry["ids"], entry["places"]
     if any(t.dtype != torch.int64 or t.dim() != 1 for t in (ids, places)) or bool((ids < VISUAL).any()):
+        return False
+    if axes > 1 and not _are_places(entry["where"], axes, len(ids)):
         return False
     if bool(((places < 0) | (places >= len(ids))).any()) or bool((places.diff() <= 0).any()):
         return False
@@ -211,6 +224,10 @@ def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]]) -> bool:
         return False
     tokens = [entry[name] for name in token_names]
     return all(t.dtype == dtype and t.shape == (kept, width) for t, (dtype, width) in zip(tokens, kinds, strict=True))
+
+
+def _are_places(where: Tensor, axes: int, rows: int) -> bool:
+    return where.dtype == torch.int64 and where.shape == (axes, rows + 1) and not bool((where < 0).any())
 
 
 def _are_pixels(_i: int, entry: Entry) -> bool:

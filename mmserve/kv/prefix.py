@@ -32,7 +32,9 @@ def page_keys(
     """A key (32 bytes) for each page of a prompt that may be shared, in order of position.
 
     ``ids`` int64 ``[prompt]``; ``features`` uint8 ``[visual tokens, bytes]`` stand at ``visual_rows`` (int64,
-    ascending); ``places`` (int64 ``[prompt]`` or longer) are where the positions of a pruned prompt stood before.
+    ascending); ``places`` (int64 ``[prompt]`` or longer, or such a row an axis of position) are where the positions
+    stand for the rotary embedding, None = where they are. Text stands at the same place on every axis, so its pages
+    are shared by prompts with images and without.
     Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that
     reach into an unfinished block, or to the first row whose logits are wanted: those are run by every request.
     """
@@ -42,7 +44,7 @@ def page_keys(
     visual = np.zeros(size, dtype=bool)
     visual[visual_rows] = True
     seen = np.concatenate([[0], np.cumsum(visual)])  # visual tokens left of each position
-    places = np.arange(size) if places is None else places
+    places = np.atleast_2d(np.arange(size) if places is None else places)
     keys: list[bytes] = []
     parent = b""
     for start in range(0, shared, page_size):
@@ -50,9 +52,14 @@ def page_keys(
         made = sha256(parent)
         made.update(ids[start:end].astype(np.int64).tobytes())
         made.update(visual[start:end].tobytes())
-        made.update(places[start:end].astype(np.int64).tobytes())
+        made.update(_distinct(places[:, start:end]).astype(np.int64).tobytes())
         if features is not None:
             made.update(np.ascontiguousarray(features[seen[start] : seen[end]]).data)
         parent = made.digest()
         keys.append(parent)
     return tuple(keys)
+
+
+def _distinct(places: np.ndarray) -> np.ndarray:
+    """The rows of ``places [axes, n]``, or one of them where all are the same."""
+    return places[:1] if (places == places[:1]).all() else places

@@ -160,6 +160,11 @@ class CanvasModel:
         """None: the model says itself when a canvas is final."""
 
     @property
+    def position_axes(self) -> int:
+        """Axes of a position: one."""
+        return 1
+
+    @property
     def vocab_size(self) -> int:
         """Logits of a position."""
         return self.network.vocab_size
@@ -193,14 +198,19 @@ class LoadedModel:
     commit_filter: CommitFilter | None = None
 
     @property
+    def position_axes(self) -> int:
+        """Axes of a position: one, or three where images have rows and columns."""
+        return self.decoder.config.position_axes
+
+    @property
     def vocab_size(self) -> int:
         """Logits of a position."""
         return self.decoder.config.vocab_size
 
     @property
     def width(self) -> int:
-        """Elements of an embedding, and of a visual token."""
-        return self.decoder.config.hidden_size
+        """Elements of a visual token: an embedding, and what each of the decoder's first layers takes beside."""
+        return self.decoder.config.hidden_size * (1 + self.decoder.config.deep_layers)
 
     @property
     def parameters(self) -> int:

@@ -95,14 +95,21 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, vi
 
 
 def adapt_chat_template(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, *, images: bool, videos: bool, vicuna: bool, image: str = IMAGE
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    *,
+    images: bool,
+    videos: bool,
+    vicuna: bool,
+    image: str = IMAGE,
+    video: str = VIDEO,
 ) -> None:
     """See that ``tokenizer`` has a chat template that renders message parts; another model's format is never imposed.
 
     The checkpoint's own template is kept; where it takes plain text only, parts are joined in front of it. Without
     one, a tokenizer with Llama 3's header tokens gets Llama 3's format, and ``vicuna`` checkpoints that of LLaVA-1.5,
-    which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``. ``image``: what stands in
-    a text for an image.
+    which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``. ``image`` and
+    ``video``: what stands in a text for either.
     """
     own = tokenizer.chat_template
     if own is None:
@@ -113,14 +120,17 @@ def adapt_chat_template(
         else:
             raise ConfigError(f"{folder}: the tokenizer has no chat template; put one into chat_template.jinja")
         return
-    if _renders_parts(tokenizer, images, videos, image):
+    if _renders_parts(tokenizer, images, videos, image, video):
         return
-    tokenizer.chat_template = _JOINED_MESSAGES.replace(IMAGE, image) + own if isinstance(own, str) else own
-    if not _renders_parts(tokenizer, images, videos, image):
+    joined = _JOINED_MESSAGES.replace(IMAGE, image).replace(VIDEO, video)
+    tokenizer.chat_template = joined + own if isinstance(own, str) else own
+    if not _renders_parts(tokenizer, images, videos, image, video):
         raise ConfigError(f"{folder}: the chat template cannot render a user's message")
 
 
-def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool, image: str = IMAGE) -> bool:
+def _renders_parts(
+    tokenizer: PreTrainedTokenizerFast, images: bool, videos: bool, image: str = IMAGE, video: str = VIDEO
+) -> bool:
     media = [{"type": kind} for kind, taken in (("image", images), ("video", videos)) if taken]
     content = [*media, {"type": "text", "text": "probe"}]
     try:
@@ -129,4 +139,4 @@ def _renders_parts(tokenizer: PreTrainedTokenizerFast, images: bool, videos: boo
         return False
     if not isinstance(text, str) or "probe" not in text or "'type'" in text:
         return False
-    return text.count(image) == images and text.count(VIDEO) == videos
+    return text.count(image) == images and text.count(video) == videos

@@ -26,6 +26,9 @@ def accompany(model: Model, companion: Model) -> LoadedModel:
             mine, its = getattr(model.vision, what), getattr(companion.vision, what)
             if mine and its and mine != its:
                 raise ConfigError(f"{told}: its {what} are {its}, not {mine}")
+        mine, its = (one.position_axes for one in (model, companion))
+        if mine != its:
+            raise ConfigError(f"{told}: its positions have {its} axes, not {mine}")
     return replace(model, companion=companion)
 
 

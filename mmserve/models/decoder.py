@@ -23,6 +23,14 @@ from mmserve.models.rotary import Llama3Scaling, rotary_table
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class DeepRows:
+    """What is added to some rows' hidden states behind each of the first layers (DeepStack, arXiv 2406.04334)."""
+
+    rows: Tensor  # int64 [n], none twice
+    features_LnD: Tensor  # one a layer, from the first on
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Dimensions and switches of a decoder; every number comes from a checkpoint's ``config.json``."""
@@ -37,6 +45,8 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     rope_scaling: Llama3Scaling | None = None
     rotary_width: int = 0  # of a head's dimensions, the first so many are rotated; 0 = all
+    rope_axes: tuple[int, ...] = ()  # the axis of position that turns each frequency; () = positions have one axis
+    deep_layers: int = 0  # the first so many take visual features of their own (``DeepRows``)
     rms_norm_eps: float = 1e-5
     max_positions: int = 4096
     qkv_bias: bool = False
@@ -53,6 +63,15 @@ class DecoderConfig:
             raise ValueError(f"head size {self.head_dim} is odd: rotary embedding pairs its halves")
         if self.rotary_width % 2 or self.rotary_width > self.head_dim:
             raise ValueError(f"{self.rotary_width} dimensions of {self.head_dim} cannot be rotated in pairs")
+        if self.rope_axes and 2 * len(self.rope_axes) != (self.rotary_width or self.head_dim):
+            raise ValueError(f"axes of {len(self.rope_axes)} frequencies do not fit heads of {self.head_dim}")
+        if self.deep_layers > self.num_layers:
+            raise ValueError(f"visual features for {self.deep_layers} layers, but there are only {self.num_layers}")
+
+    @property
+    def position_axes(self) -> int:
+        """Axes of a position: 3 of M-RoPE."""
+        return max(self.rope_axes, default=0) + 1
 
 
 class RMSNorm(nn.Module):
@@ -119,11 +138,16 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states ``[..., D]`` of embedded tokens ``[..., D]`` at integer ``positions [...]``."""
-        cos, sin = self.rotary(positions_T)
+    def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend, deep: DeepRows | None = None) -> Tensor:
+        """Final hidden states ``[..., D]`` of embedded tokens ``[..., D]`` at integer ``positions [...]``.
+
+        Where positions have several axes, they are ``[axes, ...]``. ``deep`` is for tokens ``[T, D]``.
+        """
+        cos, sin = self.rotary(positions)
         for index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, cos, sin, index, attend)
+            if deep is not None and index < len(deep.features_LnD):
+                x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
         return self.norm(x_TD)
 
     def values_of_second_layer(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -134,9 +158,9 @@ class Decoder(nn.Module):
         return second.values(first(x_TD, cos, sin, 0, attend))
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles at integer ``positions [...]``, fp32 ``[..., 1, rotated]``."""
+        """Cosine and sine of the rotary angles, fp32 ``[..., 1, rotated]``; ``positions`` as of ``forward``."""
         c = self.config
-        return rotary_table(positions, c.rotary_width or c.head_dim, c.rope_theta, c.rope_scaling)
+        return rotary_table(positions, c.rotary_width or c.head_dim, c.rope_theta, c.rope_scaling, c.rope_axes)
 
     def set_row_floor(self, rows: int) -> None:
         """From how many rows on a matrix product gives a row the same bits: experts run no fewer."""

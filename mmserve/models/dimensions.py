@@ -14,7 +14,7 @@ from mmserve.models.decoder import DecoderConfig
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import LLADA, LLADA2, layout_of
 from mmserve.models.moe import MoEConfig
-from mmserve.models.rotary import Llama3Scaling
+from mmserve.models.rotary import Llama3Scaling, frequency_axes
 
 #: Switches of LLaDA's own configuration, and the values of them that ``Decoder`` implements.
 _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
@@ -38,7 +38,8 @@ _HF_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "sliding_window": (None,),
 }
 #: ``model_type`` whose decoder is Qwen2's (biased queries, keys and values), or Qwen3's (normed queries and keys).
-_QWEN2, _QWEN3 = ("qwen2", "Dream", "llava_dream"), ("qwen3", "sdar")
+_QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "llava_dream")
+_QWEN3 = ("qwen3", "qwen3_vl", "sdar")
 _QWEN3_HEAD = 128  # where its configuration does not say ``head_dim``
 
 
@@ -90,7 +91,7 @@ def _from_llada(keys: Keys) -> DecoderConfig:
 
 def _from_hugging_face(keys: Keys) -> DecoderConfig:
     keys.check(_HF_SWITCHES)
-    theta, scaling = _rotary(keys)
+    theta, scaling, axes = _rotary(keys)
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if keys.values.get("head_dim") is None:
         _divides(keys, width, heads)
@@ -105,6 +106,7 @@ def _from_hugging_face(keys: Keys) -> DecoderConfig:
         head_dim=keys.integer("head_dim", default=width // heads),
         rope_theta=theta,
         rope_scaling=scaling,
+        rope_axes=axes,
         rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
         max_positions=keys.integer("max_position_embeddings", default=2048),
         qkv_bias=bias,
@@ -114,8 +116,11 @@ def _from_hugging_face(keys: Keys) -> DecoderConfig:
     )
 
 
-def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None]:
-    """Base and scaling: ``rope_parameters`` of transformers 5, ``rope_theta`` and ``rope_scaling`` of those before."""
+def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:
+    """Base, scaling, and the axis of position that turns each frequency.
+
+    From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of those before.
+    """
     merged: dict[str, Any] = {"rope_type": "default"}
     for name in ("rope_parameters", "rope_scaling"):
         values = keys.values.get(name) or {}
@@ -124,16 +129,30 @@ def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None]:
         merged |= {"rope_type": values["type"]} if "type" in values else {}
         merged |= values
     rope = Keys(merged, keys.path)
-    rope.check({"rope_type": ("default", "llama3", None), "partial_rotary_factor": (1, None)})
+    axes = _axes(rope, interleaved=rope.flag("mrope_interleaved") or keys.values.get("model_type") == "qwen3_vl")
+    kinds = ("default", "mrope", None) if axes else ("default", "llama3", None)
+    rope.check({"rope_type": kinds, "partial_rotary_factor": (1, None)})
     theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
     if rope.values["rope_type"] != "llama3":
-        return theta, None
-    return theta, Llama3Scaling(
+        return theta, None, axes
+    scaling = Llama3Scaling(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
         high_freq_factor=rope.number("high_freq_factor"),
         original_positions=rope.integer("original_max_position_embeddings"),
     )
+    return theta, scaling, axes
+
+
+def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
+    """M-RoPE's axes (``mrope_section``: frequencies of time, rows and columns); () where positions have one."""
+    sections = rope.values.get("mrope_section")
+    if sections is None:
+        return ()
+    whole = isinstance(sections, list) and all(type(count) is int and count > 0 for count in sections)
+    if not whole or len(sections) != 3:
+        raise ConfigError(f"{rope.path}: mrope_section must be three positive numbers, not {sections!r}")
+    return frequency_axes(sections, interleaved=interleaved)
 
 
 def _from_qwen(keys: Keys) -> DecoderConfig:

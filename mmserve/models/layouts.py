@@ -142,6 +142,8 @@ def config_json(layout: Layout, config: DecoderConfig) -> dict[str, Any]:
         c.qk_norm
         or c.rope_scaling
         or c.rotary_width
+        or c.rope_axes
+        or c.deep_layers
         or c.moe
         or (layout is LLADA and (c.out_bias or c.mlp_bias))
         or c.out_bias != (c.qkv_bias and layout is not LLADA)

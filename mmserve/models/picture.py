@@ -50,9 +50,12 @@ class Picture:
     tokens: Tensor  # [n, D], in their order
     grids: tuple[Grid, ...]  # what is pruned, each by itself; no token is in two of them
     pieces: tuple[Text | int, ...]  # the row that it becomes: text, and how many of the n tokens come next
+    #: Int64 ``[3, n]`` for decoders whose positions have several axes: time, row and column of each token, counted from
+    #: the first that has no text in front of it.
+    coordinates: Tensor | None = None
 
 
-def joined(parts: Iterable[Tile | Text]) -> Picture:
+def joined(parts: Iterable[Tile | Text], coordinates: Tensor | None = None) -> Picture:
     """The picture of tiles one behind the other, with text between them; one tile at least."""
     tokens: list[Tensor] = []
     grids: list[Grid] = []
@@ -66,7 +69,7 @@ def joined(parts: Iterable[Tile | Text]) -> Picture:
             start += len(part.tokens)
         else:
             pieces.append(part)
-    return Picture(torch.cat(tokens), tuple(grids), tuple(pieces))
+    return Picture(torch.cat(tokens), tuple(grids), tuple(pieces), coordinates)
 
 
 class VisionEncoder(nn.Module):

@@ -35,7 +35,10 @@ LOADERS = {
     "llava_onevision": "mmserve.models.llava",
     "mmada": "mmserve.models.mmada",
     "qwen2": "mmserve.models.llama",
+    "qwen2_5_vl": "mmserve.models.qwen_vl",
+    "qwen2_vl": "mmserve.models.qwen_vl",
     "qwen3": "mmserve.models.llama",
+    "qwen3_vl": "mmserve.models.qwen_vl",
     "sdar": "mmserve.models.block_diffusion",
     "smolvlm": "mmserve.models.smolvlm",
 }

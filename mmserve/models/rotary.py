@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from mmserve_kernels.rope_scatter import by_axis
 from torch import Tensor
 
 
@@ -34,13 +36,36 @@ class Llama3Scaling:
         return share * frequencies + (1 - share) * frequencies / self.factor
 
 
+def frequency_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
+    """The axis of position (0 = time, 1 = row, 2 = column) that turns each rotary frequency, fastest first.
+
+    ``sections``: frequencies of each axis. M-RoPE (Qwen2-VL, arXiv 2409.12191) gives each axis a run of them;
+    ``interleaved`` (Qwen3-VL, arXiv 2511.21631) takes turns, and what is over is the first axis's.
+    """
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = len(sections)
+    return tuple(i % axes if i < axes * sections[i % axes] else 0 for i in range(sum(sections)))
+
+
 def rotary_table(
-    positions: Tensor, width: int, theta: float, scaling: Llama3Scaling | None = None
+    positions: Tensor,
+    width: int,
+    theta: float,
+    scaling: Llama3Scaling | None = None,
+    axes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``."""
+    """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``.
+
+    With ``axes``, which say the axis of position that turns each frequency, ``positions`` are ``[axes, ...]``.
+    """
     frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    if axes:
+        turned = torch.tensor(axes, device=positions.device)
+        return by_axis(cos, turned), by_axis(sin, turned)
+    return cos, sin

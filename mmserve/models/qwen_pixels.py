@@ -1,0 +1,167 @@
+"""Images and clips as rows of patches, for the towers of Qwen's vision models: any size, in its own shape.
+
+A picture is resized to whole patches, within the checkpoint's limits of pixels. Its patches are ordered so that the
+``merge_size`` x ``merge_size`` that become one visual token stand side by side; each holds ``temporal_patch_size``
+frames, an image's only one as many times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
+from torch import Tensor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mmserve.errors import ConfigError
+from mmserve.models.checkpoint import read_json
+from mmserve.models.keys import Keys
+from mmserve.models.picture import CannotPrepare, Prepared
+from mmserve.models.vision import describe_processor
+
+#: The processors refuse pictures that are more times as long as they are wide, or the other way round.
+MOST_ELONGATED = 200
+#: Fewest and most pixels of a frame where a checkpoint has no settings for videos: 128 and 768 visual tokens' worth.
+FRAME_TOKENS = (128, 768)
+IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Pixels of a frame, or, ``together``, of all frames of a clip."""
+
+    least: int
+    most: int
+    together: bool
+
+
+class QwenPixels:
+    """The image processor of a checkpoint, and its limits for ``clips``."""
+
+    def __init__(self, processor: Qwen2VLImageProcessorPil, clips: Limits) -> None:
+        self.processor, self.clips = processor, clips
+        self.frames_a_patch = int(processor.temporal_patch_size)
+
+    def settings(self) -> Mapping[str, Any]:
+        """All that decides what becomes of a picture's pixels."""
+        return {"images": describe_processor(self.processor), "clips": vars(self.clips)}
+
+    def image(self, image: Image.Image) -> Prepared:
+        """``pixels`` fp32 ``[patches, channels * frames * patch * patch]``, ``grid`` int64 ``[1, 3]``: frames of
+        patches, rows and columns. Raises ``CannotPrepare`` for an extreme shape."""
+        check_shape(image)
+        made = self.processor(image, return_tensors="np")
+        pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+        return {"pixels": torch.from_numpy(pixels), "grid": torch.from_numpy(made["image_grid_thw"])}
+
+    def clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        """As ``image``, with ``seconds`` (float64): when each frame of patches begins and ends, ``[frames, 2]``.
+
+        The last frame is repeated where the clip's last patches would not be full.
+        """
+        check_shape(frames[0])
+        width, height = frames[0].size
+        depth, p = self.frames_a_patch, self.processor
+        rows, columns = fitted(
+            height, width, len(frames), factor=p.patch_size * p.merge_size, depth=depth, limits=self.clips
+        )
+        missing = -len(frames) % depth
+        times = torch.tensor([*seconds, *[seconds[-1]] * missing], dtype=torch.float64).view(-1, depth)
+        flat = [self._patches(frame.resize((columns, rows), p.resample)) for frame in frames]
+        flat += flat[-1:] * missing
+        pixels = torch.cat([torch.stack(flat[i : i + depth], 2).flatten(1) for i in range(0, len(flat), depth)])
+        grid = torch.tensor([[len(times), rows // p.patch_size, columns // p.patch_size]])
+        return {"pixels": pixels, "grid": grid, "seconds": times[:, [0, -1]]}
+
+    def _patches(self, frame: Image.Image) -> Tensor:
+        """One frame's share of patches, fp32 ``[patches, channels, patch * patch]``."""
+        made = self.processor(frame, do_resize=False, return_tensors="np")["pixel_values"]
+        area = self.processor.patch_size**2
+        whole = torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
+        return whole.view(len(whole), -1, self.frames_a_patch, area)[:, :, 0]
+
+
+def check_shape(image: Image.Image) -> None:
+    """``CannotPrepare`` where one side is too many times the other."""
+    long, short = max(image.size), min(image.size)
+    if long > MOST_ELONGATED * short:
+        raise CannotPrepare(
+            f"is {image.size[0]} x {image.size[1]} pixels; the model takes pictures whose long side is at most "
+            f"{MOST_ELONGATED} times the short one: crop it"
+        )
+
+
+def fitted(height: int, width: int, frames: int, *, factor: int, depth: int, limits: Limits) -> tuple[int, int]:
+    """Rows and columns of pixels, multiples of ``factor``, that a clip's frames are resized to.
+
+    About the same shape, as many as there are within ``limits``: ``smart_resize`` of transformers' video processors
+    of Qwen2-VL, and of Qwen3-VL where limits are for all frames ``together``, which counts whole patches of ``depth``.
+    """
+    counted = 1
+    if limits.together:
+        frames = max(frames, depth)
+        counted = round(frames / depth) * depth
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+    else:
+        frames = 1
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if counted * rows * columns > limits.most:
+        shrink = math.sqrt(frames * height * width / limits.most)
+        rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+    elif counted * rows * columns < limits.least:
+        grow = math.sqrt(limits.least / (frames * height * width))
+        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return rows, columns
+
+
+def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
+    """The processor that ``preprocessor_config.json`` describes, or ``processor_config.json`` of transformers 5, for a
+    ``tower`` (its configuration). Limits for videos come from their own file; without one, see ``FRAME_TOKENS``.
+
+    Raises ``ConfigError`` where there is none, and where it does not fit the tower.
+    """
+    path, settings = _settings(folder, IMAGES, "image_processor")
+    if settings is None:
+        raise ConfigError(f"{folder} has no {IMAGES}: the vision tower's image processor is unknown")
+    kept = {k: v for k, v in settings.items() if k not in ("image_processor_type", "processor_class")}
+    try:
+        processor = Qwen2VLImageProcessorPil(**kept)
+        made = processor(Image.new("RGB", (64, 64)), return_tensors="np")["pixel_values"]
+    except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    fitting = (("patch_size", "patch_size"), ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size"))
+    for name, of_tower in fitting:
+        if getattr(processor, name) != getattr(tower, of_tower):
+            raise ConfigError(f"{path}: {name} must be the tower's {getattr(tower, of_tower)}")
+    if made.shape[1] != tower.in_channels * tower.temporal_patch_size * tower.patch_size**2:
+        raise ConfigError(f"{path} makes patches of {made.shape[1]} numbers, which the tower does not take")
+    factor = tower.patch_size * tower.spatial_merge_size
+    return QwenPixels(processor, _clip_limits(folder, factor, together=together))
+
+
+def _clip_limits(folder: Path, factor: int, *, together: bool) -> Limits:
+    path, settings = _settings(folder, VIDEOS, "video_processor")
+    least, most = (tokens * factor**2 for tokens in FRAME_TOKENS)
+    given = Keys({**(settings or {}), **((settings or {}).get("size") or {})}, path)
+    return Limits(
+        least=given.integer("min_pixels", "shortest_edge", default=least),
+        most=given.integer("max_pixels", "longest_edge", default=most),
+        together=together,
+    )
+
+
+def _settings(folder: Path, file: str, part: str) -> tuple[Path, dict[str, Any] | None]:
+    if (folder / file).is_file():
+        return folder / file, read_json(folder / file)
+    both = folder / BOTH
+    settings = read_json(both).get(part) if both.is_file() else None
+    return both, settings if isinstance(settings, dict) else None

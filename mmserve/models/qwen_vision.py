@@ -1,0 +1,164 @@
+"""The vision tower of Qwen2-VL (arXiv 2409.12191), and what those of Qwen2.5-VL and Qwen3-VL share with it.
+
+Pictures keep their size and shape: a tower takes rows of patches with a grid, and its merger makes one visual token
+of four. Shapes in names: N patches, U visual tokens, C width of the tower, D width of a visual token, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmserve_kernels.attention_scores import attention_scores
+from mmserve_kernels.cached_attention import Ragged
+from PIL import Image
+from torch import Tensor, nn
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
+from mmserve.models.qwen_pixels import QwenPixels
+from mmserve.prune.base import Evidence, Look
+
+
+class QwenVision(VisionEncoder):
+    """A tower of transformers (``blocks``, ``merger``) behind the checkpoint's processor.
+
+    Rows and columns of visual tokens are places of their own for the decoder, and so are frames: ``coordinates`` of
+    its pictures. ``frames``: how many of a video are looked at.
+    """
+
+    tokens_per_image = 0
+
+    def __init__(self, tower: nn.Module, pixels: QwenPixels, *, frames: int) -> None:
+        super().__init__()
+        self.tower, self.pixels, self.frames_per_video = tower, pixels, frames
+        self.config: Any = tower.config
+
+    @property
+    def evidence(self) -> frozenset[Evidence]:
+        return frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS})
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"processor": self.pixels.settings(), "tower": self.config.to_dict()}
+
+    def prepare(self, image: Image.Image) -> Prepared:
+        return self.pixels.image(image)
+
+    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        return self.pixels.clip(frames, seconds)
+
+    def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        grids = torch.cat([one["grid"] for one in batch])
+        with self._watched(wanted) as seen:
+            made = self.tower(torch.cat([one["pixels"] for one in batch]), grids.to(self._device))
+        tokens_UD = self._tokens(made)
+        evidence = {kind: self._in_order(values, grids) for kind, values in seen.items()}
+        counts = (grids.prod(1) // self.config.spatial_merge_size**2).tolist()
+        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
+        pictures = []
+        for one, start, count in zip(batch, starts, counts, strict=False):
+            own = slice(start, start + count)
+            tiles = self._tiles(
+                one["grid"][0], tokens_UD[own], {kind: values[own] for kind, values in evidence.items()}
+            )
+            pictures.append(self._picture(tiles, one.get("seconds") if clip else None))
+        return pictures
+
+    def _tiles(self, grid: Tensor, tokens_UD: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
+        """A tile for each frame of patches."""
+        frames, rows, columns = (grid // torch.tensor([1, *[self.config.spatial_merge_size] * 2])).tolist()
+        size = rows * columns
+        return [
+            Tile(
+                tokens_UD[i * size : (i + 1) * size],
+                torch.arange(size),
+                Look(rows, columns, {kind: values[i * size : (i + 1) * size] for kind, values in seen.items()}),
+            )
+            for i in range(frames)
+        ]
+
+    def _picture(self, tiles: list[Tile], seconds: Tensor | None) -> Picture:
+        """``seconds`` (float64 ``[tiles, 2]``): when each of a clip's begins and ends; None for an image."""
+        parts: list[Tile | Text] = list(tiles)
+        return joined(parts, coordinates(tiles, self._times(seconds)) if seconds is not None else coordinates(tiles))
+
+    def _times(self, seconds_F2: Tensor) -> Tensor:
+        """Where each of a clip's frames of patches stands in time, int64 ``[F]``: one behind the other."""
+        return torch.arange(len(seconds_F2))
+
+    def _tokens(self, made: Any) -> Tensor:
+        """The visual tokens ``[U, D]`` of what the tower returns."""
+        tokens: Tensor = made.pooler_output
+        return tokens
+
+    @property
+    def _scored(self) -> int:
+        """The block whose attention tells of patches: the one that makes the features."""
+        return int(self.config.depth) - 1
+
+    def _in_order(self, values: Tensor, _grids: Tensor) -> Tensor:
+        """What is seen of visual tokens, ``[U, …]``, in their order, given that of the tower's blocks."""
+        return values
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.tower.parameters()).device
+
+    @contextmanager
+    def _watched(self, wanted: frozenset[Evidence]) -> Iterator[dict[Evidence, Tensor]]:
+        """Filled with the ``wanted`` evidence, a value for each visual token, by the tower's next run."""
+        seen: dict[Evidence, Tensor] = {}
+
+        def watch(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            merged = self.config.spatial_merge_size**2
+            for kind, values in _evidence(block, arguments[0], wanted, **options):
+                seen[kind] = values.unflatten(0, (-1, merged)).mean(1)
+
+        blocks: Any = self.tower.get_submodule("blocks")
+        hook = blocks[self._scored].register_forward_pre_hook(watch, with_kwargs=True) if wanted else None
+        try:
+            yield seen
+        finally:
+            if hook is not None:
+                hook.remove()
+
+
+def coordinates(tiles: Sequence[Tile], times: Tensor | None = None) -> Tensor:
+    """Time, row and column of each visual token of ``tiles`` one behind the other, int64 ``[3, n]``.
+
+    ``times``: int64 ``[tiles]``; None = all of them stand at 0.
+    """
+    found = []
+    for tile, time in zip(tiles, [0] * len(tiles) if times is None else times.tolist(), strict=True):
+        place = torch.arange(tile.look.size)
+        found.append(torch.stack([torch.full_like(place, time), place // tile.look.columns, place % tile.look.columns]))
+    return torch.cat(found, dim=1)
+
+
+def _evidence(
+    block: Any, x_NC: Tensor, wanted: frozenset[Evidence], *, cu_seqlens: Tensor, position_embeddings: Any, **_rest: Any
+) -> Iterator[tuple[Evidence, Tensor]]:
+    """What ``block`` shows of the patches that it is given: fp32 ``[N]`` or ``[N, C]``."""
+    attention = block.attn
+    query_NHK, key_NHK, _ = attention.qkv(block.norm1(x_NC)).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
+    if Evidence.KEYS in wanted:
+        yield Evidence.KEYS, key_NHK.flatten(1).float()
+    if Evidence.COLUMN_MEANS in wanted:
+        turned = apply_rotary_pos_emb_vision(query_NHK, key_NHK, *position_embeddings)
+        lengths = cu_seqlens.diff().tolist()
+        frames = zip(*(x.split(lengths) for x in turned), strict=True)
+        yield Evidence.COLUMN_MEANS, torch.cat([_column_means(q, k) for q, k in frames])
+
+
+def _column_means(query_NHK: Tensor, key_NHK: Tensor) -> Tensor:
+    """How much all patches of a frame attend to each: fp32 ``[N]``, mean over patches and heads."""
+    count, device = len(query_NHK), query_NHK.device
+    frame = Ragged(
+        row_counts=(count,),
+        kv_lengths=(count,),
+        page_tables=(torch.zeros(1, dtype=torch.int64, device=device),),
+        slots=torch.arange(count, device=device),
+    )
+    return attention_scores(query_NHK, key_NHK[None], frame).mean(1) / count

@@ -1,0 +1,171 @@
+"""Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
+
+Autoregressive. Text runs in ``Decoder`` with positions of three axes (M-RoPE); towers come from transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from mmserve.errors import ConfigError
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.checkpoint import CONFIG, Checkpoint, Target, read_json
+from mmserve.models.decoder import DecoderConfig
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import HUGGING_FACE, Layout
+from mmserve.models.qwen3_vision import Qwen3Vision
+from mmserve.models.qwen25_vision import Qwen25Vision
+from mmserve.models.qwen_pixels import load_pixels
+from mmserve.models.qwen_vision import QwenVision
+
+#: Frames of a video that are looked at, where ``mm_video_frames``, a key of our own, says nothing else.
+FRAMES = 16
+
+
+@dataclass(frozen=True)
+class _Kind:
+    config: type[Any]
+    tower: type[Any]
+    vision: type[QwenVision]
+    limits_together: bool  # limits of a video's pixels are for all frames together
+    width: str  # key of the width of a visual token
+
+
+_KINDS = {
+    "qwen2_vl": _Kind(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "hidden_size"),
+    "qwen2_5_vl": _Kind(
+        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen25Vision, False, "out_hidden_size"
+    ),
+    "qwen3_vl": _Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "out_hidden_size"),
+}
+#: Names as Qwen2-VL and Qwen2.5-VL publish them, and as Qwen3-VL does: prefix of the tower, layout of the decoder.
+_NESTED = replace(
+    HUGGING_FACE,
+    outer={"embed": "model.language_model.embed_tokens", "norm": "model.language_model.norm", "head": "lm_head"},
+    layers="model.language_model.layers",
+)
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load any of the three; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    kind, checkpoint = _KINDS[checkpoint.architecture], _flat(checkpoint)
+    keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    image_id, video_id = keys.integer("image_token_id"), keys.integer("video_token_id")
+    image, video = (_framed(tokenizer, keys, i) for i in (image_id, video_id))
+    _take_processor_template(tokenizer, checkpoint.folder)
+    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video)
+    tower = _tower_config(checkpoint, kind)
+    config = _decoder_config(keys, tower, kind)
+    check_vocabulary(checkpoint, tokenizer, config)
+    sources = Sources(
+        checkpoint=checkpoint,
+        keys=keys,
+        config=config,
+        tokenizer=tokenizer,
+        name=target.name,
+        image_id=image_id,
+        video_id=video_id,
+    )
+    prefix, layout = _names(checkpoint)
+    decoder = load_decoder(checkpoint, config, target, layout)
+    vision = kind.vision(
+        _load_tower(checkpoint, kind, tower, prefix, target),
+        load_pixels(checkpoint.folder, tower, together=kind.limits_together),
+        frames=keys.integer("mm_video_frames", default=FRAMES),
+    )
+    checkpoint.weights.warn_unread()
+    return LoadedModel(_spec(sources), decoder, tokenizer, vision.eval(), target.dtype, target.device)
+
+
+def _framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:
+    """What stands in a text for an image or a video; ``ConfigError`` where the tokenizer lacks a token of it."""
+    ids = (keys.integer("vision_start_token_id"), placeholder, keys.integer("vision_end_token_id"))
+    tokens = tokenizer.convert_ids_to_tokens(list(ids))
+    missing = [number for number, token in zip(ids, tokens, strict=True) if token is None]
+    if missing:
+        raise ConfigError(f"{keys.path}: the tokenizer has no token {missing[0]}, which stands around or for an image")
+    return "".join(tokens)
+
+
+def _take_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """The processor's chat template goes before the tokenizer's, which may know text only."""
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return
+    template = read_json(path).get("chat_template")
+    if not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template must be a template, not {template!r}")
+    tokenizer.chat_template = template
+
+
+def _spec(sources: Sources) -> ModelSpec:
+    banned = set(listed_ids(sources.checkpoint.generation.get("suppress_tokens")))
+    return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
+
+
+def _flat(checkpoint: Checkpoint) -> Checkpoint:
+    """With the decoder's keys beside the others, as Qwen2-VL publishes them: Qwen3-VL has them in ``text_config``."""
+    text = checkpoint.config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"{checkpoint.folder / CONFIG}: text_config must be an object, not {text!r}")
+    own = {name: value for name, value in checkpoint.config.items() if name != "text_config"}
+    tied = any(values.get("tie_word_embeddings") for values in (own, text))
+    return Checkpoint(checkpoint.folder, {**text, **own, "tie_word_embeddings": tied}, checkpoint.weights)
+
+
+def _tower_config(checkpoint: Checkpoint, kind: _Kind) -> Any:
+    path, values = checkpoint.folder / CONFIG, checkpoint.config.get("vision_config")
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} has no vision_config")
+    try:
+        config = kind.config.from_dict({name: value for name, value in values.items() if name != "model_type"})
+    except (TypeError, ValueError, AttributeError, StrictDataclassError) as error:
+        raise ConfigError(f"{path}: vision_config: {error}") from error
+    return config
+
+
+def _decoder_config(keys: Keys, tower: Any, kind: _Kind) -> DecoderConfig:
+    config = decoder_config(keys)
+    if config.position_axes != 3:
+        raise ConfigError(f"{keys.path}: rope_scaling has no mrope_section, which says how positions of images turn")
+    if getattr(tower, kind.width) != config.hidden_size:
+        made = f"{kind.width} = {getattr(tower, kind.width)}"
+        raise ConfigError(f"{keys.path}: vision_config.{made}, but embeddings are {config.hidden_size} wide")
+    deep = len(getattr(tower, "deepstack_visual_indexes", ()))
+    try:
+        return replace(config, deep_layers=deep)
+    except ValueError as error:
+        raise ConfigError(f"{keys.path}: deepstack_visual_indexes: {error}") from error
+
+
+def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
+    """Where the tower's tensors begin, and the decoder's layout."""
+    nested = any(name.startswith("model.language_model.") for name in checkpoint.weights.names)
+    return ("model.visual.", _NESTED) if nested else ("visual.", HUGGING_FACE)
+
+
+def _load_tower(checkpoint: Checkpoint, kind: _Kind, config: Any, prefix: str, target: Target) -> nn.Module:
+    with torch.device("meta"):
+        tower: Any = kind.tower(config)
+    names = {name: prefix + name for name, _ in tower.named_parameters()}
+    checkpoint.weights.fill(tower, names, target.dtype, target.device)
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config).to(target.device)  # frequencies: no checkpoint has them
+    return tower

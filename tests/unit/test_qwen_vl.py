@@ -1,0 +1,143 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL against transformers' own classes with the same weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clips import clip
+from helpers import ask, picture
+from llama_checkpoints import edit
+from qwen_vl_checkpoints import FRAMES, KINDS, Qwen, served_rows
+
+from mmserve.config import MediaConfig, ModelConfig
+from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
+from mmserve.decode.state import Encoded
+from mmserve.encode.encoder import Encoder
+from mmserve.errors import ConfigError
+from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.checkpoint import read_json, write_json
+from mmserve.models.registry import load_model
+
+FILE = clip(frames=20, rate=4)
+WIDE, TALL, SMALL = (picture(i, size) for i, size in enumerate(((40, 30), (20, 48), (9, 11))))
+ASKED: dict[str, Sequence[Part]] = {
+    "none": (),
+    "one": (ImagePart(WIDE),),
+    "several": (ImagePart(WIDE), TextPart("and"), ImagePart(TALL), ImagePart(SMALL)),
+    "video": (VideoPart(FILE),),
+    "all": (TextPart("see"), ImagePart(TALL), VideoPart(FILE), TextPart("then"), ImagePart(SMALL)),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen, LoadedModel]:
+    made = Qwen(tmp_path_factory.mktemp(request.param), request.param)
+    return made, made.load()
+
+
+def show(*parts: Part, new: int = 6) -> Request:
+    return replace(ask("r", max_new_tokens=new), messages=(Message("user", (*parts, TextPart("what?"))),))
+
+
+def encoded(model: LoadedModel, request: Request) -> Encoded:
+    [one] = Encoder(model, MediaConfig(), max_tokens=400).encode([request])
+    return one
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_logits_are_those_of_transformers(both: tuple[Qwen, LoadedModel], what: str) -> None:
+    made, model = both
+    request = show(*ASKED[what])
+    one, inputs = encoded(model, request), made.inputs(request, model.tokenizer)
+    assert one.ids.tolist() == inputs["input_ids"][0].tolist()
+    difference = served_rows(model, request, one) - made.logits(inputs)
+    assert difference.abs().max() < 1e-4
+    if one.places is not None:
+        renumbered = served_rows(model, request, replace(one, places=None))
+        assert (renumbered - made.logits(inputs)).abs().max() > 1e-2, "rows and columns do matter"
+
+
+def test_what_they_are(both: tuple[Qwen, LoadedModel]) -> None:
+    made, model = both
+    spec = model.spec
+    assert (spec.architecture, spec.attention, spec.logit_shift) == (made.kind, Attention.CAUSAL, 1)
+    assert spec.banned_ids == tuple(sorted(i for i in (spec.image_id, spec.video_id) if i is not None))
+    assert made.oracle.config.text_config.eos_token_id in spec.end_ids
+    assert model.position_axes == 3
+    assert model.width == 32 * (3 if made.kind == "qwen3_vl" else 1)
+
+
+def test_keys_as_transformers_5_writes_them(both: tuple[Qwen, LoadedModel], tmp_path: Path) -> None:
+    made, model = both
+    shutil.copytree(made.folder, tmp_path / "new")
+    made.oracle.config.save_pretrained(tmp_path / "new")
+    edit(tmp_path / "new" / "config.json", mm_video_frames=FRAMES)
+    again = load_model(ModelConfig(path=str(tmp_path / "new"), dtype="float32", device="cpu"))
+    assert again.decoder.config == model.decoder.config
+    assert replace(again.spec, name="") == replace(model.spec, name="")
+
+
+def test_the_processor_s_chat_template_goes_first(both: tuple[Qwen, LoadedModel], tmp_path: Path) -> None:
+    made, model = both
+    shutil.copytree(made.folder, tmp_path / "old")
+    template = tmp_path / "old" / "chat_template.jinja"
+    write_json(tmp_path / "old" / "chat_template.json", {"chat_template": template.read_text()})
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    loaded = load_model(ModelConfig(path=str(tmp_path / "old"), dtype="float32", device="cpu"))
+    request = show(ImagePart(SMALL))
+    assert encoded(loaded, request).ids.tolist() == encoded(model, request).ids.tolist()
+
+
+ROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen2_vl", {"rope_scaling": None}, "rope_scaling has no mrope_section"),
+        (
+            "qwen2_vl",
+            {"rope_scaling": {**ROPE, "mrope_section": [2, 3]}},
+            "mrope_section must be three positive numbers",
+        ),
+        (
+            "qwen2_vl",
+            {"rope_scaling": {**ROPE, "mrope_section": [2, 3, 4]}},
+            "axes of 9 frequencies do not fit heads of 16",
+        ),
+        ("qwen2_vl", {"rope_scaling": {**ROPE, "type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+        ("qwen2_vl", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        ("qwen2_vl", {"vision_config": ...}, "has no vision_config"),
+        ("qwen2_vl", {"vision_config": {"depth": "three"}}, "vision_config: "),
+        ("qwen2_vl", {"image_token_id": ...}, "has no image_token_id"),
+        ("qwen2_vl", {"vision_start_token_id": 5_000_000}, "the tokenizer has no token 5000000"),
+        ("qwen2_vl", {"num_hidden_layers": 4}, r"no tensor model\.layers\.3\.input_layernorm\.weight"),
+        ("qwen3_vl", {"text_config": 3}, "text_config must be an object, not 3"),
+    ],
+)
+def test_configurations_that_cannot_be_served(tmp_path: Path, kind: str, changes: dict[str, Any], message: str) -> None:
+    made = Qwen(tmp_path, kind, **changes)
+    with pytest.raises(ConfigError, match=message):
+        made.load()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen2_vl", {"depth": 4}, r"no tensor visual\.blocks\.3\."),
+        ("qwen2_5_vl", {"out_hidden_size": 48}, "vision_config.out_hidden_size = 48, but embeddings are 32 wide"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0, 1, 2, 3]}, "for 4 layers, but there are only 3"),
+        ("qwen3_vl", {"num_position_embeddings": 25}, "expected \\[25, 24\\]"),
+    ],
+)
+def test_towers_that_cannot_be_served(tmp_path: Path, kind: str, changes: dict[str, Any], message: str) -> None:
+    made = Qwen(tmp_path, kind)
+    tower = read_json(tmp_path / "config.json")["vision_config"]
+    edit(tmp_path / "config.json", vision_config={**tower, **changes})
+    with pytest.raises(ConfigError, match=message):
+        made.load()

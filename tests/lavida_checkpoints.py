@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from llada_checkpoints import llama, own_config, own_name, tokenizer
+from llada_checkpoints import VOCAB, own_config, own_name, tokenizer
+from mmada_checkpoints import llama
 from PIL import Image
 from qwen_checkpoints import qwen, save_dream, save_tokenizer_as_vocabulary
 from torch import Tensor
@@ -52,7 +53,7 @@ class Lavida:
 
     def __init__(self, folder: Path, kind: str, **changes: Any) -> None:
         self.folder, self.kind = folder, kind
-        self.oracle: Any = llama(4, 4) if kind == "llada" else qwen("qwen2")
+        self.oracle: Any = llama(VOCAB) if kind == "llada" else qwen("qwen2")
         torch.manual_seed(31)
         sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
         self.tower = SiglipVisionModel(SiglipVisionConfig(**sizes, image_size=SIDE, patch_size=PATCH)).eval()

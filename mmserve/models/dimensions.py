@@ -38,7 +38,7 @@ _HF_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "sliding_window": (None,),
 }
 #: ``model_type`` whose decoder is Qwen2's (biased queries, keys and values), or Qwen3's (normed queries and keys).
-_QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "llava_dream")
+_QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "llava_dream", "dimple")
 _QWEN3 = ("qwen3", "qwen3_vl", "sdar")
 _QWEN3_HEAD = 128  # where its configuration does not say ``head_dim``
 
@@ -119,9 +119,10 @@ def _from_hugging_face(keys: Keys) -> DecoderConfig:
 def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:
     """Base, scaling, and the axis of position that turns each frequency.
 
-    From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of those before.
+    From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of those before; Dimple has
+    ``mrope_section`` beside them.
     """
-    merged: dict[str, Any] = {"rope_type": "default"}
+    merged: dict[str, Any] = {"rope_type": "default", "mrope_section": keys.values.get("mrope_section")}
     for name in ("rope_parameters", "rope_scaling"):
         values = keys.values.get(name) or {}
         if not isinstance(values, Mapping):

@@ -40,7 +40,9 @@ FRAMES = 16
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """How one of the models sees."""
+
     config: type[Any]
     tower: type[Any]
     vision: type[QwenVision]
@@ -48,12 +50,12 @@ class _Kind:
     width: str  # key of the width of a visual token
 
 
-_KINDS = {
-    "qwen2_vl": _Kind(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "hidden_size"),
-    "qwen2_5_vl": _Kind(
+KINDS = {
+    "qwen2_vl": Kind(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "hidden_size"),
+    "qwen2_5_vl": Kind(
         Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen25Vision, False, "out_hidden_size"
     ),
-    "qwen3_vl": _Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "out_hidden_size"),
+    "qwen3_vl": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "out_hidden_size"),
 }
 #: Names as Qwen2-VL and Qwen2.5-VL publish them, and as Qwen3-VL does: prefix of the tower, layout of the decoder.
 _NESTED = replace(
@@ -65,14 +67,14 @@ _NESTED = replace(
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load any of the three; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
-    kind, checkpoint = _KINDS[checkpoint.architecture], _flat(checkpoint)
+    kind, checkpoint = KINDS[checkpoint.architecture], _flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     tokenizer = load_tokenizer(checkpoint.folder)
     image_id, video_id = keys.integer("image_token_id"), keys.integer("video_token_id")
-    image, video = (_framed(tokenizer, keys, i) for i in (image_id, video_id))
-    _take_processor_template(tokenizer, checkpoint.folder)
+    image, video = (framed(tokenizer, keys, i) for i in (image_id, video_id))
+    take_processor_template(tokenizer, checkpoint.folder)
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video)
-    tower = _tower_config(checkpoint, kind)
+    tower = tower_config(checkpoint, kind)
     config = _decoder_config(keys, tower, kind)
     check_vocabulary(checkpoint, tokenizer, config)
     sources = Sources(
@@ -87,7 +89,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     prefix, layout = _names(checkpoint)
     decoder = load_decoder(checkpoint, config, target, layout)
     vision = kind.vision(
-        _load_tower(checkpoint, kind, tower, prefix, target),
+        load_tower(checkpoint, kind, tower, prefix, target),
         load_pixels(checkpoint.folder, tower, together=kind.limits_together),
         frames=keys.integer("mm_video_frames", default=FRAMES),
     )
@@ -95,7 +97,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     return LoadedModel(_spec(sources), decoder, tokenizer, vision.eval(), target.dtype, target.device)
 
 
-def _framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:
+def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:
     """What stands in a text for an image or a video; ``ConfigError`` where the tokenizer lacks a token of it."""
     ids = (keys.integer("vision_start_token_id"), placeholder, keys.integer("vision_end_token_id"))
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
@@ -105,7 +107,7 @@ def _framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) ->
     return "".join(tokens)
 
 
-def _take_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def take_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """The processor's chat template goes before the tokenizer's, which may know text only."""
     path = folder / "chat_template.json"
     if not path.is_file():
@@ -131,7 +133,8 @@ def _flat(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(checkpoint.folder, {**text, **own, "tie_word_embeddings": tied}, checkpoint.weights)
 
 
-def _tower_config(checkpoint: Checkpoint, kind: _Kind) -> Any:
+def tower_config(checkpoint: Checkpoint, kind: Kind) -> Any:
+    """The configuration of the vision tower of a ``kind``, from ``vision_config``; raises ``ConfigError``."""
     path, values = checkpoint.folder / CONFIG, checkpoint.config.get("vision_config")
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} has no vision_config")
@@ -142,7 +145,7 @@ def _tower_config(checkpoint: Checkpoint, kind: _Kind) -> Any:
     return config
 
 
-def _decoder_config(keys: Keys, tower: Any, kind: _Kind) -> DecoderConfig:
+def _decoder_config(keys: Keys, tower: Any, kind: Kind) -> DecoderConfig:
     config = decoder_config(keys)
     if config.position_axes != 3:
         raise ConfigError(f"{keys.path}: rope_scaling has no mrope_section, which says how positions of images turn")
@@ -162,7 +165,8 @@ def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
     return ("model.visual.", _NESTED) if nested else ("visual.", HUGGING_FACE)
 
 
-def _load_tower(checkpoint: Checkpoint, kind: _Kind, config: Any, prefix: str, target: Target) -> nn.Module:
+def load_tower(checkpoint: Checkpoint, kind: Kind, config: Any, prefix: str, target: Target) -> nn.Module:
+    """The vision tower of ``config`` with the tensors whose names begin with ``prefix``; raises ``ConfigError``."""
     with torch.device("meta"):
         tower: Any = kind.tower(config)
     names = {name: prefix + name for name, _ in tower.named_parameters()}

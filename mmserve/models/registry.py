@@ -22,6 +22,7 @@ LOADERS = {
     "Dream": "mmserve.models.dream",
     "LlavaLladaForMaskedDiffusion": "mmserve.models.lavida",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
+    "dimple": "mmserve.models.dimple",
     "idefics3": "mmserve.models.smolvlm",
     "internvl": "mmserve.models.internvl",
     "llada": "mmserve.models.llada",

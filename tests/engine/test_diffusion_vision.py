@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from dimple_checkpoints import Dimple
 from harness import Bench, Call
 from helpers import ask, dkv, picture
 from lavida_checkpoints import Lavida
@@ -44,7 +45,8 @@ def outcome(bench: Bench, call: Call) -> tuple[object, ...]:
 
 @torch.no_grad()
 def plain_loop(
-    oracle: PreTrainedModel,
+    logits_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    embed: torch.nn.Module,
     prompt_PD: torch.Tensor,
     new: int,
     mask_id: int,
@@ -56,24 +58,32 @@ def plain_loop(
 ) -> list[int]:
     """LLaDA's ``generate`` as these models have it: one block, the surest ``at_once`` tokens of each step become final.
 
-    Every step runs the whole row, the prompt's embeddings in front; ``prefix``: the prompt does not see the answer;
-    ``shift``: how far left of a position its logits stand.
+    Every step runs the whole row, the prompt's embeddings in front: ``logits_of`` embeddings ``[T, D]`` where each sees
+    what a bool ``[T, T]`` says. ``prefix``: the prompt does not see the answer; ``shift``: how far left of a position
+    its logits stand.
     """
     row = torch.full((new,), mask_id)
-    embed = oracle.get_input_embeddings()
     length = len(prompt_PD) + new
     seen = torch.ones(length, length, dtype=torch.bool)
     seen[: len(prompt_PD), len(prompt_PD) :] = not prefix
-    mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
     while (row == mask_id).any():
-        x = torch.cat([prompt_PD, embed(row)])
-        logits = oracle(inputs_embeds=x[None], attention_mask=mask[None, None]).logits[0]
-        logits = logits[len(prompt_PD) - shift : length - shift]
+        logits = logits_of(torch.cat([prompt_PD, embed(row)]), seen)[len(prompt_PD) - shift : length - shift]
         logits[:, list(banned)] = -torch.inf
         sure, token = logits.double().softmax(-1).max(-1)
         best = sure.masked_fill(row != mask_id, -1.0).topk(min(at_once, int((row == mask_id).sum()))).indices
         row[best] = token[best]
     return row.tolist()
+
+
+def masked(oracle: PreTrainedModel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``logits_of`` a text model of transformers."""
+
+    def logits_of(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        logits: torch.Tensor = oracle(inputs_embeds=x[None], attention_mask=mask[None, None]).logits[0]
+        return logits
+
+    return logits_of
 
 
 # --- MMaDA ---
@@ -103,7 +113,15 @@ def test_mmada_gives_the_tokens_of_mmu_generate(
         prompt = [*(made.picture_ids(opened(media[0])) if images else []), *text]
         embedded = made.oracle.model.embed_tokens(torch.tensor(prompt))
         banned = {model.spec.mask_id, *range(made.first, made.first + 32)}
-        expected = plain_loop(made.oracle, embedded, 12, model.spec.mask_id, banned, at_once=at_once)
+        expected = plain_loop(
+            masked(made.oracle),
+            made.oracle.model.embed_tokens,
+            embedded,
+            12,
+            model.spec.mask_id,
+            banned,
+            at_once=at_once,
+        )
         options = {"max_new_tokens": 12, "block": 12, "steps": 12 // at_once}
         for policy in (Policy(name="none"), dkv(1)):
             [call] = b.submit(ask(f"{policy.name} {seed}", "what is it?", images=media, recompute=policy, **options))
@@ -140,8 +158,48 @@ def test_lavida_gives_the_tokens_of_its_plain_loop(
     if images:
         prompt[torch.from_numpy(encoded.image_rows)] = torch.cat([made.visual_tokens(opened(data)) for data in media])
     shift = model.spec.logit_shift
-    expected = plain_loop(made.oracle, prompt, 12, model.spec.mask_id, {model.spec.mask_id}, shift=shift, prefix=True)
+    expected = plain_loop(
+        masked(made.oracle),
+        made.oracle.get_input_embeddings(),
+        prompt,
+        12,
+        model.spec.mask_id,
+        {model.spec.mask_id},
+        shift=shift,
+        prefix=True,
+    )
     for policy in (Policy(name="none"), dkv(1), Policy(name="prefix")):  # the last computes the prompt's K/V once
+        options = {"max_new_tokens": 12, "block": 12, "recompute": policy}
+        [call] = b.submit(ask(policy.name, "what is it?", images=media, **options))
+        assert answer(b, call) == expected, policy.name
+    assert len(set(expected)) > 1
+
+
+# --- Dimple ---
+
+
+@pytest.fixture(scope="module")
+def dimple(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dimple, LoadedModel]:
+    made = Dimple(tmp_path_factory.mktemp("dimple"))
+    return made, endless(load(made.folder))
+
+
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_dimple_gives_the_tokens_of_its_plain_loop(
+    bench: Make, dimple: tuple[Dimple, LoadedModel], images: int
+) -> None:
+    made, model = dimple
+    b = bench(model, stages="inline", max_tokens=400)
+    media = tuple(picture(seed, (20 + 9 * seed, 40)) for seed in range(images))
+    text = f"<|im_start|>user\n{'<|vision_start|><|image_pad|><|vision_end|>' * images}what is it?<|im_end|>\n"
+    ids = model.tokenizer.encode(f"{text}<|im_start|>assistant\n", add_special_tokens=False)
+    prompt, places = made.prompt(ids, [opened(data) for data in media])
+    _x, where = made.canvas(prompt, places, torch.zeros(12, dtype=torch.int64))
+    banned, embed = set(model.spec.banned_ids), made.oracle.get_input_embeddings()
+    expected = plain_loop(
+        lambda x, seen: made.logits(x, where, seen), embed, prompt, 12, model.spec.mask_id, banned, shift=1
+    )
+    for policy in (Policy(name="none"), dkv(1)):
         options = {"max_new_tokens": 12, "block": 12, "recompute": policy}
         [call] = b.submit(ask(policy.name, "what is it?", images=media, **options))
         assert answer(b, call) == expected, policy.name
@@ -169,7 +227,7 @@ def mixed(pictures: int) -> list[Request]:
     return [dataclasses.replace(r, vision=half) if i % 4 == 3 else r for i, r in enumerate(requests)]
 
 
-@pytest.mark.parametrize("family", ["mmada", "lavida_llada", "lavida_dream"])
+@pytest.mark.parametrize("family", ["mmada", "lavida_llada", "lavida_dream", "dimple"])
 def test_a_batch_gives_what_each_request_gives_alone(bench: Make, family: str, request: pytest.FixtureRequest) -> None:
     _made, model = request.getfixturevalue(family)
     requests = mixed(1 if family == "mmada" else 2)

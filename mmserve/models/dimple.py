@@ -1,0 +1,100 @@
+"""Dimple (arXiv 2505.16990; rp-yu/Dimple-7B): Dream's decoder with positions of three axes, Qwen2.5-VL's tower.
+
+Between the two stands a projector of its own. Images only: its code has no projector for videos.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmserve.errors import ConfigError
+from mmserve.models.base import Attention, LoadedModel, ModelSpec
+from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
+from mmserve.models.dimensions import decoder_config
+from mmserve.models.dream import MASK
+from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, mask_id_of
+from mmserve.models.keys import Keys
+from mmserve.models.layouts import HUGGING_FACE
+from mmserve.models.qwen25_vision import Qwen25Vision
+from mmserve.models.qwen_pixels import QwenPixels, load_pixels
+from mmserve.models.qwen_vl import KINDS, framed, load_tower, take_processor_template, tower_config
+
+TOWER, PROJECTOR = "visual.", "img_projector."
+
+
+class Projector(nn.Module):
+    """Two layers with SiLU between them; parameters have the names of their tensors."""
+
+    def __init__(self, width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(width, hidden_size), nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, features: Tensor) -> Tensor:
+        projected: Tensor = self.linear_2(nn.functional.silu(self.linear_1(features)))
+        return projected
+
+
+class DimpleVision(Qwen25Vision):
+    """Qwen2.5-VL's tower for images, and a projector behind it."""
+
+    def __init__(self, tower: nn.Module, pixels: QwenPixels, projector: Projector) -> None:
+        super().__init__(tower, pixels, frames=0)
+        self.projector = projector
+
+    def _tokens(self, made: Any) -> Tensor:
+        tokens: Tensor = self.projector(super()._tokens(made))
+        return tokens
+
+
+def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
+    """Load ``rp-yu/Dimple-7B`` as published; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
+    keys.check({"full_attn_mask": (True, None), "hidden_act": ("silu", None)})
+    tokenizer = load_tokenizer(checkpoint.folder)
+    image_id = keys.integer("image_token_id")
+    image = framed(tokenizer, keys, image_id)
+    take_processor_template(tokenizer, checkpoint.folder)
+    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=False, vicuna=False, image=image)
+    config = decoder_config(keys)
+    if config.position_axes != 3:
+        raise ConfigError(f"{keys.path} has no mrope_section, which says how positions of images turn")
+    check_vocabulary(checkpoint, tokenizer, config)
+    sources = Sources(
+        checkpoint=checkpoint,
+        keys=keys,
+        config=config,
+        tokenizer=tokenizer,
+        name=target.name,
+        image_id=image_id,
+        video_id=None,
+    )
+    spec = _spec(sources)
+    decoder = load_decoder(checkpoint, config, target, HUGGING_FACE)
+    vision = _vision(checkpoint, target, config.hidden_size)
+    checkpoint.weights.warn_unread()
+    return LoadedModel(spec, decoder, tokenizer, vision.eval(), target.dtype, target.device)
+
+
+def _spec(sources: Sources) -> ModelSpec:
+    """As Dream's."""
+    mask_id = mask_id_of(sources, MASK)
+    banned = {mask_id, *listed_ids(sources.checkpoint.generation.get("suppress_tokens"))}
+    return make_spec(sources, attention=Attention.FULL, mask_id=mask_id, banned=banned, logit_shift=1)
+
+
+def _vision(checkpoint: Checkpoint, target: Target, hidden_size: int) -> DimpleVision:
+    kind = KINDS["qwen2_5_vl"]
+    tower = tower_config(checkpoint, kind)
+    with torch.device("meta"):
+        projector = Projector(tower.out_hidden_size, hidden_size)
+    names = {name: PROJECTOR + name for name, _ in projector.named_parameters()}
+    checkpoint.weights.fill(projector, names, target.dtype, target.device)
+    return DimpleVision(
+        load_tower(checkpoint, kind, tower, TOWER, target),
+        load_pixels(checkpoint.folder, tower, together=False),
+        projector,
+    )

@@ -31,7 +31,6 @@ class _Rows:
     ids: np.ndarray  # int64 [rows]
     places: np.ndarray  # int64 [rows]
     span: int  # from where it begins to where the next piece does
-    end: int  # from where it begins to behind all of its places before pruning
     pruned: int  # rows that are gone
     visual: np.ndarray  # bool [rows]
     features: Tensor | None  # [visual rows, D]; None for text
@@ -96,11 +95,11 @@ class Encoder:
         ids = seen.ids_R[seen.places]
         visual = ids == VISUAL
         ids[visual] = placeholder
-        places, span, end = seen.places, len(seen.ids_R), len(seen.ids_R)
+        places, span = seen.places, len(seen.ids_R)
         if seen.where is not None:
-            places, span, end = seen.where[:, places], int(seen.where[0, -1]), int(seen.where[:, :-1].max()) + 1
+            places, span = seen.where[:, places], int(seen.where[0, -1])
         pruned = len(seen.ids_R) - len(ids)
-        return _Rows(ids, places, span, end, pruned, visual, seen.tokens_KD, seen.beside_KD)
+        return _Rows(ids, places, span, pruned, visual, seen.tokens_KD, seen.beside_KD)
 
     def _splice(self, request: Request, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
@@ -131,8 +130,7 @@ class Encoder:
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
-        end = max(start + piece.end for start, piece in zip(starts, pieces, strict=False))
-        self._check_length(request, len(spliced), end)
+        self._check_length(request, len(spliced), starts[-1])
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
@@ -141,7 +139,7 @@ class Encoder:
             visual,
             torch.cat(features) if features else None,
             torch.cat(beside) if beside else None,
-            _places(pieces, starts, end),
+            _places(pieces, starts),
             sum(piece.pruned for piece in pieces),
         )
 
@@ -173,16 +171,19 @@ def _parts(request: Request) -> Iterator[tuple[str, Part]]:
 
 def _text_rows(ids: np.ndarray) -> _Rows:
     count = len(ids)
-    return _Rows(ids, np.arange(count), count, count, 0, np.zeros(count, dtype=bool), None)
+    return _Rows(ids, np.arange(count), count, 0, np.zeros(count, dtype=bool), None)
 
 
-def _places(pieces: list[_Rows], starts: list[int], end: int) -> np.ndarray | None:
-    """Where each row stands, and the answer begins, as ``Canvas.create`` takes it; None = each where it is."""
+def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
+    """Where each row stands, and the answer begins, as ``Canvas.create`` takes it; None = each where it is.
+
+    ``starts``: where each piece begins, and the answer.
+    """
     if not any(piece.pruned or piece.places.ndim > 1 for piece in pieces):
         return None
     parts = [start + piece.places for start, piece in zip(starts, pieces, strict=False)]
     axes = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
-    return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array([end]))], axis=-1)
+    return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array(starts[-1:]))], axis=-1)
 
 
 def _content(part: Part) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 A row of text stands at one place on all axes. Visual tokens without text between them share the place where they begin,
 and lie from there in time, by rows and by columns; what follows stands behind their last row or column, whichever is
-further. Time has no say in that, as in ``get_rope_index`` of transformers from 5.0 on.
+further. Time has no say in that, as in ``get_rope_index`` of transformers 5; an answer goes on behind the prompt's last
+row, as in its ``generate``, wherever the latest time may be.
 """
 
 from __future__ import annotations

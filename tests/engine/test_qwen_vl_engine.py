@@ -14,6 +14,7 @@ from qwen_vl_checkpoints import KINDS, Qwen
 from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
+from mmserve.models.companion import accompany
 
 Make = Callable[..., Bench]
 NONE, LAST = Policy(name="none"), Policy(name="last")
@@ -24,6 +25,7 @@ ASKED: dict[str, tuple[Part, ...]] = {
     "one": (ImagePart(WIDE), TextPart("what?")),
     "several": (ImagePart(WIDE), TextPart("and"), ImagePart(TALL), ImagePart(SMALL), TextPart("what?")),
     "video": (VideoPart(FILE), TextPart("when?")),
+    "long": (VideoPart(clip(frames=20, rate=1)), TextPart("when?")),
     "both": (ImagePart(TALL), VideoPart(FILE), TextPart("when?")),
 }
 
@@ -68,14 +70,35 @@ def test_greedy_tokens_are_those_of_generate(made: Qwen, model: LoadedModel, ben
     assert len(said) > 20
 
 
+def test_an_answer_goes_on_behind_the_text(made: Qwen, model: LoadedModel, bench: Make) -> None:
+    encoder = bench(model, stages="inline").engine.stages.encoder
+    [seen] = encoder.encode([say("long", ASKED["long"])])
+    assert seen.places is not None
+    last, begins = seen.places[:, -2].tolist(), seen.places[:, -1].tolist()
+    latest = int(seen.places[:, :-1].max())
+    assert begins == [place + 1 for place in last] and len(set(last)) == 1
+    assert (latest > last[0]) == (made.kind == "qwen2_5_vl"), "whose time is in seconds"
+
+
+def test_a_companion_sees_with_rows_and_columns(model: LoadedModel, bench: Make) -> None:
+    """A model that drafts for itself is always right."""
+    paired = accompany(model, model)
+    b = bench(paired, stages="inline")
+    for name in ("several", "both"):
+        plain = b.submit(say(name, ASKED[name]))[0]
+        asked = say(f"{name} drafted", ASKED[name])
+        drafting = dataclasses.replace(asked.diffusion, commit=Policy(name="draft_model", options={"length": 4}))
+        drafted = b.submit(dataclasses.replace(asked, diffusion=drafting))[0]
+        assert answer(b, drafted) == answer(b, plain)
+        assert drafted.finished().forwards <= 4 < plain.finished().forwards
+
+
 def test_a_batch_equals_alone_and_chunks_and_pages_change_nothing(model: LoadedModel, bench: Make) -> None:
-    requests = [say(name, parts) for name, parts in ASKED.items()]
+    requests = [say(name, ASKED[name]) for name in ("none", "one", "several", "both")]
     requests += [pruned(say(f"{name} pruned", ASKED[name]), 0.5) for name in ("several", "both")]
-    alone = {}
-    for request in requests:
-        b = bench(model, stages="inline", prefix_cache=False)
-        alone[request.id] = answer(b, b.submit(request)[0])
-        b.close()
+    one = bench(model, stages="inline", prefix_cache=False)
+    alone = {request.id: answer(one, one.submit(request)[0]) for request in requests}
+    assert max(map(len, one.batches)) == 1
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
     together, chunked = bench(model), bench(model, stages="inline", prefill_tokens=8)
     for b in (together, chunked):

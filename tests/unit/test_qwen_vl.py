@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from clips import clip
 from helpers import ask, picture
 from llama_checkpoints import edit
 from qwen_vl_checkpoints import FRAMES, KINDS, Qwen, served_rows
 
-from mmserve.config import MediaConfig, ModelConfig
+from mmserve.config import EncoderCacheConfig, MediaConfig, ModelConfig
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
 from mmserve.decode.state import Encoded
+from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
@@ -91,6 +93,46 @@ def test_the_processor_s_chat_template_goes_first(both: tuple[Qwen, LoadedModel]
     loaded = load_model(ModelConfig(path=str(tmp_path / "old"), dtype="float32", device="cpu"))
     request = show(ImagePart(SMALL))
     assert encoded(loaded, request).ids.tolist() == encoded(model, request).ids.tolist()
+
+
+def test_in_bfloat16(both: tuple[Qwen, LoadedModel]) -> None:
+    made, model = both
+    half = made.load(dtype="bfloat16")
+    assert half.vision is not None
+    assert {p.dtype for p in (*half.vision.parameters(), *half.decoder.parameters())} == {torch.bfloat16}
+    request = show(ImagePart(WIDE))
+    rough, fine = (encoded(m, request).features for m in (half, model))
+    assert rough is not None and fine is not None and rough.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(rough.float(), fine, dim=1).min() > 0.99
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        lambda e: {**e, "where": e["where"][:, :-1]},
+        lambda e: {**e, "where": e["where"][:2]},
+        lambda e: {**e, "where": e["where"] - 1},
+        lambda e: {**e, "where": e["where"].float()},
+        lambda e: {name: value for name, value in e.items() if name != "where"},
+    ],
+)
+def test_entries_without_their_places_are_made_anew(
+    both: tuple[Qwen, LoadedModel], tmp_path: Path, poison: Callable[[Any], Any]
+) -> None:
+    _made, model = both
+    request, cache = show(ImagePart(WIDE)), EncoderCache.of(EncoderCacheConfig(disk_folder=str(tmp_path)))
+    encoder = Encoder(model, MediaConfig(), max_tokens=400, cache=cache)
+    [first] = encoder.encode([request])
+    [kept] = cache.tokens._kept.values()
+    kept.entry = poison(kept.entry)
+    [again] = encoder.encode([request])
+    restarted = Encoder(
+        model, MediaConfig(), max_tokens=400, cache=EncoderCache.of(EncoderCacheConfig(disk_folder=str(tmp_path)))
+    )
+    [after] = restarted.encode([request])
+    assert first.places is not None and again.places is not None and after.places is not None
+    assert first.places.tolist() == again.places.tolist() == after.places.tolist()
+    assert restarted.cache.tokens.stats().disk_hits == 1
 
 
 ROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}

@@ -9,6 +9,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbeddin
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
 
 from mmserve.core.canvas import Canvas
+from mmserve.encode.places import axis_places
 from mmserve.kv.prefix import page_keys
 from mmserve.models.decoder import Decoder, DecoderConfig, DeepRows, dense_attention
 from mmserve.models.rotary import frequency_axes, rotary_table
@@ -38,6 +39,17 @@ def test_tables_are_those_of_transformers(sections: list[int], interleaved: bool
 def test_interleaved_axes_take_turns() -> None:
     assert frequency_axes([4, 2, 2], interleaved=True) == (0, 1, 2, 0, 1, 2, 0, 0)
     assert frequency_axes([4, 2, 2], interleaved=False) == (0, 0, 0, 0, 1, 1, 2, 2)
+
+
+def test_places_of_text_and_pictures() -> None:
+    """Two rows of three tokens, a text of two, then a column of two frames whose times are far apart."""
+    coordinates = torch.tensor([[0] * 6 + [0, 0, 9, 9], [0, 0, 0, 1, 1, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2, 0, 0, 0, 0]])
+    visual = torch.tensor([False] + [True] * 6 + [False] * 2 + [True] * 4 + [False])
+    assert axis_places(visual, coordinates).tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 6, 6, 15, 15, 8, 9],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7, 6, 7, 8, 9],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6, 6, 6, 6, 8, 9],
+    ], "time has no say in where text goes on"
 
 
 def test_a_canvas_goes_on_on_every_axis() -> None:

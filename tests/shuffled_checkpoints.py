@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from helpers import tokenizer
 from PIL import Image
+from qwen_checkpoints import CHATML
 from transformers import (
     GotOcr2ImageProcessorPil,
     Idefics3Config,
@@ -31,7 +34,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.smolvlm import processing_smolvlm
 
-from mmserve.models.checkpoint import read_json, write_json
+from mmserve.models.checkpoint import read_json, write_checkpoint, write_json
 
 WIDTH, SIDE, PATCH = 32, 24, 4
 #: Rows of the embeddings: more than the tokenizers have tokens.
@@ -107,7 +110,7 @@ def text_settings(kind: str, **options: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": ROWS,
-        "initializer_range": 0.3,
+        "initializer_range": 0.2,
         "rope_theta": 50_000.0,
         **({"head_dim": 12} if kind == "qwen3" else {}),
         **options,
@@ -121,7 +124,7 @@ class Checkpoint:
     """A checkpoint on disk, and what transformers says of the same request: its processor and its model."""
 
     def __init__(self, folder: Path, oracle: Any, processor: Any, config: dict[str, Any]) -> None:
-        self.folder, self.oracle, self.processor = folder, oracle, processor
+        self.folder, self.oracle, self.processor, self.config = folder, oracle, processor, config
         oracle.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         write_json(folder / "config.json", config)
@@ -131,7 +134,7 @@ class Checkpoint:
     def inputs(self, text: str, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
         """What the processor makes of a prompt and its images, as the model takes it."""
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
-        made = self.processor(text=text, images=images or None, return_tensors="pt", add_special_tokens=False)
+        made = self.processor(text=text, images=images or None, return_tensors="pt")
         return {key: value for key, value in made.items() if key not in ("rows", "cols")}
 
     @torch.no_grad()
@@ -203,8 +206,15 @@ def smolvlm(folder: Path, kind: str = "smolvlm", **changes: Any) -> Checkpoint:
     return Checkpoint(folder, _model(classes[1], classes[0], settings), made, settings)
 
 
-def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
-    """``text``: the decoder's ``model_type``; ``changes`` of ``config.json``."""
+def internvl(
+    folder: Path,
+    text: str = "qwen2",
+    *,
+    tower: Mapping[str, Any] = MappingProxyType({}),
+    text_options: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Checkpoint:
+    """``text``: the decoder's ``model_type``; ``changes`` of ``config.json`` and of what it says of both parts."""
     names = {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -225,7 +235,7 @@ def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
         "image_token_id": tok.convert_tokens_to_ids("<IMG_CONTEXT>"),
         "model_type": "internvl",
         "projector_hidden_act": "gelu",
-        "text_config": text_settings(text),
+        "text_config": text_settings(text, **text_options),
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "vision_config": {
@@ -241,6 +251,7 @@ def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
             "use_mask_token": False,
             "use_mean_pooling": True,
             "use_qk_norm": False,
+            **tower,
         },
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
@@ -252,6 +263,79 @@ def internvl(folder: Path, text: str = "qwen2", **changes: Any) -> Checkpoint:
     made = _Intern(images, tok, None, image_seq_length=TILE)
     model = _model(InternVLForConditionalGeneration, InternVLConfig, settings)
     return Checkpoint(folder, model, made, settings)
+
+
+#: Names of transformers' tensors in the authors' own layout.
+_ORIGINAL = {
+    r"^model\.language_model": "language_model.model",
+    r"^lm_head": "language_model.lm_head",
+    r"^model\.multi_modal_projector\.layer_norm": "mlp1.0",
+    r"^model\.multi_modal_projector\.linear_1": "mlp1.1",
+    r"^model\.multi_modal_projector\.linear_2": "mlp1.3",
+    r"^model\.vision_tower": "vision_model",
+    r"cls_token$": "class_embedding",
+    r"position_embeddings$": "position_embedding",
+    r"patch_embeddings\.projection": "patch_embedding",
+    r"encoder\.layer\.": "encoder.layers.",
+    r"layernorm_before": "norm1",
+    r"layernorm_after": "norm2",
+    r"lambda_": "ls",
+    r"attention\.projection_layer": "attn.proj",
+    r"attention\.([qk])_norm": r"attn.\1_norm",
+}
+
+
+def internvl_chat(folder: Path, **changes: Any) -> Checkpoint:
+    """The same network as ``internvl`` makes, as OpenGVLab/InternVL3-8B has it; ``changes`` of ``config.json``."""
+    made = internvl(folder, tower={"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False})
+    for name in ("model.safetensors", "preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink()
+    made.processor.image_processor.image_mean = (0.485, 0.456, 0.406)
+    made.processor.image_processor.image_std = (0.229, 0.224, 0.225)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    tower = {key: value for key, value in made.config["vision_config"].items() if key in _TOWER or key == "norm_type"}
+    config = {
+        "architectures": ["InternVLChatModel"],
+        "downsample_ratio": 0.5,
+        "dynamic_image_size": True,
+        "force_image_size": SIDE,
+        "llm_config": made.config["text_config"],
+        "max_dynamic_patch": 6,
+        "min_dynamic_patch": 1,
+        "model_type": "internvl_chat",
+        "pad2square": False,
+        "ps_version": "v2",
+        "select_layer": -1,
+        "template": "internvl2_5",
+        "torch_dtype": "bfloat16",
+        "use_thumbnail": True,
+        "vision_config": {
+            **tower,
+            "image_size": SIDE,
+            "model_type": "intern_vit_6b",
+            "patch_size": PATCH,
+            "qk_normalization": True,
+            "qkv_bias": False,
+            "use_flash_attn": True,
+        },
+        **changes,
+    }
+    write_checkpoint(folder, config, _original(made.oracle.state_dict()))
+    return made
+
+
+def _original(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if re.search(r"vision.*attention\.[kv]_proj", name):
+            continue
+        if "vision" in name and "attention.q_proj" in name:
+            tensor = torch.cat([tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"])
+            name = name.replace("attention.q_proj", "attn.qkv")
+        for pattern, new in _ORIGINAL.items():
+            name = re.sub(pattern, new, name)
+        found[name] = tensor
+    return found
 
 
 def _tokenizer(specials: list[str]) -> PreTrainedTokenizerFast:

@@ -43,13 +43,14 @@ class Clip:
     seconds: tuple[float, ...]
 
 
-def decode_video(data: bytes, limits: MediaConfig, *, frames: int, field: str = "video") -> Clip:
+def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float = 0.0, field: str = "video") -> Clip:
     """At most ``frames`` frames of an MP4, MOV, Matroska, WebM or AVI file, spread evenly over its time.
 
-    Which frames is ``spread``'s choice. Only what they need is decoded: packets are read once, and decoding goes on
-    from where it is unless a keyframe lies between there and the next frame wanted; then it starts again at that
-    keyframe. The frames are bit for bit those of decoding everything. A display matrix (a phone held upright) is
-    applied, to the nearest quarter turn; pixels are taken as square.
+    Of a short one there are ``rate`` a second, one at least (0 = no fewer). Which frames is ``spread``'s choice. Only
+    what they need is decoded: packets are read once, and decoding goes on from where it is unless a keyframe lies
+    between there and the next frame wanted; then it starts again at that keyframe. The frames are bit for bit those of
+    decoding everything. A display matrix (a phone held upright) is applied, to the nearest quarter turn; pixels are
+    taken as square.
 
     Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, without video, damaged or
     cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together).
@@ -69,7 +70,7 @@ def decode_video(data: bytes, limits: MediaConfig, *, frames: int, field: str = 
             stream = next((s for s in container.streams.video if not s.disposition & Disposition.attached_pic), None)
             if stream is None:
                 raise InvalidArgument.of(field, "has no video stream")
-            return _read(container, stream, limits, frames, field)
+            return _read(container, stream, limits, frames, rate, field)
     except _DAMAGE as error:
         raise InvalidArgument.of(field, f"is a damaged or unknown video: {_reason(error)}") from None
 
@@ -206,7 +207,9 @@ class _Decoder:
         yield from self._context.decode(None)
 
 
-def _read(container: InputContainer, stream: VideoStream, limits: MediaConfig, count: int, field: str) -> Clip:
+def _read(
+    container: InputContainer, stream: VideoStream, limits: MediaConfig, count: int, rate: float, field: str
+) -> Clip:
     context = stream.codec_context
     if context is None or stream.time_base is None:
         raise InvalidArgument.of(field, "is compressed in a way that this server cannot decode")
@@ -227,6 +230,8 @@ def _read(container: InputContainer, stream: VideoStream, limits: MediaConfig, c
     context.thread_type = "SLICE"  # frame threads may deadlock where decoding stops early
     decoder = _Decoder(stream, timeline)
     found: dict[int, Image.Image] = {}
+    if rate:
+        count = min(count, max(1, round(rate * seconds)))
     for index in spread(timeline.times, timeline.end, count):
         frame = decoder.at(index)
         if frame is None:

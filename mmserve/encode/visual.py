@@ -162,7 +162,7 @@ class Viewer:
 
             def make(_chosen: list[int], eye: _Eye = eye, frames: int = frames) -> list[Entry]:
                 if not decoded:
-                    decoded.append(self._decode(item, frames))
+                    decoded.append(self._decode(item, frames, eye.vision.frames_per_second))
                 pictures, seconds = decoded[0]
                 try:
                     if item.clip:
@@ -171,7 +171,8 @@ class Viewer:
                 except CannotPrepare as error:
                     raise InvalidArgument.of(item.path, str(error)) from error
 
-            key = digest(self._file(item), str(frames).encode(), eye.pixels)
+            sampling = f"{frames} {eye.vision.frames_per_second}"
+            key = digest(self._file(item), sampling.encode(), eye.pixels)
             with self.cache.pixels.lease([key], make, _are_pixels) as entries:
                 found += entries
         return found
@@ -196,9 +197,9 @@ class Viewer:
             entry["beside"] = _pruned(pictures[1], plans)[0]
         return entry
 
-    def _decode(self, item: Media, frames: int) -> tuple[Sequence[Image.Image], Sequence[float]]:
+    def _decode(self, item: Media, frames: int, rate: float) -> tuple[Sequence[Image.Image], Sequence[float]]:
         if item.clip:
-            clip = decode_video(item.data, self.media, frames=frames, field=item.path)
+            clip = decode_video(item.data, self.media, frames=frames, rate=rate, field=item.path)
             return clip.frames, clip.seconds
         return [decode_image(item.data, self.media, field=item.path)], [0.0]
 

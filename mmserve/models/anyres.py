@@ -25,7 +25,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from mmserve.errors import ConfigError
 from mmserve.models.keys import Keys
-from mmserve.models.picture import CannotPrepare, Grid, Picture
+from mmserve.models.picture import Grid, Picture
 from mmserve.prune.base import Evidence, Look, Part
 
 #: What is scaled down has so many times more patches, along a side, than the limit.
@@ -47,19 +47,14 @@ class Anyres:
     rounded: bool = False
 
     def shape(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles that a picture of so many pixels is cut in; raises ``CannotPrepare``."""
-        best: tuple[int, int] | None = select_best_resolution((height, width), list(self.pinpoints))
-        if best is None:
-            raise CannotPrepare(f"is too narrow for this model: {width} x {height} pixels")
+        """Rows and columns of tiles that a picture of so many pixels is cut in."""
+        best: tuple[int, int] = select_best_resolution((height, width), list(self.pinpoints))
         return best[0] // self.tile, best[1] // self.tile
 
     def picture(
         self, tokens_TPD: Tensor, seen: Mapping[Evidence, Tensor], newline_D: Tensor, height: int, width: int
     ) -> Picture:
-        """A picture of so many pixels from its tiles' tokens and what is ``seen`` of them, ``[T, P]`` or ``[T, P, C]``.
-
-        Raises ``CannotPrepare``.
-        """
+        """A picture of so many pixels; its tiles' tokens, and what is ``seen`` of them, ``[T, P]`` or ``[T, P, C]``."""
         _count, patches, hidden = tokens_TPD.shape
         side = math.isqrt(patches)
         laid = self._lay(height, width, side)

@@ -131,7 +131,8 @@ def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:
         merged |= values
     rope = Keys(merged, keys.path)
     axes = _axes(rope, interleaved=rope.flag("mrope_interleaved") or keys.values.get("model_type") == "qwen3_vl")
-    kinds = ("default", "mrope", None) if axes else ("default", "llama3", None)
+    # "dynamic" changes nothing within max_position_embeddings, and no request is longer.
+    kinds = ("default", "mrope", None) if axes else ("default", "dynamic", "llama3", None)
     rope.check({"rope_type": kinds, "partial_rotary_factor": (1, None)})
     theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
     if rope.values["rope_type"] != "llama3":

@@ -5,15 +5,13 @@ An InternViT tower, pixel shuffle, a two-layer projector, and the decoder of Qwe
 
 from __future__ import annotations
 
-from functools import partial
-
 from transformers import InternVLConfig
 
 from mmserve.models.base import LoadedModel
 from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.internvl_vision import CLIP_BEGIN, load_intern_vision, video_frames
-from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
+from mmserve.models.nested import image_token, layout_below, load_nested, read_config, use_processor_template
 
 #: Where the decoder's tensors lie: as published, and as transformers names them within.
 _LAYOUTS = (
@@ -28,12 +26,11 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     config = read_config(InternVLConfig, checkpoint)
     tokenizer = load_tokenizer(folder)
     use_processor_template(tokenizer, folder)
-    image = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
-    videos = bool(video_frames(folder))
+    image, videos = image_token(tokenizer, config, checkpoint), bool(video_frames(folder))
     adapt_chat_template(tokenizer, folder, images=True, videos=videos, vicuna=False, image=image)
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}")
     published, within = _LAYOUTS
     layout = within if within.tensor("embed.weight") in checkpoint.weights else published
-    see = partial(load_intern_vision, checkpoint, target, config, inside=layout is within)
-    return load_nested(checkpoint, target, config, tokenizer, layout, see)
+    vision = load_intern_vision(checkpoint, target, config, "model." if layout is within else "")
+    return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision)

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import GotOcr2ImageProcessorPil, InternVLVisionModel
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from mmserve.errors import ConfigError
@@ -19,7 +20,7 @@ from mmserve.models.evidence import OF_CLASS, OF_PATCHES
 from mmserve.models.keys import Keys
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.shuffle import ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
@@ -72,8 +73,12 @@ class InternVision(VisionEncoder):
         }
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """``pixels [tiles, 3, side, side]``, the thumbnail last where there is more than one."""
-        return {"pixels": _pixels(self._processor([image], return_tensors="np"))}
+        """``pixels [tiles, 3, side, side]``, the thumbnail last where there are several; ``grid``: rows and columns
+        of the others."""
+        p = self._processor
+        size = (p.size.height, p.size.width)
+        columns, rows = get_optimal_tiled_canvas((image.height, image.width), size, p.min_patches, p.max_patches)
+        return {"pixels": _pixels(p([image], return_tensors="np")), "grid": torch.tensor([rows, columns])}
 
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
         """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
@@ -84,47 +89,40 @@ class InternVision(VisionEncoder):
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
         own = [[next(tiles) for _ in one["pixels"]] for one in batch]
-        return [joined(_clip(some) if clip else [_BEGIN, *some, _END]) for some in own]
+        if clip:
+            return [joined(_clip(some)) for some in own]
+        grids = [one["grid"].tolist() if len(one["pixels"]) > 1 else (0, 0) for one in batch]
+        return [joined([_BEGIN, *with_parts(some, *grid), _END]) for some, grid in zip(own, grids, strict=True)]
 
 
-def load_intern_vision(
-    checkpoint: Checkpoint, target: Target, config: Any, width: int, *, inside: bool
-) -> InternVision:
-    """Tower, projector and processors of a checkpoint; ``inside``: its tensors lie below ``model``.
-
-    Raises ``ConfigError``.
-    """
-    folder, vision = checkpoint.folder, config.vision_config
-    keys = Keys(config.to_dict(), folder / "config.json")
-    keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
-    if config.text_config.hidden_size != width:
-        raise ConfigError(f"{keys.path}: the projector's width is not the decoder's {width}")
+def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) -> InternVision:
+    """Tower, projector and processors of a checkpoint, whose tensors have ``prefix``; raises ``ConfigError``."""
+    folder = checkpoint.folder
     processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=True)
-    factor = int(1 / config.downsample_ratio)
-    _check_sides(folder, processor, vision, factor)
-    prefix = "model." if inside else ""
-    tower = load_part(lambda: InternVLVisionModel._from_config(vision), f"{prefix}vision_tower.", checkpoint, target)
+    check_fit(folder, config, processor)
+    tower = load_part(
+        lambda: InternVLVisionModel._from_config(config.vision_config), f"{prefix}vision_tower.", checkpoint, target
+    )
     projector = load_part(
         lambda: InternVLMultiModalProjector(config), f"{prefix}multi_modal_projector.", checkpoint, target
     )
-    layers = [_Layer(layer) for layer in tower.get_submodule("encoder").layer]
-    select = _select_layer(keys, len(layers))
-    shuffled = ShuffledTower(tower, projector, layers, factor=factor, select_layer=select, first=1)
     frames = video_frames(folder)
     one_tile = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False) if frames else None
-    return InternVision(shuffled, processor, one_tile, frames)
+    return InternVision(shuffled_tower(config, tower, projector), processor, one_tile, frames)
 
 
-def video_frames(folder: Path) -> int:
-    """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos."""
-    path = folder / _VIDEO_SETTINGS
-    return Keys(read_json(path), path).integer("num_frames", default=_FRAMES) if path.is_file() else 0
-
-
-def _check_sides(folder: Path, processor: Any, vision: Any, factor: int) -> None:
+def check_fit(folder: Path, config: Any, processor: Any) -> None:
+    """Raise ``ConfigError`` where ``config`` (``InternVLConfig``) asks for what is not served, or for other tiles than
+    ``processor`` makes."""
+    keys, vision = Keys(config.to_dict(), folder / "config.json"), config.vision_config
+    keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
+    select, layers = config.vision_feature_layer, vision.num_hidden_layers
+    if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
+        raise ConfigError(f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers")
     size = (processor.size.height, processor.size.width)
     if tuple(vision.image_size) != size or size[0] != size[1]:
         raise ConfigError(f"{folder}: the image processor makes tiles of {size}, the tower takes {vision.image_size}")
+    factor = int(1 / config.downsample_ratio)
     if size[0] % (vision.patch_size[0] * factor) or vision.patch_size[0] != vision.patch_size[1]:
         raise ConfigError(
             f"{folder}: tiles of {size[0]} pixels are not whole squares of {factor} x {factor} patches of "
@@ -132,12 +130,19 @@ def _check_sides(folder: Path, processor: Any, vision: Any, factor: int) -> None
         )
 
 
-def _select_layer(keys: Keys, layers: int) -> int:
-    """The hidden state that features are taken from, counted from the end."""
-    select = keys.values["vision_feature_layer"]
-    if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
-        raise ConfigError(f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers")
-    return select if select < 0 else select - layers - 1
+def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> ShuffledTower:
+    """``tower`` and ``projector`` as ``config`` (``InternVLConfig``) joins them."""
+    inner: Any = tower.get_submodule("encoder.layer")
+    layers = [_Layer(layer) for layer in inner]
+    select, factor = config.vision_feature_layer, int(1 / config.downsample_ratio)
+    from_end = select if select < 0 else select - len(layers) - 1
+    return ShuffledTower(tower, projector, layers, factor=factor, select_layer=from_end, first=1)
+
+
+def video_frames(folder: Path) -> int:
+    """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos."""
+    path = folder / _VIDEO_SETTINGS
+    return Keys(read_json(path), path).integer("num_frames", default=_FRAMES) if path.is_file() else 0
 
 
 def _pixels(made: Any) -> Tensor:

@@ -7,7 +7,6 @@ projector, and the decoder of LLaMA, Mistral, Qwen2 or Qwen3.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
@@ -40,5 +39,4 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     layout = _WITHIN if _WITHIN.tensor("embed.weight") in checkpoint.weights else _PUBLISHED
     prefix = "model." if layout is _WITHIN else ""
     see = partial(load_llava_vision, checkpoint, target, config, prefix)
-    model = load_nested(checkpoint, target, config, tokenizer, layout, see)
-    return replace(model, spec=replace(model.spec, special_tokens=True))
+    return load_nested(checkpoint, target, config, tokenizer, layout, see)

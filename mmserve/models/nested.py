@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.chat import VIDEO
-from mmserve.models.checkpoint import Checkpoint, Target, read_json
+from mmserve.models.checkpoint import Checkpoint, Rows, Target, read_json
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, placeholder
 from mmserve.models.keys import Keys
@@ -51,6 +51,15 @@ def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
     path = folder / "chat_template.json"
     if path.is_file() and not (folder / "chat_template.jinja").is_file():
         tokenizer.chat_template = read_json(path).get("chat_template", tokenizer.chat_template)
+
+
+def image_token(tokenizer: PreTrainedTokenizerFast, config: Any, checkpoint: Checkpoint) -> str:
+    """The token of ``image_token_id``, which stands for an image in a chat; ``ConfigError`` where there is none."""
+    token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+    if not isinstance(token, str):
+        path = checkpoint.folder / "config.json"
+        raise ConfigError(f"{path}: image_token_id {config.image_token_id!r} is no token of the tokenizer")
+    return token
 
 
 def layout_below(stem: str, head: str) -> Layout:
@@ -90,6 +99,7 @@ def load_nested(
     )
     banned = set(listed_ids(checkpoint.generation.get("suppress_tokens")))
     spec = make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
+    spec = replace(spec, special_tokens=True)
     decoder = load_decoder(checkpoint, dimensions, target, layout)
     checkpoint.weights.warn_unread()
     return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)
@@ -100,8 +110,15 @@ def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint
 
     Its buffers must follow from its configuration alone: it must have none.
     """
+    return load_renamed(make, lambda name: prefix + name, checkpoint, target)
+
+
+def load_renamed(
+    make: Callable[[], nn.Module], name_of: Callable[[str], str | Rows], checkpoint: Checkpoint, target: Target
+) -> nn.Module:
+    """As ``load_part``, where ``name_of`` says the tensor, or rows of one, of each parameter's name."""
     with torch.device("meta"):
         module = make()
-    names = {name: prefix + name for name, _ in module.named_parameters()}
+    names = {name: name_of(name) for name, _ in module.named_parameters()}
     checkpoint.weights.fill(module, names, target.dtype, target.device)
     return module.eval()

@@ -79,6 +79,8 @@ class VisionEncoder(nn.Module):
     tokens_per_image: int
     #: Frames that a video is sampled at; 0 = takes no video.
     frames_per_video: int = 0
+    #: Frames of each second of a video, at most; 0 = no fewer of a short one.
+    frames_per_second: float = 0.0
 
     @property
     def evidence(self) -> frozenset[Evidence]:

@@ -25,6 +25,7 @@ LOADERS = {
     "dimple": "mmserve.models.dimple",
     "idefics3": "mmserve.models.smolvlm",
     "internvl": "mmserve.models.internvl",
+    "internvl_chat": "mmserve.models.internvl_chat",
     "llada": "mmserve.models.llada",
     "llada2_moe": "mmserve.models.block_diffusion",
     "llama": "mmserve.models.llama",

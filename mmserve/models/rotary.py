@@ -59,7 +59,7 @@ def rotary_table(
 
     With ``axes``, which say the axis of position that turns each frequency, ``positions`` are ``[axes, ...]``.
     """
-    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
     angles = positions[..., None].float() * frequencies

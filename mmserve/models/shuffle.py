@@ -8,6 +8,7 @@ Shapes in names: B tiles, N the tower's positions, C its width, D the decoder's;
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,20 @@ from torch import Tensor, nn
 
 from mmserve.models.evidence import gather
 from mmserve.models.picture import Tile
-from mmserve.prune.base import Evidence, Look
+from mmserve.prune.base import Evidence, Look, Part
 
 #: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
 _AT_ONCE = 8
+
+
+def with_parts(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile]:
+    """Tiles that cover a picture row by row, told which part each shows, and those behind them as they are."""
+    found = list(tiles)
+    for i in range(rows * columns):
+        row, column = divmod(i, columns)
+        part = Part(row / rows, (row + 1) / rows, column / columns, (column + 1) / columns)
+        found[i] = replace(found[i], look=replace(found[i].look, part=part))
+    return found
 
 
 def squares(x_BNC: Tensor, factor: int) -> Tensor:

@@ -7,12 +7,9 @@ HuggingFaceM4/Idefics3-8B-Llama3.
 
 from __future__ import annotations
 
-from functools import partial
-
 from transformers import (
     Idefics3Config,
     Idefics3VisionTransformer,
-    PreTrainedTokenizerFast,
     SmolVLMConfig,
     SmolVLMVisionTransformer,
 )
@@ -21,8 +18,8 @@ from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 from mmserve.models.base import LoadedModel
 from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
-from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision, takes_videos
+from mmserve.models.nested import image_token, layout_below, load_nested, read_config, use_processor_template
+from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision
 
 _KINDS = {"idefics3": (Idefics3Config, Idefics3VisionTransformer), "smolvlm": (SmolVLMConfig, SmolVLMVisionTransformer)}
 #: A chat with a video is written by transformers' own template, whatever the checkpoint's is, as its processor has it.
@@ -41,17 +38,12 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     kind, tower = _KINDS[checkpoint.architecture]
     config = read_config(kind, checkpoint)
     tokenizer = load_tokenizer(folder)
-    videos = takes_videos(folder)
-    _adapt_template(
-        tokenizer, checkpoint, image=str(tokenizer.convert_ids_to_tokens(config.image_token_id)), videos=videos
-    )
-    see = partial(load_smol_vision, checkpoint, target, config, tower)
-    return load_nested(checkpoint, target, config, tokenizer, layout_below("model.text_model", "lm_head"), see)
-
-
-def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint, *, image: str, videos: bool) -> None:
-    use_processor_template(tokenizer, checkpoint.folder)
+    use_processor_template(tokenizer, folder)
+    vision = load_smol_vision(checkpoint, target, config, tower)
+    image, videos = image_token(tokenizer, config, checkpoint), bool(vision.frames_per_video)
     if videos and isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
         tokenizer.chat_template = f"{_EITHER}{_VIDEO_CHAT}{{% else %}}{own}{{% endif %}}"
-    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image)
+    adapt_chat_template(tokenizer, folder, images=True, videos=videos, vicuna=False, image=image)
+    layout = layout_below("model.text_model", "lm_head")
+    return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision)

@@ -21,7 +21,7 @@ from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.evidence import OF_PATCHES, layers_of
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower
+from mmserve.models.shuffle import ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
@@ -62,7 +62,9 @@ class SmolVision(VisionEncoder):
         super().__init__()
         self.tower, self._processor, self._frames = tower, processor, frames
         self.tokens_per_image = 0
-        self.frames_per_video = 0 if frames is None else int(frames.video_sampling["max_frames"])
+        sampling = {} if frames is None else frames.video_sampling
+        self.frames_per_video = int(sampling.get("max_frames", 0))
+        self.frames_per_second = float(sampling.get("fps", 0))
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -93,10 +95,8 @@ class SmolVision(VisionEncoder):
         return found
 
 
-def load_smol_vision(
-    checkpoint: Checkpoint, target: Target, config: Any, tower: type[nn.Module], width: int
-) -> SmolVision:
-    """Tower, connector and processor of a checkpoint; raises ``ConfigError``."""
+def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: type[Any]) -> SmolVision:
+    """Tower (a ``kind`` of transformers), connector and processors of a checkpoint; raises ``ConfigError``."""
     folder, vision = checkpoint.folder, config.vision_config
     processor = read_processor(SmolVLMImageProcessorPil, folder)
     side, factor = int(processor.max_image_size["longest_edge"]), int(config.scale_factor)
@@ -105,28 +105,26 @@ def load_smol_vision(
             f"{folder}: tiles of {side} pixels (max_image_size of the image processor, with do_resize) are not whole "
             f"squares of {factor} x {factor} patches of {vision.patch_size}"
         )
-    made = load_part(lambda: tower._from_config(vision), "model.vision_model.", checkpoint, target)
-    inner = int(vision.hidden_size) * factor**2
+    tower = load_part(lambda: kind._from_config(vision), "model.vision_model.", checkpoint, target)
+    widths = int(vision.hidden_size) * factor**2, int(config.text_config.hidden_size)
     prefix = "model.connector.modality_projection.proj."
-    linear = load_part(lambda: nn.Linear(inner, width, bias=False), prefix, checkpoint, target)
-    shuffled = ShuffledTower(made, linear, layers_of(made), factor=factor)
-    return SmolVision(shuffled, processor, _frame_processor(folder) if takes_videos(folder) else None)
+    linear = load_part(lambda: nn.Linear(*widths, bias=False), prefix, checkpoint, target)
+    frames = _frame_processor(folder, processor.video_sampling) if hasattr(processor, "video_sampling") else None
+    return SmolVision(ShuffledTower(tower, linear, layers_of(tower), factor=factor), processor, frames)
 
 
-def takes_videos(folder: Path) -> bool:
-    """Whether the processor's settings say how videos are sampled."""
-    return hasattr(read_processor(SmolVLMImageProcessorPil, folder), "video_sampling")
-
-
-def _frame_processor(folder: Path) -> Any:
-    processor = read_processor(SmolVLMImageProcessorPil, folder)
-    sampling = processor.video_sampling
+def _frame_processor(folder: Path, sampling: Any) -> Any:
+    """The image processor as it is for frames; ``sampling`` says how many there are, and how large."""
     try:
-        size, frames = {"longest_edge": int(sampling["video_size"]["longest_edge"])}, int(sampling["max_frames"])
+        size = {"longest_edge": int(sampling["video_size"]["longest_edge"])}
+        frames, rate = int(sampling["max_frames"]), float(sampling["fps"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}: video_sampling = {sampling!r} names no video_size and max_frames") from error
-    if not 0 < frames <= MOST_FRAMES:
-        raise ConfigError(f"{folder}: video_sampling has max_frames = {frames}; it can be 1 to {MOST_FRAMES}")
+        raise ConfigError(f"{folder}: video_sampling = {sampling!r} names no video_size, max_frames and fps") from error
+    if not (0 < frames <= MOST_FRAMES and rate > 0):
+        raise ConfigError(
+            f"{folder}: video_sampling has max_frames = {frames} and fps = {rate:g}; "
+            f"there can be 1 to {MOST_FRAMES} frames, more than 0 a second"
+        )
     return read_processor(SmolVLMImageProcessorPil, folder, size=size, do_image_splitting=False)
 
 
@@ -137,7 +135,7 @@ def _pixels(made: Any) -> Tensor:
 def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
     """A picture's row, as transformers' ``get_image_prompt_string`` writes it."""
     parts: list[Tile | Text] = []
-    for i, tile in enumerate(tiles[: rows * columns]):
+    for i, tile in enumerate(with_parts(tiles[:-1], rows, columns)):
         row, column = divmod(i, columns)
         gap = "\n" if row and not column else ""
         parts += [f"{gap}{_FAKE}<row_{row + 1}_col_{column + 1}>", tile]

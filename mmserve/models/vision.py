@@ -17,6 +17,9 @@ from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
 from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
 from mmserve.prune.base import Evidence, Look
 
+#: Tiles that go through a tower together: all of its layers' outputs are held while they do.
+_AT_ONCE = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
@@ -96,7 +99,6 @@ class LlavaVision(VisionEncoder):
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
             return {"pixels": _pixels(self.processor, image)}
-        self.anyres.shape(image.height, image.width)  # finds out what cannot be cut
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
 
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
@@ -132,10 +134,7 @@ class LlavaVision(VisionEncoder):
         return self.projector(self._features(self._hidden(pixels)))
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
-        pixels = torch.cat([one["pixels"] for one in batch])
-        hidden = self._hidden(pixels)
-        seen = gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first)
-        features = self._features(hidden)
+        features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
         if not clip and self.pool is not None:
             seen = {kind: _pooled(values, *self.pool) for kind, values in seen.items()}
         if not clip and self.anyres is None:
@@ -147,6 +146,16 @@ class LlavaVision(VisionEncoder):
             pictures.append(show(one, features[own], {kind: values[own] for kind, values in seen.items()}))
             start = own.stop
         return pictures
+
+    def _look(self, pixels: Tensor, wanted: frozenset[Evidence]) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
+        """The features of tiles ``[B, 3, height, width]``, and the evidence of all of them."""
+        features: list[Tensor] = []
+        seen: list[Mapping[Evidence, Tensor]] = []
+        for some in pixels.split(_AT_ONCE):
+            hidden = self._hidden(some)
+            features.append(self._features(hidden))
+            seen.append(gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first))
+        return torch.cat(features), {kind: torch.cat([one[kind] for one in seen]) for kind in wanted}
 
     def _tiles(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
         project = self.projector

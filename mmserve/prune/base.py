@@ -42,7 +42,7 @@ class Part:
 class Look:
     """The grid of an image, tile or frame, row by row, and the evidence that was asked for.
 
-    ``part``: which part of the picture a tile shows; the first grid of such a picture shows it whole.
+    ``part``: which part of the picture a tile shows; the one grid of such a picture without it shows it whole.
     """
 
     rows: int

@@ -30,10 +30,13 @@ class Hired:
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         sizes = [look.size for look in looks]
         total = total_count(sizes, amount)
-        if len(looks) > 1 and looks[1].part is not None:
-            shares = [_on(looks[0], look.part) for look in looks[1:] if look.part is not None]
-            whole = min(max(int(total * WHOLE), total - sum(sizes[1:])), sizes[0])
-            kept = [whole, *allocate(shares, sizes[1:], total - whole)]
+        at = next((i for i, look in enumerate(looks) if look.part is None), 0)  # the whole view, where there are tiles
+        parts = [look.part for look in looks if look.part is not None]
+        if parts:
+            others = sizes[:at] + sizes[at + 1 :]
+            whole = min(max(int(total * WHOLE), total - sum(others)), sizes[at])
+            kept = allocate([_on(looks[at], part) for part in parts], others, total - whole)
+            kept.insert(at, whole)
         else:
             shares = [float(look[Evidence.FIRST_CLS_ROW].double().sum()) for look in looks]
             kept = allocate(shares, sizes, total)

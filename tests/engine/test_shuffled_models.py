@@ -11,7 +11,7 @@ import torch
 from harness import Bench
 from helpers import ask, picture
 from llama_checkpoints import load, our_logits
-from shuffled_checkpoints import ROWS, Checkpoint, internvl, smolvlm
+from shuffled_checkpoints import ROWS, Checkpoint, internvl, internvl_chat, smolvlm
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Policy, Request
@@ -25,6 +25,7 @@ KINDS: dict[str, Callable[[Path], Checkpoint]] = {
     "internvl with qwen2": internvl,
     "internvl with qwen3": lambda folder: internvl(folder, "qwen3"),
     "internvl with llama": lambda folder: internvl(folder, "llama"),
+    "internvl_chat": internvl_chat,
 }
 #: None, one and several; wide, tall, small and square; a wide one has more tiles.
 PICTURES = ((), (picture(1),), (picture(2, (60, 20)), picture(3, (17, 50)), picture(4, (24, 24))))

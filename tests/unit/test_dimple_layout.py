@@ -45,7 +45,7 @@ def test_logits_of_a_prompt(both: tuple[Dimple, LoadedModel], images: int) -> No
     made, model = both
     files = [picture(i, size) for i, size in enumerate(SIZES[:images])]
     request = show(*(ImagePart(data) for data in files))
-    [encoded] = encoder(model, max_tokens=400).encode([request])
+    [encoded] = encoder(model).encode([request])
     prompt, places = made.prompt(prompt_ids(model, images), [opened(data) for data in files])
     assert len(encoded.ids) == len(prompt)
     x, where = made.canvas(prompt, places, torch.full((request.sampling.max_new_tokens,), MASK_ID))
@@ -67,7 +67,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(both: tuple[Dimp
     made, model = both
     assert model.vision is not None
     files = [picture(i, size) for i, size in enumerate(SIZES[:2])]
-    request, encode = show(*(ImagePart(data) for data in files)), encoder(model, max_tokens=400).encode
+    request, encode = show(*(ImagePart(data) for data in files)), encoder(model).encode
     [full] = encode([request])
     prompt, places = made.prompt(prompt_ids(model, 2), [opened(data) for data in files])
     answer = torch.full((request.sampling.max_new_tokens,), MASK_ID)

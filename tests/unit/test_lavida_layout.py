@@ -90,7 +90,7 @@ def test_one_tile_a_picture(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_logits_of_a_prompt(tmp_path: Path, kind: str, images: int) -> None:
     made, model = Lavida(tmp_path, kind), load(tmp_path)
     request = show(*[part(image(*size)) for size in SIZES[:images]])
-    [encoded] = encoder(model, max_tokens=600).encode([request])
+    [encoded] = encoder(model).encode([request])
     front, behind = FORMATS[kind]
     pieces: list[Tensor] = []
     for text, size in zip([front, *["\n"] * images], [*SIZES[:images], None], strict=True):
@@ -115,7 +115,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     assert model.vision is not None
     request, encode = (
         show(part(image(31, 45)), TextPart("and"), part(image(90, 30))),
-        encoder(model, max_tokens=600).encode,
+        encoder(model).encode,
     )
     [full] = encode([request])
     names = pruners_for(model.vision.evidence)[1:]
@@ -141,10 +141,7 @@ def test_a_system_message_of_the_chat_is_kept(tmp_path: Path, kind: str) -> None
     Lavida(tmp_path, kind)
     model, request = load(tmp_path), show(part(image(31, 45)))
     own = replace(request, messages=(Message("system", (TextPart("be brief"),)), *request.messages))
-    texts = [
-        model.tokenizer.decode(np.delete(e.ids, e.image_rows))
-        for e in encoder(model, max_tokens=600).encode([request, own])
-    ]
+    texts = [model.tokenizer.decode(np.delete(e.ids, e.image_rows)) for e in encoder(model).encode([request, own])]
     assert SYSTEM in texts[0] and SYSTEM not in texts[1] and "be brief" in texts[1]
 
 
@@ -152,9 +149,7 @@ def test_pictures_without_anything_left_between_the_margins(tmp_path: Path) -> N
     """Cut tiles of a very long picture are all margin: the whole picture in one tile remains."""
     Lavida(tmp_path, "llada")
     model = load(tmp_path)
-    [long, pruned_long] = encoder(model, max_tokens=600).encode(
-        [r := show(part(image(400, 4))), pruned(r, "column_attention")]
-    )
+    [long, pruned_long] = encoder(model).encode([r := show(part(image(400, 4))), pruned(r, "column_attention")])
     assert len(long.image_rows) == 9 and len(pruned_long.image_rows) == 5
 
 

@@ -45,7 +45,7 @@ from mmserve.reference.tokenizer import EOS, EOT
         ({"num_hidden_layers": 4}, r"index\.json has no tensor model\.layers\.3\.input_layernorm\.weight"),
         ({"mm_projector_type": "mlp2x_res2x_gelu"}, "mm_projector_type = 'mlp2x_res2x_gelu' is not supported"),
         ({"mm_projector_type": "mlp3x_gelu"}, r"no tensor model\.mm_projector\.4\.weight"),
-        ({"image_aspect_ratio": "anyres_max_4"}, "image_aspect_ratio = 'anyres_max_4' is not supported"),
+        ({"image_aspect_ratio": "anyres_max_4"}, "'anyres_max_4' needs mm_patch_merge_type = 'spatial_unpad'"),
         ({"mm_patch_merge_type": "unpad"}, "mm_patch_merge_type = 'unpad' is not supported"),
         ({"mm_vision_select_feature": "cls"}, "mm_vision_select_feature = 'cls'"),
         ({"mm_vision_select_layer": 9}, "mm_vision_select_layer = 9 is not one of the tower's 3 layers"),

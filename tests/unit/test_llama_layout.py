@@ -271,7 +271,7 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_type = 'yarn' is not supported; it can be 'default'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic' is not supported; it can be 'default'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear' is not supported; it can be 'default'"),
         ({"rope_scaling": "llama3"}, "rope_scaling must be an object, not 'llama3'"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4.0}}, "low_freq_factor must be below high_freq_factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
@@ -284,9 +284,9 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
         ({"vocab_size": 12}, "the tokenizer has .* tokens, the model embeds only 12"),
         ({"eos_token_id": ROWS}, f"eos_token_id {ROWS} is no token"),
         ({"mm_projector_type": "mlp3x_gelu"}, r"no tensor model\.mm_projector\.4\.weight"),
-        ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio = 'anyres' is not supported"),
+        ({"image_aspect_ratio": "highres"}, "image_aspect_ratio = 'highres' is not supported"),
         ({"mm_use_im_start_end": True}, "mm_use_im_start_end = True is not supported"),
-        ({"model_type": "llava"}, r"unknown model_type 'llava'; known are .*'llama'.*'llava_llama'"),
+        ({"model_type": "lava"}, r"unknown model_type 'lava'; known are .*'llama'.*'llava_llama'"),
     ],
 )
 def test_configurations_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import llada_checkpoints as llada
 import llama_checkpoints as llava
+import llava_checkpoints as tiled
 import numpy as np
 import pytest
+import shuffled_checkpoints as shuffled
 import torch
 from clips import clip, video_model
 from helpers import ask, picture, tiny_model
@@ -44,17 +46,16 @@ def show(*parts: Part, name: str = "r") -> Request:
     return replace(ask(name, max_new_tokens=6), messages=(Message("user", (*parts, TextPart("what?"))),))
 
 
-def encoder(model: LoadedModel, cache: EncoderCache | None = None, *, max_tokens: int = 200, **limits: Any) -> Encoder:
-    return Encoder(model, MediaConfig(**limits), max_tokens=max_tokens, cache=cache)
+def encoder(model: LoadedModel, cache: EncoderCache | None = None, **limits: Any) -> Encoder:
+    return Encoder(model, MediaConfig(**limits), max_tokens=600, cache=cache)
 
 
 @torch.inference_mode()
 def served_logits(model: LoadedModel, request: Request, encoded: Encoded) -> tuple[torch.Tensor, np.ndarray]:
     """Logits of the first pass over paged K/V, and where their rows stood before pruning."""
-    pages = len(encoded.ids) // 4 + 4
-    store = KVStore(model.decoder.config, pages=pages, page_size=4, dtype=model.dtype, device=model.device)
+    store = KVStore(model.decoder.config, pages=150, page_size=4, dtype=model.dtype, device=model.device)
     decoder = DiffusionDecoder(model, store)
-    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(pages)))))
+    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(150)))))
     return forward(model, store, [p], decoder._floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
 
 
@@ -64,7 +65,7 @@ def masked_logits(model: LoadedModel, oracle: Any, full: Encoded, left: Encoded,
     assert left.places is not None
     ids = np.append(full.ids, np.full(new, model.spec.mask_id))
     ids[full.image_rows] = 0
-    x = oracle.model.embed_tokens(torch.from_numpy(ids))
+    x = oracle.get_input_embeddings()(torch.from_numpy(ids))
     assert full.features is not None and left.features is not None
     x[torch.from_numpy(full.image_rows)] = full.features
     x[torch.from_numpy(left.places[left.image_rows])] = left.features  # averages, where some are
@@ -83,7 +84,19 @@ LAYOUTS: dict[str, Callable[[Path], tuple[LoadedModel, Any]]] = {
     "llada-v with separators": lambda folder: _llada(
         folder, "clip", mm_patch_merge_type="spatial_unpad", mm_video_frames=3, mm_newline_position="grid"
     ),
+    "llada-v in tiles": lambda folder: _llada(
+        folder,
+        "clip",
+        mm_patch_merge_type="spatial_unpad",
+        image_aspect_ratio="anyres_max_2",
+        image_grid_pinpoints="(1x1),...,(3x3)",
+    ),
     "llava-1.5": lambda folder: _llava(folder),
+    "llava": lambda folder: _nested(tiled.llava(folder)),
+    "llava-next": lambda folder: _nested(tiled.llava_next(folder)),
+    "llava-onevision": lambda folder: _nested(tiled.llava_onevision(folder)),
+    "smolvlm": lambda folder: _nested(shuffled.smolvlm(folder)),
+    "internvl": lambda folder: _nested(shuffled.internvl(folder)),
 }
 
 
@@ -97,6 +110,14 @@ def _llava(folder: Path) -> tuple[LoadedModel, Any]:
     return llava.load(folder), oracle
 
 
+def _nested(made: shuffled.Checkpoint) -> tuple[LoadedModel, Any]:
+    return llava.load(made.folder), made.oracle
+
+
+#: Towers without a class token.
+CLASSLESS = {"llada-v with siglip", "llava-onevision", "smolvlm"}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, layout: str) -> None:
     model, oracle = LAYOUTS[layout](tmp_path)
@@ -106,7 +127,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
         parts.append(VideoPart(FILE))
     request, encode = show(*parts), encoder(model).encode
     names = pruners_for(model.vision.evidence)[1:]
-    assert len(names) == (9 if "siglip" not in layout else 5)
+    assert len(names) == (9 if layout not in CLASSLESS else 5)
     for name in names:
         [full], [left] = encode([request]), encode([pruned(request, name)])
         assert len(left.ids) < len(full.ids), name
@@ -148,8 +169,8 @@ def test_the_canvas_goes_on_where_the_unpruned_prompt_ended() -> None:
     request = pruned(show(ImagePart(picture(1))), "random")
     [left] = encoder(model).encode([request])
     assert left.places is not None
-    store = KVStore(model.decoder.config, pages=40, page_size=4, dtype=model.dtype, device=model.device)
-    canvas = DiffusionDecoder(model, store).begin(request, left, PageTable(tuple(range(40)))).canvas
+    store = KVStore(model.decoder.config, pages=100, page_size=4, dtype=model.dtype, device=model.device)
+    canvas = DiffusionDecoder(model, store).begin(request, left, PageTable(tuple(range(100)))).canvas
     answer = canvas.rotary_positions(np.arange(canvas.prompt_length, canvas.size))
     assert answer.tolist() == list(range(len(left.ids) + 2, len(left.ids) + 2 + 6))
 

@@ -34,6 +34,14 @@ def refused(data: bytes, limits: MediaConfig = LIMITS) -> str:
     return violation.description
 
 
+@pytest.mark.parametrize(("rate", "count"), [(0.0, 8), (0.1, 1), (0.5, 2), (1.0, 4), (3.0, 8)])
+def test_a_short_clip_has_so_many_frames_a_second(rate: float, count: int) -> None:
+    data = clip(frames=40, rate=10)
+    shown = decode_video(data, LIMITS, frames=8, rate=rate)
+    assert len(shown.frames) == count
+    assert shown.seconds == decoded(data, count).seconds
+
+
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[video._Decoder]:
     """The decoders made, to see what they did."""

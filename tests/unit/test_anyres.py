@@ -1,0 +1,296 @@
+"""Pictures in tiles: LLaVA-NeXT's own rule written plainly, what pruners see of tiles, and what cannot be served."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llada_checkpoints import Sighted, edit, image, load, processor_json
+from PIL import Image
+from torch import Tensor
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
+    SiglipImageProcessorPil,
+)
+
+from mmserve.core.request import Amount
+from mmserve.errors import ConfigError
+from mmserve.models.anyres import Anyres
+from mmserve.models.picture import Picture
+from mmserve.models.vision import LlavaVision
+from mmserve.prune import PRUNERS
+from mmserve.prune.base import Evidence, Look, Part
+
+SIDE, PATCHES = 24, 4  # pixels and patches of a tile's side
+#: Widths and heights up to 3 x 3 tiles, as LLaDA-V lists its own, and as LLaVA-OneVision's text has them.
+LISTED = [[x * SIDE, y * SIDE] for x in (1, 2, 3) for y in (1, 2, 3)]
+TILES: dict[str, Any] = {"mm_patch_merge_type": "spatial_unpad", "image_grid_pinpoints": LISTED}
+SIZES = [
+    (31, 45),
+    (24, 24),
+    (72, 72),
+    (70, 9),
+    (9, 70),
+    (100, 61),
+    (48, 23),
+    (5, 5),
+    (1, 3),
+    (47, 71),
+    (333, 500),
+    (1, 500),
+]
+
+
+def best_shape(width: int, height: int) -> tuple[int, int]:
+    """Of all shapes the one that shows most of the picture, then the one that wastes least, then the first."""
+    scored = []
+    for order, (across, down) in enumerate(LISTED):
+        scale = min(across / width, down / height)
+        shown = min(int(width * scale) * int(height * scale), width * height)
+        scored.append((-shown, across * down - shown, order))
+    found = LISTED[min(scored)[2]]
+    return found[0], found[1]
+
+
+def plain_tokens(made: Sighted, kind: str, picture: Image.Image, limit: int | None) -> Tensor:
+    """``[n, D]`` as ``process_anyres_image`` and ``prepare_inputs_labels_for_multimodal`` make them, patch by patch."""
+    width, height = picture.size
+    across, down = best_shape(width, height)
+    if across / width < down / height:
+        new = across, min(math.ceil(height * (across / width)), down)
+    else:
+        new = min(math.ceil(width * (down / height)), across), down
+    canvas = Image.fromarray(np.zeros((down, across, 3), dtype=np.uint8))
+    canvas.paste(picture.resize(new, Image.Resampling.BICUBIC), ((across - new[0]) // 2, (down - new[1]) // 2))
+    tiles = [picture.resize((SIDE, SIDE), Image.Resampling.BICUBIC)]
+    for y in range(down // SIDE):
+        for x in range(across // SIDE):
+            tiles.append(canvas.crop((x * SIDE, y * SIDE, (x + 1) * SIDE, (y + 1) * SIDE)))
+    processor = (CLIPImageProcessorPil if kind == "clip" else SiglipImageProcessorPil)(**processor_json(kind))
+    pixels = torch.cat([processor(tile, return_tensors="pt")["pixel_values"] for tile in tiles])
+    tokens = made.visual_tokens(pixels, first=1 if kind == "clip" else 0)
+    grid = []
+    for row in range(down // SIDE * PATCHES):
+        line = []
+        for column in range(across // SIDE * PATCHES):
+            tile = 1 + row // PATCHES * (across // SIDE) + column // PATCHES
+            line.append(tokens[tile, row % PATCHES * PATCHES + column % PATCHES])
+        grid.append(line)
+    if width / height > len(grid[0]) / len(grid):
+        over = (len(grid) - int(height * (len(grid[0]) / width))) // 2
+        grid = grid[over : len(grid) - over]
+    else:
+        over = (len(grid[0]) - int(width * (len(grid) / height))) // 2
+        grid = [line[over : len(line) - over] for line in grid]
+    rows = [torch.stack(line) if line else torch.empty(0, 32) for line in grid]
+    times = math.sqrt(len(rows) * len(rows[0]) / (limit * PATCHES**2)) if limit and rows else 0.0
+    if times > 1.1:
+        size = [int(len(rows) // times), int(len(rows[0]) // times)]
+        stacked = torch.stack(rows).permute(2, 0, 1)[None]
+        rows = list(torch.nn.functional.interpolate(stacked, size, mode="bilinear")[0].permute(1, 2, 0))
+    return torch.cat([tokens[0], *(torch.cat([row, made.newline[None]]) for row in rows)])
+
+
+def vision_of(folder: Path) -> LlavaVision:
+    vision = load(folder).vision
+    assert isinstance(vision, LlavaVision)
+    return vision
+
+
+@torch.inference_mode()
+def seen(vision: LlavaVision, picture: Image.Image) -> Picture:
+    [found] = vision.see([vision.prepare(picture)], frozenset(), clip=False)
+    return found
+
+
+@pytest.mark.parametrize(("ratio", "limit"), [("anyres", None), ("anyres_max_2", 2), ("anyres_max_4", 4)])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_llava_s_rule_by_loops(tmp_path: Path, kind: str, ratio: str, limit: int | None) -> None:
+    made = Sighted(tmp_path, kind, image_aspect_ratio=ratio, **TILES)
+    vision = vision_of(tmp_path)
+    assert vision.tokens_per_image == 0
+    counts = set()
+    for width, height in SIZES:
+        picture = image(width, height)
+        ours, theirs = seen(vision, picture), plain_tokens(made, kind, picture, limit)
+        assert ours.pieces == (len(theirs),) and ours.tokens.shape == theirs.shape, (width, height)
+        assert (ours.tokens - theirs).abs().max() < 1e-5, (width, height)
+        counts.add(len(theirs))
+    assert len(counts) > 5, "the shapes of pictures make different numbers of tokens"
+    assert max(counts) > 9 * PATCHES**2 if limit is None else max(counts) < (limit * 1.21 + 1) * PATCHES**2 + 20
+
+
+@pytest.mark.parametrize("value", [str(LISTED), "(1x1),...,(3x3)"])
+def test_shapes_as_text(tmp_path: Path, value: str) -> None:
+    made = Sighted(tmp_path, "siglip", image_aspect_ratio="anyres_max_9", **TILES | {"image_grid_pinpoints": value})
+    assert torch.allclose(
+        seen(vision_of(tmp_path), image()).tokens, plain_tokens(made, "siglip", image(), 9), atol=1e-5
+    )
+
+
+def test_frames_of_a_clip_are_one_tile(tmp_path: Path) -> None:
+    Sighted(tmp_path, "siglip", image_aspect_ratio="anyres_max_4", mm_video_frames=2, **TILES)
+    vision = vision_of(tmp_path)
+    clip = vision.prepare_clip([image(), image(60, 20)], [0.0, 1.0])
+    assert clip["pixels"].shape == (2, 3, SIDE, SIDE)
+    with torch.inference_mode():
+        [found] = vision.see([clip], frozenset(), clip=True)
+    assert [piece for piece in found.pieces if isinstance(piece, int)] == [4, 5]
+
+
+def test_pictures_seen_together_are_those_seen_alone(tmp_path: Path) -> None:
+    """Of one shape in tiles, and still not of one size."""
+    Sighted(tmp_path, "clip", image_aspect_ratio="anyres", **TILES)
+    vision = vision_of(tmp_path)
+    pictures = [vision.prepare(image(*size)) for size in ((70, 61), (72, 72), (65, 71))]
+    assert {len(one["pixels"]) for one in pictures} == {10}, "more than go through the tower at once"
+    with torch.inference_mode():
+        together = vision.see(pictures, vision.evidence, clip=False)
+        alone = [vision.see([one], vision.evidence, clip=False)[0] for one in pictures]
+    assert len({len(one.tokens) for one in together}) == 3
+    for one, other in zip(together, alone, strict=True):
+        assert torch.allclose(one.tokens, other.tokens, atol=1e-5) and one.pieces == other.pieces
+        for mine, its in zip(one.grids, other.grids, strict=True):
+            assert torch.equal(mine.patches, its.patches) and mine.look.part == its.look.part
+            for kind in vision.evidence:
+                assert torch.allclose(mine.look[kind], its.look[kind], atol=1e-5)
+
+
+# --- what pruners see ---
+
+
+def numbered(anyres: Anyres, height: int, width: int, side: int = PATCHES) -> Picture:
+    """A picture whose patches are told apart by their tokens, and have the same numbers as evidence."""
+    rows, columns = anyres.shape(height, width)
+    count = (1 + rows * columns) * side * side
+    numbers = torch.arange(1.0, count + 1).view(-1, side * side)
+    seen = {Evidence.COLUMN_MEANS: numbers, Evidence.KEYS: numbers[..., None].expand(-1, -1, 3)}
+    return anyres.picture(numbers[..., None], seen, torch.zeros(1), height, width)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_grids_are_tiles(size: tuple[int, int], limit: int | None) -> None:
+    anyres = Anyres(pinpoints=tuple((y, x) for x, y in LISTED), tile=SIDE, max_tiles=limit)
+    found = numbered(anyres, size[1], size[0])
+    for grid in found.grids:
+        assert grid.look.size == len(grid.patches) and bool((grid.patches.diff() > 0).all())
+        assert torch.equal(found.tokens[grid.patches, 0], grid.look[Evidence.COLUMN_MEANS])
+        assert torch.equal(found.tokens[grid.patches].expand(-1, 3), grid.look[Evidence.KEYS])
+    places = torch.cat([grid.patches for grid in found.grids])
+    assert len(places.unique()) == len(places)
+    assert torch.equal(found.tokens[:, 0].nonzero().flatten(), places.sort().values), "separators are in none"
+    whole, *tiles = (grid.look for grid in found.grids)
+    assert (whole.rows, whole.columns, whole.part) == (PATCHES, PATCHES, None)
+    parts = [tile.part for tile in tiles if tile.part is not None]
+    assert len(parts) == len(tiles) <= math.prod(anyres.shape(size[1], size[0]))
+    if tiles:
+        assert sum((p.bottom - p.top) * (p.right - p.left) for p in parts) == pytest.approx(1)
+    if limit is None:
+        for grid in found.grids[1:]:  # unscaled, a grid's patches are of one tile
+            assert len(((grid.look[Evidence.COLUMN_MEANS] - 1) // PATCHES**2).unique()) == 1
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_pruner_takes_tiles(name: str, size: tuple[int, int]) -> None:
+    """However few patches a picture's padding leaves a tile, and however few tokens it is given."""
+    anyres = Anyres(pinpoints=tuple((y, x) for x, y in LISTED), tile=SIDE)
+    bare = numbered(anyres, size[1], size[0])
+    generator = torch.Generator().manual_seed(0)
+    looks = []
+    for grid in bare.grids:
+        flat, n = grid.look, len(grid.patches)
+        wide = {kind: torch.rand(n, 3, generator=generator) for kind in (Evidence.KEYS, Evidence.FIRST_FEATURES)}
+        narrow = (Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW, Evidence.COLUMN_MEANS)
+        rows = {kind: torch.rand(n, generator=generator).softmax(0) for kind in narrow}
+        looks.append(Look(flat.rows, flat.columns, {**wide, **rows}, flat.part))
+    total = sum(look.size for look in looks)
+    pruner = PRUNERS[name]()
+    for share in (0.05, 0.25, 0.8):
+        amount = Amount("attention_mass" if name == "zipvl" else "keep_ratio", share)
+        plans = pruner.plans(looks, amount)
+        kept = 0
+        for look, plan in zip(looks, plans, strict=True):
+            assert plan.apply(torch.rand(look.size, 5)).shape == (len(plan.places), 5)
+            assert bool((plan.places.diff() > 0).all()) and bool((plan.places < look.size).all())
+            kept += len(plan.places)
+        assert 0 < kept <= total
+        if name in ("random", "cls_attention", "hired", "column_attention"):
+            assert kept == max(1, int(total * share + 0.5))
+
+
+def test_hired_gives_the_whole_view_half_and_tiles_what_it_sees_of_them() -> None:
+    def look(rows: int, columns: int, first: Tensor, part: Part | None) -> Look:
+        row = torch.rand(rows * columns, generator=torch.Generator().manual_seed(rows))
+        return Look(rows, columns, {Evidence.CLS_ROW: row, Evidence.FIRST_CLS_ROW: first}, part)
+
+    first = torch.tensor([6.0, 2.0, 1.0, 1.0]).repeat_interleave(4).view(2, 2, 2, 2).transpose(1, 2).flatten() / 40
+    halves = [(0.0, 0.5), (0.5, 1.0)]
+    tiles = [look(4, 4, torch.zeros(16), Part(*down, *across)) for down in halves for across in halves]
+    looks = [look(4, 4, first, None), *tiles]
+    kept = [len(plan.places) for plan in PRUNERS["hired"]().plans(looks, Amount("token_budget", 20))]
+    assert kept == [10, 6, 2, 1, 1]
+    best = PRUNERS["hired"]().plans(looks, Amount("token_budget", 20))[1].places
+    assert best.tolist() == sorted(tiles[0][Evidence.CLS_ROW].topk(6).indices.tolist())
+    much = [len(plan.places) for plan in PRUNERS["hired"]().plans(looks, Amount("token_budget", 75))]
+    assert much == [16, 16, 16, 14, 13], "nothing gets more than it has"
+
+
+# --- the sizes that are served ---
+
+
+@pytest.mark.parametrize("kind", ["next", "onevision"])
+def test_as_many_tokens_as_transformers_counts_at_real_sizes(kind: str) -> None:
+    tile, patch = (336, 14) if kind == "next" else (384, 14)
+    make, images = {
+        "next": (LlavaNextProcessor, LlavaNextImageProcessorPil),
+        "onevision": (LlavaOnevisionProcessor, LlavaOnevisionImageProcessorPil),
+    }[kind]
+    processor: Any = make.__new__(make)
+    processor.image_processor, processor.patch_size, processor.num_additional_image_tokens = images(), patch, 0
+    processor.num_image_tokens, processor.vision_aspect_ratio = 729, "anyres_max_9"
+    side = tile // patch
+    anyres = Anyres(
+        pinpoints=tuple((y, x) for y, x in processor.image_processor.image_grid_pinpoints),
+        tile=tile,
+        max_tiles=None if kind == "next" else 9,
+        rounded=True,
+    )
+    sizes = np.random.default_rng(0).integers(1, 4000, (40, 2)).tolist()
+    for height, width in [*sizes, [4000, 1], [1, 4000], [336, 336], [2304, 2304], [1000, 1001]]:
+        rows, columns = anyres.shape(height, width)
+        tokens = torch.zeros(1 + rows * columns, side * side, 1)
+        found = anyres.picture(tokens, {}, torch.zeros(1), height, width)
+        assert len(found.tokens) == processor._get_number_of_features(height, width, tile, tile), (height, width)
+
+
+# --- what cannot be served ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_aspect_ratio": "highres"}, "it can be 'square', 'pad', 'anyres' or 'anyres_max_N'"),
+        ({"image_aspect_ratio": "anyres_max_0"}, "image_aspect_ratio = 'anyres_max_0' is not supported"),
+        ({"mm_patch_merge_type": "spatial"}, "'anyres' needs mm_patch_merge_type = 'spatial_unpad'"),
+        ({"image_grid_pinpoints": ...}, "image_grid_pinpoints must be a list of pairs of multiples of 24 pixels"),
+        ({"image_grid_pinpoints": [[24, 25]]}, "image_grid_pinpoints must be a list of pairs"),
+        ({"image_grid_pinpoints": "many"}, "image_grid_pinpoints must be a list of pairs"),
+        ({"image_grid_pinpoints": []}, "image_grid_pinpoints must be a list of pairs"),
+        ({"mm_vision_select_feature": "cls_patch"}, "tiles need mm_vision_select_feature = 'patch'"),
+    ],
+)
+def test_configurations_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    Sighted(tmp_path, "clip", image_aspect_ratio="anyres", **TILES)
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)

@@ -42,7 +42,7 @@ def model(made: Qwen) -> LoadedModel:
     return dataclasses.replace(loaded, spec=dataclasses.replace(loaded.spec, end_ids=frozenset({-1})))
 
 
-def say(name: str, parts: tuple[Part, ...], *, new: int = 12, recompute: Policy = LAST) -> Request:
+def say(name: str, parts: tuple[Part, ...], *, new: int = 8, recompute: Policy = LAST) -> Request:
     asked = ask(name, max_new_tokens=new, recompute=recompute)
     return dataclasses.replace(asked, messages=(Message("user", parts),))
 
@@ -62,12 +62,12 @@ def test_greedy_tokens_are_those_of_generate(made: Qwen, model: LoadedModel, ben
     said: set[int] = set()
     for name, parts in ASKED.items():
         inputs = made.inputs(say(name, parts), model.tokenizer)
-        expected = made.greedy(inputs, 12, model.spec.banned_ids)
-        for policy in (LAST, NONE):
+        expected = made.greedy(inputs, 8, model.spec.banned_ids)
+        for policy in (LAST, NONE) if name == "both" else (LAST,):
             [call] = b.submit(say(f"{name} {policy.name}", parts, recompute=policy))
             assert answer(b, call) == expected, (name, policy.name)
         said |= set(expected)
-    assert len(said) > 20
+    assert len(said) > 15
 
 
 def test_an_answer_goes_on_behind_the_text(made: Qwen, model: LoadedModel, bench: Make) -> None:
@@ -90,7 +90,7 @@ def test_a_companion_sees_with_rows_and_columns(model: LoadedModel, bench: Make)
         drafting = dataclasses.replace(asked.diffusion, commit=Policy(name="draft_model", options={"length": 4}))
         drafted = b.submit(dataclasses.replace(asked, diffusion=drafting))[0]
         assert answer(b, drafted) == answer(b, plain)
-        assert drafted.finished().forwards <= 4 < plain.finished().forwards
+        assert drafted.finished().forwards <= 3 < plain.finished().forwards
 
 
 def test_a_batch_equals_alone_and_chunks_and_pages_change_nothing(model: LoadedModel, bench: Make) -> None:
@@ -104,11 +104,12 @@ def test_a_batch_equals_alone_and_chunks_and_pages_change_nothing(model: LoadedM
     for b in (together, chunked):
         calls = b.submit(*requests)
         assert {call.request.id: answer(b, call) for call in calls} == alone
-        calls = b.submit(*(dataclasses.replace(r, id=f"{r.id} again") for r in requests))
-        assert [answer(b, call) for call in calls] == list(alone.values())
-        assert all(call.finished().usage.cached_tokens > 0 for call in calls[1:])
         b.await_nothing_left()
     assert max(map(len, together.batches)) > 1
+    calls = chunked.submit(*(dataclasses.replace(r, id=f"{r.id} again") for r in requests))
+    assert {call.request.id.removesuffix(" again"): answer(chunked, call) for call in calls} == alone
+    assert all(call.finished().usage.cached_tokens > 0 for call in calls)
+    chunked.await_nothing_left()
 
 
 def test_a_prefix_with_images_is_shared_by_another_question(model: LoadedModel, bench: Make) -> None:
@@ -138,5 +139,5 @@ def test_a_picture_of_extreme_shape_is_refused_and_harms_nobody(model: LoadedMod
     good, bad = b.submit(say("good", ASKED["one"]), line)
     error = bad.error()
     assert isinstance(error, InvalidArgument) and "200 times the short one" in str(error)
-    assert len(answer(b, good)) == 12
+    assert len(answer(b, good)) == 8
     b.await_nothing_left()

@@ -16,11 +16,9 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 
-#: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it; its class
-#: where two models go by one ``model_type``.
+#: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
     "Dream": "mmserve.models.dream",
-    "LlavaLladaForMaskedDiffusion": "mmserve.models.lavida",
     "diffusion_gemma": "mmserve.models.diffusion_gemma",
     "dimple": "mmserve.models.dimple",
     "idefics3": "mmserve.models.smolvlm",
@@ -44,6 +42,8 @@ LOADERS = {
     "sdar": "mmserve.models.block_diffusion",
     "smolvlm": "mmserve.models.smolvlm",
 }
+#: The same for a class in ``architectures``, where two models go by one ``model_type``.
+CLASSES = {"LlavaLladaForMaskedDiffusion": "mmserve.models.lavida"}
 HUB = "hub:"
 #: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.
 SHIPPED = {BUNDLED: "reference", f"{BUNDLED}-causal": "reference-causal"}
@@ -80,13 +80,13 @@ def model_folder(path: str) -> Path:
 def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
     """The function that loads ``checkpoint``; raises ``ConfigError`` naming the known architectures."""
     architecture = checkpoint.architecture
-    classes = checkpoint.config.get("architectures") or []
-    name = next((name for name in (*classes, architecture) if name in LOADERS), None)
-    if name is None:
+    classes = checkpoint.config.get("architectures")
+    named = [CLASSES[name] for name in CLASSES if isinstance(classes, list) and name in classes]
+    if architecture not in LOADERS:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: unknown model_type {architecture!r}; known are {sorted(LOADERS)}"
         )
-    function: Callable[[Checkpoint, Target], Model] = import_module(LOADERS[name]).load
+    function: Callable[[Checkpoint, Target], Model] = import_module(named[0] if named else LOADERS[architecture]).load
     return function
 
 

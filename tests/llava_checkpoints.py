@@ -113,7 +113,8 @@ def llava_next(folder: Path, text: str = "mistral", **changes: Any) -> Llava:
     """LLaVA-NeXT: tiles, CLIP."""
     tok = _tokenizer(folder, "llava_next")
     pinpoints = {"image_grid_pinpoints": PINPOINTS}
-    values = {**_CLIP, **pinpoints, "do_pad": True, "image_processor_type": "LlavaNextImageProcessor"}
+    values = {**_CLIP, **pinpoints, "aspect_ratio_setting": "anyres", "do_pad": True}
+    values["image_processor_type"] = "LlavaNextImageProcessor"
     write_json(folder / "preprocessor_config.json", values)
     images = LlavaNextImageProcessorPil.from_pretrained(folder)
     processor = LlavaNextProcessor(

@@ -30,8 +30,7 @@ from mmserve.models.base import LoadedModel
 Make = Callable[..., Bench]
 KINDS: dict[str, Callable[[Path], Llava]] = {
     "1.5": llava,
-    "next with mistral": llava_next,
-    "next with llama": lambda folder: llava_next(folder, "llama"),
+    "next": llava_next,
     "onevision": llava_onevision,
 }
 #: None, one and several; wide, tall, small and square; the last is scaled down where anything is.
@@ -97,7 +96,7 @@ def test_answers_equal_transformers_in_one_batch(pair: tuple[Llava, LoadedModel]
         assert ours == theirs and len(ours) == NEW
 
 
-@pytest.mark.parametrize("kind", ["next with llama", "onevision"])
+@pytest.mark.parametrize("kind", ["next", "onevision"])
 def test_pruned_answers_are_the_same_alone_and_together(tmp_path: Path, kind: str, bench: Make) -> None:
     model = load(KINDS[kind](tmp_path).folder)
     endless = replace(model, spec=replace(model.spec, end_ids=frozenset({-1})))
@@ -184,9 +183,9 @@ def test_a_video_is_pooled_as_transformers_pools_it(tmp_path: Path) -> None:
         ("1.5", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),
         ("1.5", {"multimodal_projector_bias": False}, "multimodal_projector_bias = False is not supported"),
         ("1.5", {"image_token_index": "many"}, "image_token_index"),
-        ("next with llama", {"image_grid_pinpoints": PINPOINTS[:2]}, "are not those of the image processor"),
-        ("next with llama", {"image_grid_pinpoints": [[24, 25]]}, "must be a list of pairs of multiples of 24"),
-        ("next with llama", {"vision_feature_select_strategy": "full"}, "tiles need vision_feature_select_strategy"),
+        ("next", {"image_grid_pinpoints": PINPOINTS[:2]}, "are not those of the image processor"),
+        ("next", {"image_grid_pinpoints": [[24, 25]]}, "must be a list of pairs of multiples of 24"),
+        ("next", {"vision_feature_select_strategy": "full"}, "tiles need vision_feature_select_strategy"),
         ("onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio = 'anyres' is no 'anyres_max_N'"),
         ("onevision", {"vision_feature_select_strategy": "default"}, "would drop a patch"),
     ],

@@ -22,7 +22,7 @@ from mmserve.reference.tokenizer import EOS, EOT
     [
         (
             {"model_type": "gpt2"},
-            r"unknown model_type 'gpt2'; known are .*'llada', 'llada2_moe', 'llama', 'llava_llada'",
+            r"unknown model_type 'gpt2'; known are .*'llada', 'llada2_moe', 'llama', .*'llava_llada'",
         ),
         ({"model_type": ...}, "no model_type"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it can be 'silu'"),

@@ -118,8 +118,8 @@ def with_cache(**cache: int) -> Config:
 
 @pytest.fixture(scope="module")
 def entry_bytes() -> int:
-    """What one image of the bundled model takes: 81 tokens of 256 numbers, their places and kind, three counts."""
-    return 81 * 256 * 4 + 81 * 8 + 81 + 3 * 8
+    """What an image of the bundled model takes: 81 tokens of 256 numbers, their row of ids, places in it, and grids."""
+    return 81 * 256 * 4 + 81 * 8 + 81 * 8 + 81 * 8
 
 
 def storm(server: Running, *, requests: int, images: int, clients: int, bound: int) -> list[str]:

@@ -265,6 +265,7 @@ def test_the_decode_benchmark_sets_a_pair_beside_the_baseline(tmp_path: Path) ->
     assert_fails_clearly(command("bench", "decode", "--tasks", "flight"), "flight")
 
 
+@pytest.mark.slow
 def test_the_kernel_benchmark_measures_an_op_and_writes_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +279,7 @@ def test_the_kernel_benchmark_measures_an_op_and_writes_a_table(
     assert "no op is called 'flight'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_attention_benchmark_tells_what_fewer_and_coarser_keys_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

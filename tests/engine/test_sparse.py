@@ -110,7 +110,12 @@ def test_summaries_of_pages_are_those_of_the_keys_in_them(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("query_aware", "quest"), ("segments", "double_sparse"), ("", "tidal")]
+    ("prefill", "decode"),
+    [
+        ("query_aware", "quest"),
+        pytest.param("segments", "double_sparse", marks=pytest.mark.slow),
+        pytest.param("", "tidal", marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_has_its_own_tokens_in_any_batch(bench: Make, prefill: str, decode: str) -> None:
     b = bench(

@@ -22,29 +22,20 @@ def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: flo
     """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
     rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound).
 
-    The first block, and those of the rows' own positions, come before all others and are always there.
+    The first block, which every row sees, comes before all others and is always there: no row sees nothing.
     """
     visible = rows.visible()
-    always = own_blocks(rows) & visible
-    scores = estimate_ABC.masked_fill(~visible, -1).masked_fill(always, torch.inf)
+    scores = estimate_ABC.masked_fill(~visible, -1)
+    scores[..., 0] = torch.inf
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
-    counts = (visible.sum(-1) * density).ceil().clamp_min(1)
-    chosen = rank < counts[:, None]
+    chosen = rank < (visible.sum(-1) * density).ceil()[:, None]
     if mass < 1:
         held = estimate_ABC.masked_fill(~visible, 0).gather(-1, order)
         before = held.cumsum(-1) - held
         chosen &= (before < mass * held.sum(-1, keepdim=True)).gather(-1, rank)
-    return (chosen | always) & visible
-
-
-def own_blocks(rows: Rows) -> Tensor:
-    """Boolean ``[B, C]``: the first block, and those that hold the rows' own positions."""
-    number = torch.arange(len(rows.positions), device=rows.positions.device) // rows.q_block
-    own = torch.zeros_like(rows.visible())
-    own[number, rows.positions // rows.kv_block] = True
-    own[:, 0] = True
-    return own
+    chosen[..., 0] = True
+    return chosen & visible
 
 
 def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:

@@ -258,7 +258,10 @@ class Stages:
         """What came of a request that ended in decode."""
         state = self._decoding[request]
         tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
-        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits, state.held)
+        held = state.held
+        if self.model.spec.causal:  # what a draft left behind the answer's end is of no use
+            held = min(held, state.canvas.prompt_length + state.text.tokens - state.evicted)
+        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits, held)
         beside = 0 if state.companion is None else state.companion.forwards
         constrained = state.constrained
         if constrained is None:

@@ -126,5 +126,10 @@ class Decoding:
         return self.prefilled.held
 
     @property
+    def evicted(self) -> int:
+        """Positions whose K/V were dropped."""
+        return self.prefilled.reducing.evicted if self.prefilled.reducing is not None else 0
+
+    @property
     def constrained(self) -> Constrained | None:
         return self.prefilled.constrained

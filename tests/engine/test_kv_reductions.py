@@ -46,12 +46,12 @@ def told(done: Finished) -> tuple[object, ...]:
 
 def test_answers_are_the_same_alone_and_together(bench: Make, causal: LoadedModel) -> None:
     requests = [
-        reduced(f"{by} {i}", by, LONG * (i + 1), seed=i, temperature=0.8 * i) for by in REDUCTIONS for i in range(3)
+        reduced(f"{by} {i}", by, LONG * (i + 1), seed=i, temperature=0.8 * i) for by in REDUCTIONS for i in range(2)
     ]
     plain = [dataclasses.replace(r, id=f"plain {r.id}", kv_reduction=None) for r in requests]
     alone = bench(causal, max_running=1, max_tokens=256, prefix_cache=False)
     expected = {r.id: told(alone.ask(r)) for r in (*plain, *requests)}
-    assert sum(expected[p.id][0] != expected[r.id][0] for p, r in zip(plain, requests, strict=True)) > 8
+    assert sum(expected[p.id][0] != expected[r.id][0] for p, r in zip(plain, requests, strict=True)) > 4
     together = bench(causal, max_tokens=256, prefix_cache=False)
     calls = together.submit(*[r for pair in zip(requests, plain, strict=True) for r in pair])
     assert {call.request.id: told(call.finished()) for call in calls} == expected
@@ -61,7 +61,7 @@ def test_answers_are_the_same_alone_and_together(bench: Make, causal: LoadedMode
 
 def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it showed is noted once, when it is repeated."""
-    requests = [reduced(f"{by} {i}", by, LONG * (i + 1)) for by in REDUCTIONS for i in range(2)]
+    requests = [reduced(by, by) for by in REDUCTIONS]
     b = bench(causal, max_tokens=256, prefix_cache=False, stages="inline", prefill_tokens=32)
     expected = [told(b.ask(r)) for r in requests]
     real, failed = loop.forward, []
@@ -76,7 +76,7 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
     monkeypatch.setattr(loop, "forward", poisoned)
     calls = b.submit(*(dataclasses.replace(r, id=f"again {r.id}") for r in requests))
     assert [told(call.finished()) for call in calls] == expected
-    assert len(failed) > 10
+    assert len(failed) > 5
 
 
 @pytest.mark.parametrize("by", ["heavy_hitters", "expected_attention", "sink_window"])

@@ -7,6 +7,7 @@ runs; each recompute and each commit policy is written out again from METHODS.md
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -330,6 +331,8 @@ class PlainDecoder:
             return True
         if not all(p in proposal.gap for p in still_open):
             return False
+        if policy.options.get("mistakes"):
+            return sum(1 / (1 + math.exp(proposal.gap[p])) for p in still_open) <= policy.options["mistakes"]
         progress = self.forwards / (self.request.diffusion.steps or self.new)
         phase = "early" if progress < 0.33 else "middle" if progress < 0.67 else "late"
         needed = policy.options.get(phase, {"early": 7.5, "middle": 5.0, "late": 2.5}[phase])

@@ -124,12 +124,14 @@ class EarlyCommit:
     Sure: the two highest logits lie at least ``early`` (later ``middle``, ``late``) apart on average over the answer's
     positions, ``answer_length`` of them from ``answer_start`` on, or, with a length of 0, over the current block. With
     ``answer_after`` they begin behind that text, once it is among the final tokens.
+    With ``mistakes`` above 0 sure is something else: that no more of them than that are expected to be wrong.
     ``base`` is what is committed until then.
     """
 
     early: float = 7.5
     middle: float = 5.0
     late: float = 2.5
+    mistakes: float = 0.0
     answer_start: int = 0
     answer_length: int = 0
     answer_after: str = ""

@@ -43,6 +43,7 @@ _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "early_commit.early": _NUMBER,
     "early_commit.middle": _NUMBER,
     "early_commit.late": _NUMBER,
+    "early_commit.mistakes": ("must be a finite number of at least 0", lambda value: 0 <= value < math.inf),
     "early_commit.answer_after": (f"must be at most {MAX_TEXT} bytes", lambda value: len(value.encode()) <= MAX_TEXT),
 }
 

@@ -318,7 +318,7 @@ class Learned(_message.Message):
     def __init__(self, threshold: _Optional[float] = ..., end_of_text: bool = ...) -> None: ...
 
 class EarlyCommit(_message.Message):
-    __slots__ = ("early", "middle", "late", "answer_start", "answer_length", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "learned", "answer_after")
+    __slots__ = ("early", "middle", "late", "answer_start", "answer_length", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "learned", "answer_after", "mistakes")
     EARLY_FIELD_NUMBER: _ClassVar[int]
     MIDDLE_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class EarlyCommit(_message.Message):
     ENTROPY_BOUND_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_AFTER_FIELD_NUMBER: _ClassVar[int]
+    MISTAKES_FIELD_NUMBER: _ClassVar[int]
     early: float
     middle: float
     late: float
@@ -345,7 +346,8 @@ class EarlyCommit(_message.Message):
     entropy_bound: EntropyBound
     learned: Learned
     answer_after: str
-    def __init__(self, early: _Optional[float] = ..., middle: _Optional[float] = ..., late: _Optional[float] = ..., answer_start: _Optional[int] = ..., answer_length: _Optional[int] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., answer_after: _Optional[str] = ...) -> None: ...
+    mistakes: float
+    def __init__(self, early: _Optional[float] = ..., middle: _Optional[float] = ..., late: _Optional[float] = ..., answer_start: _Optional[int] = ..., answer_length: _Optional[int] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., answer_after: _Optional[str] = ..., mistakes: _Optional[float] = ...) -> None: ...
 
 class Edit(_message.Message):
     __slots__ = ("confidence", "edit_confidence", "passes")

@@ -56,6 +56,7 @@ COMMITS = [
     policy("early_commit", policy("random"), **GAPS, answer_start=6, answer_length=100),
     policy("early_commit", **GAPS, answer_after="e"),
     policy("early_commit", policy("threshold", confidence=0.35), **GAPS, answer_after="a", answer_length=5),
+    policy("early_commit", mistakes=2.0, answer_length=100),
 ]
 #: Policies that take as many steps as the request asks for, or one a block, and no more.
 SCHEDULED = {"low_confidence", "random"}

@@ -69,7 +69,7 @@ def policy(name: str, base: Policy | None = None, **options: float | str) -> Pol
     return Policy(name=name, options=options, base=base)
 
 
-EARLY = {"early": 7.5, "middle": 5.0, "late": 2.5, "answer_start": 0, "answer_length": 0}
+EARLY = {"early": 7.5, "middle": 5.0, "late": 2.5, "mistakes": 0.0, "answer_start": 0, "answer_length": 0}
 NAMED = [policy(name) for name in RECOMPUTES]
 RECOMPUTE_CLASSES = [
     (DkvDecode(), policy("dkv_decode", refresh=8)),
@@ -101,6 +101,7 @@ EARLY_CLASSES = [
         EarlyCommit(answer_after="Answer:\n", answer_length=3, base="threshold"),
         policy("early_commit", policy("threshold"), **{**EARLY, "answer_length": 3, "answer_after": "Answer:\n"}),
     ),
+    (EarlyCommit(mistakes=0.25), policy("early_commit", **{**EARLY, "mistakes": 0.25})),
     *((EarlyCommit(base=made), policy("early_commit", core, **EARLY)) for made, core in COMMIT_CLASSES),
     *(
         (EarlyCommit(base=name), policy("early_commit", policy(name), **EARLY))  # type: ignore[arg-type]

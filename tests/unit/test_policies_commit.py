@@ -228,6 +228,22 @@ def test_early_commit_judges_the_mean() -> None:
         assert len(chosen_by(early([], steps=10), canvas, candidates)) == taken
 
 
+def test_mistakes_are_counted_where_little_decides() -> None:
+    """A gap of 0 is an even chance, and none that is sure makes up for it."""
+    canvas = blank(2, 4, 4)
+    canvas.count_forward()
+    for gaps, mistakes, taken in (
+        ([0, 1000, 1000, 1000], 0.5, 4),
+        ([0, 1000, 1000, 1000], 0.49, 1),
+        ([0, 0, 1000, np.inf], 1.0, 4),
+        ([0, 0, 0.1, np.inf], 1.0, 1),
+        ([math.log(9)] * 4, 0.41, 4),
+        ([math.log(9)] * 4, 0.39, 1),
+    ):
+        candidates = proposal(canvas, gap=np.array(gaps, dtype=float))
+        assert len(chosen_by(early([], mistakes=mistakes, **NEVER), canvas, candidates)) == taken, gaps
+
+
 @given(st.integers(0, 14), st.integers(1, 20), st.sets(st.integers(2, 11), max_size=8), st.data())
 def test_an_answer_region_is_judged_by_its_open_positions_and_commits_all(
     start: int, length: int, final: set[int], data: st.DataObject
@@ -318,6 +334,12 @@ def test_numbers_that_make_no_sense_are_refused(make: type, name: str, values: l
     for value in values:
         with pytest.raises(ValueError, match=name):
             make(**{name: value})
+
+
+@pytest.mark.parametrize("mistakes", [-0.1, math.nan, -math.inf])
+def test_mistakes_must_be_a_number_of_tokens(mistakes: float) -> None:
+    with pytest.raises(ValueError, match="mistakes"):
+        EarlyCommit(base=LowConfidence(), mistakes=mistakes)
 
 
 @pytest.mark.parametrize("options", [{"early": math.nan}, {"middle": math.nan}, {"late": math.nan}])

@@ -1,10 +1,11 @@
 """Prophet's early commit (arXiv 2508.19982; pixeli99/Prophet, generate_earlyexit.py), over any other policy.
 
 When the model is sure enough of the answer, everything that is left is committed at once. Sure is measured by the mean
-gap between the two highest logits over the answer's positions; how sure it must be falls as decoding goes on. The
-reference knows five answer positions and one request at a time; here the answer region comes from the request, or is
-the current block, and each request decides for itself. What stands behind an end of text is no part of an answer:
-that padding is sure long before the answer is, and there is more of it.
+gap between the two highest logits over the answer's positions; how sure it must be falls as decoding goes on. A mean
+is high where most of an answer is plain and one figure of it is not, as in a sum: ``mistakes`` is a measure of our own
+that minds the worst positions most. The reference knows five answer positions and one request at a time; here the
+answer region comes from the request, or is the current block, and each request decides for itself. What stands behind
+an end of text is no part of an answer: that padding is sure long before the answer is, and there is more of it.
 
 Where the answer begins the reference knows because it writes the words in front of it onto the canvas itself. Here they
 are looked for among the tokens that the model has made final; among candidates they might yet go away or move. They are
@@ -38,6 +39,8 @@ class EarlyCommit(Undrafted):
     A position of the answer that is final already is not in doubt: only masked ones count, and an answer without any
     is sure.
     ``ends``: tokens that end an answer; nothing behind the first of them in it, final or proposed, counts.
+    ``mistakes``: where above 0, it is sure instead when no more tokens than that are expected to be wrong, at any
+    time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).
     ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
     """
 
@@ -45,6 +48,7 @@ class EarlyCommit(Undrafted):
     early: float = 7.5
     middle: float = 5.0
     late: float = 2.5
+    mistakes: float = 0.0
     answer_start: int = 0
     answer_length: int = 0
     answer_after: str = ""
@@ -55,6 +59,8 @@ class EarlyCommit(Undrafted):
     def __post_init__(self) -> None:
         if any(np.isnan(gap) for gap in (self.early, self.middle, self.late)):
             raise ValueError("early, middle and late must be numbers")
+        if not self.mistakes >= 0:
+            raise ValueError(f"mistakes must be a number of tokens, at least 0, not {self.mistakes}")
         if min(self.answer_start, self.answer_length) < 0:
             raise ValueError("answer_start and answer_length must be at least 0")
         if self.answer_after and self.answer_start:
@@ -95,7 +101,13 @@ class EarlyCommit(Undrafted):
         open_there = int(canvas.masked[start:end].sum())
         # A region past the canvas says nothing, nor does one of which a recompute policy left some out of this pass.
         judged = start < end and int(region.sum()) == open_there
-        return judged and (not open_there or float(candidates.gap[region].mean()) >= self._needed(canvas))
+        return judged and (not open_there or self._enough(candidates.gap[region].astype(np.float64), canvas))
+
+    def _enough(self, gaps: np.ndarray, canvas: Canvas) -> bool:
+        if self.mistakes:
+            second = np.exp(-gaps)
+            return float((second / (1 + second)).sum()) <= self.mistakes
+        return float(gaps.mean()) >= self._needed(canvas)
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
         """First position of the answer, and the first behind it."""

@@ -136,10 +136,10 @@ def test_a_pass_that_failed_is_repeated_from_where_it_was(model: LoadedModel, be
 
     real = loop.forward
 
-    def poisoned(model, store, batch, floor):
+    def poisoned(model, store, batch, floor, **options):
         if len(batch) > 1:
             raise RuntimeError("only alone")
-        return real(model, store, batch, floor)
+        return real(model, store, batch, floor, **options)
 
     monkeypatch.setattr(loop, "forward", poisoned)
     calls = b.submit(*(ask(f"p{i}", t, max_new_tokens=6, recompute=LAST) for i, t in enumerate(texts)))

@@ -324,12 +324,12 @@ def test_a_pass_that_failed_is_repeated(
     real = loop.forward
     failed = dict.fromkeys(("served", "companion"), 0)
 
-    def poisoned(model_: LoadedModel, store: Any, batch: list[Any], floor: int) -> Any:
+    def poisoned(model_: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
         if len(batch) < 2:
-            return real(model_, store, batch, floor)
+            return real(model_, store, batch, floor, **options)
         failed["companion" if model_ is model.companion else "served"] += 1
         if when == "behind":
-            real(model_, store, batch, floor)
+            real(model_, store, batch, floor, **options)
         raise RuntimeError("only alone")
 
     b = bench(model, stages="inline")

@@ -705,8 +705,8 @@ def test_a_model_that_breaks_on_one_request_fails_that_one_only(
     forward, candidates = mmserve.decode.loop.forward, mmserve.decode.loop.candidates
     sizes: list[int] = []
 
-    def broken_forward(model: Any, store: Any, batch: list[Any], *rest: Any) -> list[Logits]:
-        results = forward(model, store, batch, *rest)
+    def broken_forward(model: Any, store: Any, batch: list[Any], floor: int, **options: Any) -> list[Logits]:
+        results = forward(model, store, batch, floor, **options)
         if any(is_victim(p.canvas, step) for p in batch):
             sizes.append(len(batch))
             raise RuntimeError("broken on purpose")

@@ -66,8 +66,8 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
     expected = [told(b.ask(r)) for r in requests]
     real, failed = loop.forward, []
 
-    def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int) -> Any:
-        found = real(model, store, batch, floor)
+    def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
+        found = real(model, store, batch, floor, **options)
         if len(batch) > 1:
             failed.append(len(batch))
             raise RuntimeError("only alone")

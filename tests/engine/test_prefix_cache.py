@@ -79,12 +79,12 @@ class Watched:
             self.evicted += 1
             return page
 
-        def attended(ragged: Any, observe: Any = None) -> Any:
+        def attended(ragged: Any, read: Any = None, observe: Any = None) -> Any:
             written = set((ragged.slots // store.page_size).tolist())
             if written & set(pool._key_of):
                 self._problems.append(f"pages {written & set(pool._key_of)} are written")
             self.most_shared = max([self.most_shared, *list(pool._references.values())])
-            return attend(ragged, observe)
+            return attend(ragged, read, observe)
 
         def ended(name: str) -> Any:
             d = stages._decoding[name]
@@ -387,7 +387,7 @@ def test_a_prompt_that_failed_in_prefill_leaves_only_what_was_computed(
 
     real, passes = loop.forward, []
 
-    def poisoned(model: Any, store: Any, batch: Any, floor: int) -> Any:
+    def poisoned(model: Any, store: Any, batch: Any, floor: int, **options: Any) -> Any:
         passes.append(len(batch))
         if len(passes) == 3 or not chunk:
             for tensor in (*store.keys, *store.values):
@@ -395,7 +395,7 @@ def test_a_prompt_that_failed_in_prefill_leaves_only_what_was_computed(
                     torch.from_numpy(batch[0].pages[batch[0].rows // PAGE]), torch.from_numpy(batch[0].rows % PAGE)
                 ] = 7
             raise RuntimeError("broken in the middle of a pass")
-        return real(model, store, batch, floor)
+        return real(model, store, batch, floor, **options)
 
     monkeypatch.setattr(loop, "forward", poisoned)
     assert isinstance(w.bench.submit(requests[0])[0].error(), Internal)

@@ -210,7 +210,7 @@ def test_every_pruner_takes_tiles(name: str, size: tuple[int, int]) -> None:
     for grid in bare.grids:
         flat, n = grid.look, len(grid.patches)
         wide = {kind: torch.rand(n, 3, generator=generator) for kind in (Evidence.KEYS, Evidence.FIRST_FEATURES)}
-        narrow = (Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW, Evidence.COLUMN_MEANS)
+        narrow = set(Evidence) - set(wide)
         rows = {kind: torch.rand(n, generator=generator).softmax(0) for kind in narrow}
         looks.append(Look(flat.rows, flat.columns, {**wide, **rows}, flat.part))
     total = sum(look.size for look in looks)

@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmserve.decode.constraint import bitmask
 from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.vocabulary import LONGEST, Vocabulary, spell
 
 SCHEMA = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmserve.decode.constrained.meter import Meter, metered
-from mmserve.decode.constraint import bitmask
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.field import TopK
 
 #: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.

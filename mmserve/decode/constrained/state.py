@@ -19,9 +19,9 @@ from mmserve.core.canvas import MASKED, Canvas
 from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.draws import Draws, Run, Sampled
 from mmserve.decode.constrained.meter import Meter, metered
-from mmserve.decode.constraint import bitmask
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Outcome, Witness, follow, improve
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.field import TopK
 from mmserve.decode.paths.lexicon import Lexicon

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmserve.constraint.likeness import Kinds, Texts
-from mmserve.decode.constraint import bitmask
 from mmserve.decode.constraint.base import Constraint, Matcher
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.vocabulary import Vocabulary
 

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.likeness import Kinds, kinds_of
-from mmserve.decode.constraint import bitmask
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.vocabulary import Vocabulary
 
 

@@ -276,7 +276,6 @@ def test_integers_without_bounds_have_as_many_digits_as_64_bits_hold() -> None:
     for kind in ("integer", ["integer", "null"]):
         matcher = schema_matcher({"type": kind, "minimum": 0})
         assert accepts(matcher, "9" * 18) and not accepts(matcher, "9" * 19)
-        assert accepts(schema_matcher({"type": kind, "maximum": 10**30}), "9" * 30)
 
 
 @pytest.mark.parametrize(

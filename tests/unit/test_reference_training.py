@@ -41,7 +41,7 @@ def run_in(folder: Path, recipe: Recipe) -> Run:
     return Run(recipe, folder, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["diffusion", pytest.param("causal", marks=pytest.mark.slow)])
 def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_path, objective):
     recipe = replace(TINY, objective=objective)
     whole = run_in(tmp_path / "whole", recipe)
@@ -98,6 +98,7 @@ def test_a_run_can_begin_with_the_weights_of_another(tmp_path):
         second.begin_from(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_a_batch_it_sees_again(tmp_path, tokenizer):
     for objective in OBJECTIVES:
         run = run_in(tmp_path / objective, replace(TINY, objective=objective, tower_steps=0, warmup=1, steps=1000))

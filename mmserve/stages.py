@@ -114,6 +114,8 @@ class Stages:
         paged = model.spec.renoising is None and model.spec.attention_block is not None
         # A reduction moves keys and values as they are, and every one it leaves is read.
         self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
+        # Rows of a draft would have a say in what is looked at, or kept, for the others.
+        self._drafts = not (engine.sparse_prefill or engine.sparse_decode == "quest" or engine.kv_kept)
         self._shares = engine.prefix_cache and paged and whole_pages
         self.shared_pages = pages_a_unit(engine.page_size, model.spec.attention_block or 1)  # at once
         self.to_prefill: Transport = LocalTransport()
@@ -339,6 +341,7 @@ class Stages:
             known = RENOISING_COMMIT
         absent = ACCOMPANIED if model.companion is None else frozenset()
         absent |= FILTERED if model.commit_filter is None else frozenset()
+        absent |= frozenset() if self._drafts else DRAFTING
         added = ("scheduler",) if self._offered.schedulers else ()
         return (*(name for name in known if name not in absent), *added)
 

@@ -22,7 +22,9 @@ from mmserve.client import Client, Options
 from mmserve.config import EngineConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart, VideoPart
+from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.state import DeepStack
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
 from mmserve.kv.quantized import QuantizedStore
@@ -48,8 +50,9 @@ class Variant:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def engine(self, base: EngineConfig) -> EngineConfig:
-        """``base`` with those keys."""
-        return replace(base, page_size=PAGE, sparse_block=PAGE, prefix_cache=False, **self.keys)
+        """``base`` with those keys, and without what else it may have of their kind."""
+        plain = {"sparse_prefill": "", "sparse_decode": "", "kv_bits": 0, "kv_kept": 0.0}
+        return replace(base, page_size=PAGE, sparse_block=PAGE, prefix_cache=False, **{**plain, **self.keys})
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Prompt:
     embeddings: Tensor
     rows: np.ndarray
     wanted: np.ndarray
+    deep: DeepStack | None = None
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media: Any) -> Iterator[Prompt]:
-    spec, device = model.spec, model.device
+    spec = model.spec
     encoder = Encoder(model, media, max_tokens=spec.max_tokens)
     for task in tasks:
         for index in range(limit):
@@ -146,14 +150,10 @@ def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media:
                 mask_id=spec.mask_id,
                 places=encoded.places,
             )
-            ids = made.tokens.copy()
-            ids[encoded.image_rows] = spec.mask_id
             with torch.inference_mode():
-                embeddings = model.decoder.embed(torch.from_numpy(ids).to(device))
-                if encoded.features is not None:
-                    embeddings[torch.from_numpy(encoded.image_rows).to(device)] = encoded.features
+                embeddings, deep = embedded(model, made.tokens, encoded)
             rows = np.arange(len(encoded.ids) if spec.causal else made.size)
-            yield Prompt(made, embeddings, rows, rows[-_LAST:] if spec.causal else made.all_masked())
+            yield Prompt(made, embeddings, rows, rows[-_LAST:] if spec.causal else made.all_masked(), deep)
 
 
 @torch.inference_mode()
@@ -176,7 +176,7 @@ def _logits(model: LoadedModel, engine: EngineConfig, p: Prompt, floor: int, *, 
         stages.append((p.wanted, sparse.decode))
     made = torch.empty(0)
     for rows, selection in stages:
-        one = Pass(p.canvas, pages, p.embeddings, rows, p.wanted, p.wanted, len(p.rows))
+        one = Pass(p.canvas, pages, p.embeddings, rows, p.wanted, p.wanted, len(p.rows), p.deep)
         [found] = forward(model, store, [one], floor, sparse=sparse, selection=selection)
         made = found.whole()
     return made

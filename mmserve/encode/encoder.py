@@ -139,7 +139,8 @@ class Encoder:
         starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
         pruner, amount = pruner_of(request), request.vision.amount
         looks = judged_by_decoder(pruner) and bool(media)
-        self._check_length(request, 0 if looks else len(spliced), starts[-1])
+        before = max(starts[-1], len(spliced)) if looks else starts[-1]  # the decoder looks at every row
+        self._check_length(request, 0 if looks else len(spliced), before)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
@@ -153,7 +154,7 @@ class Encoder:
         )
         if looks and self._look is not None and pruner is not None and amount is not None:
             encoded = self._look.prune(encoded, _grids(pieces), pruner, amount, request.sampling.max_new_tokens)
-            self._check_length(request, len(encoded.ids), int(starts[-1]))
+            self._check_length(request, len(encoded.ids), before)
         return encoded
 
     def _prompt(self, request: Request) -> list[int]:

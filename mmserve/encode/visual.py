@@ -74,7 +74,8 @@ class _Eye:
         settings = vision.settings()
         computes = f"{model.dtype} {model.device.type}".encode()
         spelling = settings_digest(model.tokenizer.get_vocab())  # of the text between visual tokens
-        tokens = digest(weights_digest(vision), settings_digest(settings), computes, spelling, software())
+        frames = f"{vision.frames_per_video} {vision.frames_per_second}".encode()
+        tokens = digest(weights_digest(vision), settings_digest(settings), computes, spelling, frames, software())
         return cls(model, vision, digest(settings_digest(settings["processor"]), software()), tokens)
 
 

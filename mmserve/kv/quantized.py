@@ -15,7 +15,7 @@ from mmserve_kernels.dispatch import pick
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 from torch import Tensor
 
-from mmserve.kv.store import KVStore, Observe, Read
+from mmserve.kv.store import KVStore, Observe, Read, written_pages
 from mmserve.models.decoder import Attend, DecoderConfig
 
 
@@ -60,6 +60,7 @@ class QuantizedStore(KVStore):
         whole = -(-count // self.page_size)
         filled = (count - torch.arange(whole, device=self.device) * self.page_size).clamp(max=self.page_size)
         places = torch.arange(count, device=self.device)
+        written = written_pages(ragged, len(self._layers[0][0].codes), self.page_size)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             blank = torch.zeros(whole, self.page_size, *self._heads, dtype=self._dtype, device=self.device)
@@ -73,7 +74,7 @@ class QuantizedStore(KVStore):
                     old.view(-1, *old.shape[2:])[ragged.slots] = new.flatten(0, 1)[:count]
             if self._kept:
                 k_TGK, v_TGK = (x.flatten(0, 1)[:count] for x in fresh)
-                self._keep(*pair, k_TGK, v_TGK, ragged.slots)
+                self._keep(*pair, k_TGK, v_TGK, ragged.slots, written)
             rows = self._cached_attention(rotated, *pair, ragged)
             out = rows.new_zeros(len(q), *rows.shape[1:])
             out[:count] = rows
@@ -81,17 +82,28 @@ class QuantizedStore(KVStore):
 
         return attend
 
-    def _keep(self, keys: QuantizedPages, values: QuantizedPages, k_TGK: Tensor, v_TGK: Tensor, slots: Tensor) -> None:
-        """Choose the salient tokens of the pages that ``slots`` lie in: among the fresh ones and those kept so far."""
-        pages, which = (slots // self.page_size).unique(return_inverse=True)
-        place = slots % self.page_size
+    def _keep(
+        self,
+        keys: QuantizedPages,
+        values: QuantizedPages,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        slots: Tensor,
+        written: tuple[Tensor, Tensor],
+    ) -> None:
+        """Choose the salient tokens of the pages that are ``written``: among the fresh ones and those kept so far.
+
+        What an earlier owner of a page left behind the positions that hold keys now is none of them.
+        """
+        pages, filled = written
+        which, place = torch.searchsorted(pages, slots // self.page_size), slots % self.page_size
         kept_at = keys.kept_at
         assert kept_at is not None and keys.kept is not None and values.kept is not None
         before = kept_at[pages].long()  # [n, S]
         full = [x.kept[before.clamp_min(0)] for x in (keys, values) if x.kept is not None]
         for table, fresh in zip(full, (k_TGK, v_TGK), strict=True):
             table[which, place] = fresh
-        known = before >= 0
+        known = (before >= 0) & (torch.arange(self.page_size, device=pages.device) < filled[:, None])
         known[which, place] = True
         norms = full[0].float().flatten(2).norm(dim=-1).masked_fill(~known, torch.inf)
         best = norms.topk(self._kept, -1, largest=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmserve.config import EngineConfig
 from mmserve.errors import ConfigError
-from mmserve.kv.store import KVStore, Read
+from mmserve.kv.store import KVStore, Read, written_pages
 from mmserve.models.base import LoadedModel
 
 #: Layers of TidalDecode that see everything, and the share of the depth at which it chooses again.
@@ -161,13 +161,8 @@ class _Bounds:
         self.high = [torch.zeros_like(k[:, 0]) for k in store.keys]
 
     def touched(self, ragged: Ragged) -> tuple[Tensor, Tensor]:
-        """int64 pages that a pass writes to, and how many positions of each hold keys once it has."""
-        filled = torch.zeros(len(self.low[0]), dtype=torch.int64, device=ragged.slots.device)
-        for table, length in zip(ragged.page_tables, ragged.kv_lengths, strict=True):
-            count = (length - torch.arange(len(table), device=table.device) * self._page).clamp(0, self._page)
-            filled[table] = torch.maximum(filled[table], count)
-        pages = (ragged.slots // self._page).unique()
-        return pages, filled[pages]
+        """``written_pages`` of a pass."""
+        return written_pages(ragged, len(self.low[0]), self._page)
 
     def update(self, layer: int, k_PSGK: Tensor, pages: Tensor, filled: Tensor) -> None:
         """Take the bounds of ``pages`` anew."""

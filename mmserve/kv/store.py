@@ -131,3 +131,14 @@ class KVStore:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def written_pages(ragged: Ragged, pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """int64, ascending: those of a store's ``pages`` that a pass writes to, and how many positions of each hold keys
+    once it has."""
+    filled = torch.zeros(pages, dtype=torch.int64, device=ragged.slots.device)
+    for table, length in zip(ragged.page_tables, ragged.kv_lengths, strict=True):
+        count = (length - torch.arange(len(table), device=table.device) * page_size).clamp(0, page_size)
+        filled[table] = torch.maximum(filled[table], count)
+    touched = (ragged.slots // page_size).unique()
+    return touched, filled[touched]

@@ -22,7 +22,7 @@ def accompany(model: Model, companion: Model) -> LoadedModel:
     if other is not None:
         raise ConfigError(f"{told}: their tokenizers differ, as in the token {other!r}")
     if model.vision is not None and companion.vision is not None:
-        for what in ("tokens_per_image", "frames_per_video"):
+        for what in ("tokens_per_image", "frames_per_video", "frames_per_second"):
             mine, its = getattr(model.vision, what), getattr(companion.vision, what)
             if mine and its and mine != its:
                 raise ConfigError(f"{told}: its {what} are {its}, not {mine}")

@@ -81,7 +81,8 @@ def test_salient_are_the_smallest_keys_of_a_page_in_whatever_order_they_come(tex
         assert isinstance(store, QuantizedStore)
         keys, values = store._layers[0]
         for slots in order.split(5):
-            store._keep(keys, values, k[slots], v[slots], slots)
+            pages = (slots // PAGE).unique()
+            store._keep(keys, values, k[slots], v[slots], slots, (pages, torch.full_like(pages, PAGE)))
         assert keys.kept_at is not None and keys.kept is not None and values.kept is not None
         for page in range(2):
             there = (keys.kept_at[page] >= 0).nonzero()[:, 0]
@@ -91,6 +92,21 @@ def test_salient_are_the_smallest_keys_of_a_page_in_whatever_order_they_come(tex
                 assert torch.equal(keys.kept[at], k[page * PAGE + place])
                 assert torch.equal(values.kept[at], v[page * PAGE + place])
         assert (keys.kept_at[2:] == -1).all()
+
+
+@torch.inference_mode()
+def test_what_a_page_held_before_has_no_say(text_model: LoadedModel) -> None:
+    """Salient tokens of an earlier request stand where this one has not yet written."""
+    made = []
+    for earlier in ([], [8]):
+        store = stores(text_model, bits=4, kept=0.25)
+        for seed, size in [*((seed, PAGE) for seed in earlier), (0, 3)]:
+            ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 400, size))
+            rows = np.arange(size)
+            one = Pass(blank(1, size - 1, 4), np.array([2]), text_model.decoder.embed(ids), rows, rows, rows, size)
+            [found] = forward(text_model, store, [one], row_floor(text_model))
+        made.append(found.whole())
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize(("bits", "kept"), [(8, 0.0), (4, 0.25)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, EngineConfig, from_mapping
 from mmserve.core.request import Policy
 from mmserve.decode.forward import Pass, forward, row_floor
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, Unimplemented
 from mmserve.kv.sparse import DECODE, PREFILL, Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel
@@ -172,6 +172,15 @@ def test_the_configuration_names_the_builders_that_there_are() -> None:
 def test_wrong_numbers_are_refused_with_what_is_right(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping({"engine": values})
+
+
+@pytest.mark.parametrize("engine", [{"kv_bits": 4, "kv_kept": 0.25}, {"sparse_decode": "quest"}])
+def test_drafts_are_refused_where_they_would_have_a_say(causal: LoadedModel, bench: Make, engine: Any) -> None:
+    b = bench(model=causal, stages="inline", **engine)
+    assert "ngram" not in b.engine.stages.describe().commit_policies
+    with pytest.raises(Unimplemented, match="ngram"):
+        b.ask(ask("r", "a", commit=Policy(name="ngram")))
+    assert b.ask(ask("s", "a", max_new_tokens=4)).text
 
 
 def test_a_prefix_cache_beside_sparse_prefill_is_refused_with_what_to_do(causal: LoadedModel, bench: Make) -> None:

@@ -70,8 +70,8 @@ PAIRS: tuple[Pair, ...] = (
 
 
 def _whole_answer(canvas: int) -> EarlyCommit:
-    """Sure of all that is left, of which a fifth of a token is expected to be wrong."""
-    return EarlyCommit(mistakes=0.2, answer_length=canvas)
+    """Sure of all that is left, of which a quarter of a token is expected to be wrong."""
+    return EarlyCommit(mistakes=0.25, answer_length=canvas)
 
 
 #: Policies of ``PAIRS`` that are more than a name, some of the canvas asked for.

@@ -121,12 +121,16 @@ class Encoder:
             (spec.video_id, "video", "a video", videos),
         ):
             held = int((ids == placeholder).sum()) if placeholder is not None else 0
-            if held != len(rows):
-                raise InvalidArgument.of(
-                    "messages", f"the text holds {held - len(rows)} {kind} placeholders without {one}"
-                )
+            if held > len(rows):
+                why = f"the text holds {held - len(rows)} {kind} placeholders without {one}"
+                raise InvalidArgument.of("messages", why)
+            if held < len(rows):
+                why = f"the model's chat format leaves out {one}: put it into a message of the user"
+                raise InvalidArgument.of("messages", why)
             if placeholder is not None:
                 waiting[placeholder] = iter(rows)
+        if (~np.isin(ids, list(waiting)) & (ids >= self.model.vocab_size)).any():
+            raise InvalidArgument.of("messages", "the text holds a placeholder of media that this model does not take")
         pieces: list[_Rows] = []
         start = 0
         for place in np.flatnonzero(np.isin(ids, list(waiting))):

@@ -178,8 +178,9 @@ def _padding_ids(sources: Sources) -> list[Any]:
 
 
 def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, config: DecoderConfig) -> None:
-    """Raise ``ConfigError`` where the tokenizer has tokens that the model does not embed."""
-    if len(tokenizer) > config.vocab_size:
+    """Raise ``ConfigError`` where the model does not embed all tokens, but for placeholders of media."""
+    past = [t for t, i in tokenizer.get_vocab().items() if i >= config.vocab_size and t not in (IMAGE, VIDEO)]
+    if past:
         raise ConfigError(
             f"{checkpoint.folder}: the tokenizer has {len(tokenizer)} tokens, the model embeds only {config.vocab_size}"
         )

@@ -26,7 +26,7 @@ from mmserve.models.family import Sources, load_family, make_spec, mask_id_of, t
 from mmserve.models.keys import Keys
 from mmserve.models.llada import MASK
 from mmserve.models.magvit import MagvitEncoder, load_magvit
-from mmserve.models.picture import CannotPrepare, Picture, Prepared, Tile, VisionEncoder, joined
+from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, check_shape, joined
 from mmserve.models.towers import download
 from mmserve.prune.base import Evidence, Look
 
@@ -40,7 +40,6 @@ CHAT_TEMPLATE = (
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n{% endif %}"
 )
-_LONGEST_SIDE = 64  # times the shorter one: the picture is resized before it is cut
 
 
 class MmadaVision(VisionEncoder):
@@ -82,10 +81,9 @@ class MmadaVision(VisionEncoder):
 
         From 0 to 255 as in the picture, which any floating point type holds exactly.
         """
+        check_shape(image)
         width, height = image.size
         short, side = min(width, height), self.resolution
-        if max(width, height) > _LONGEST_SIDE * short:
-            raise CannotPrepare(f"is {width} x {height} pixels; this model takes sides up to {_LONGEST_SIDE}:1")
         size = (int(side * width / short), int(side * height / short))
         left, top = (round((length - side) / 2) for length in size)
         cut = image.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))

@@ -22,8 +22,18 @@ Prepared = Mapping[str, Tensor]
 Text = str | tuple[int, ...]
 
 
+#: Longest side of an image over its shortest, where it is scaled by the one, or padded to the other, before it is cut.
+LONGEST_SIDE = 64
+
+
 class CannotPrepare(ValueError):
     """An image or clip that this model cannot take, though it is a sound file; the message says why."""
+
+
+def check_shape(image: Image.Image) -> None:
+    """Raise ``CannotPrepare`` for a picture so thin that whole it would fill the memory once it is scaled."""
+    if max(image.size) > LONGEST_SIDE * min(image.size):
+        raise CannotPrepare(f"is {image.width} x {image.height} pixels; this model takes sides up to {LONGEST_SIDE}:1")
 
 
 @dataclass(frozen=True)

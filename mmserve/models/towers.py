@@ -204,7 +204,7 @@ def _tower_folder(checkpoint: Checkpoint, target: Target, *, weights: bool) -> P
 
 def download(repository: str, *, weights: bool = True) -> Path:
     """The local folder of a hub repository's settings, and of its ``weights``; raises ``ConfigError``."""
-    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

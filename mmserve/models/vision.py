@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmserve.models.anyres import Anyres
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
-from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
+from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, check_shape, joined
 from mmserve.prune.base import Evidence, Look
 
 #: Tiles that go through a tower together: all of its layers' outputs are held while they do.
@@ -98,6 +98,7 @@ class LlavaVision(VisionEncoder):
 
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
+            check_shape(image)
             return {"pixels": _pixels(self.processor, image)}
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
 

@@ -175,8 +175,10 @@ def test_wrong_numbers_are_refused_with_what_is_right(values: dict[str, object],
 
 
 @pytest.mark.parametrize("engine", [{"kv_bits": 4, "kv_kept": 0.25}, {"sparse_decode": "quest"}])
-def test_drafts_are_refused_where_they_would_have_a_say(causal: LoadedModel, bench: Make, engine: Any) -> None:
-    b = bench(model=causal, stages="inline", **engine)
+def test_drafts_are_refused_where_they_would_have_a_say(
+    causal: LoadedModel, bench: Make, engine: dict[str, object]
+) -> None:
+    b = bench(causal, stages="inline", page_size=16, **engine)
     assert "ngram" not in b.engine.stages.describe().commit_policies
     with pytest.raises(Unimplemented, match="ngram"):
         b.ask(ask("r", "a", commit=Policy(name="ngram")))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llada_checkpoints as llada
@@ -18,6 +20,7 @@ import torch
 from clips import clip, video_model
 from helpers import ask, picture, tiny_model
 from PIL import Image
+from tokenizers import AddedToken
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
@@ -26,12 +29,14 @@ from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
-from mmserve.errors import InvalidArgument
+from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.kv.prefix import page_keys
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.chat import VIDEO
+from mmserve.models.family import check_vocabulary
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import pruners_for
 
@@ -339,3 +344,37 @@ def test_clips_come_from_disk_after_a_restart(tmp_path: Path) -> None:
     assert seen == 4 + 1 == tower.pictures and after.tokens.stats().disk_hits == 2
     assert np.array_equal(first.ids, again.ids) and torch.equal(features(first), features(again))
     assert first.places is not None and again.places is not None and np.array_equal(first.places, again.places)
+
+
+def test_a_placeholder_may_lie_past_the_embeddings_and_other_tokens_may_not() -> None:
+    """InternVL's tokenizers hold ``<video>`` behind the last embedding."""
+    model = tiny_model(vision=True)
+    checkpoint: Any = SimpleNamespace(folder=Path("model"))
+    bare: Any = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1, VIDEO: 2})
+    check_vocabulary(checkpoint, bare, replace(model.decoder.config, vocab_size=2))
+    for vocab_size in (1, len(model.tokenizer) - 1):
+        with pytest.raises(ConfigError, match="embeds only"):
+            config = replace(model.decoder.config, vocab_size=vocab_size)
+            check_vocabulary(checkpoint, model.tokenizer, config)
+
+
+def test_a_placeholder_past_the_embeddings_is_refused_where_nothing_takes_its_place() -> None:
+    model = tiny_model(vision=True)
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.add_tokens([AddedToken("<clip>", special=True, normalized=False)], special_tokens=True)
+    assert tokenizer.convert_tokens_to_ids("<clip>") >= model.vocab_size
+    with pytest.raises(InvalidArgument, match="placeholder of media that this model does not take"):
+        encoder(replace(model, tokenizer=tokenizer)).encode([show(TextPart("a <clip>"))])
+
+
+def test_a_picture_too_thin_to_be_scaled_is_refused() -> None:
+    model = tiny_model(vision=True)
+    for size, fits in (((640, 10), True), ((650, 10), False), ((10, 650), False)):
+        file = io.BytesIO()
+        Image.new("RGB", size).save(file, "PNG")
+        request = show(ImagePart(file.getvalue()))
+        if fits:
+            assert len(encoder(model).encode([request])) == 1
+        else:
+            with pytest.raises(InvalidArgument, match="sides up to 64:1"):
+                encoder(model).encode([request])

@@ -280,6 +280,7 @@ def _again(config: Config, asked: Sequence[tuple[Any, Question]]) -> dict[str, A
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Accuracy against visual tokens, a line a pruner, as PNG."""
     try:
+        import matplotlib
         import matplotlib.figure  # an extra: only this needs it
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
@@ -288,11 +289,16 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         lines[row["pruner"]].append(row)
-    for name, points in lines.items():
-        ordered = sorted([*points, rows[0]], key=lambda row: row["visual_tokens"])
+    axes.plot([rows[0]["visual_tokens"]], [rows[0]["accuracy"]], "k*", markersize=10, label="none")
+    pruners = [name for name in lines if name != "none"]
+    shades = matplotlib.colormaps["tab20"].colors[::2] + matplotlib.colormaps["tab20"].colors[1::2]
+    for name, shade in zip(pruners, shades, strict=False):
+        ordered = sorted([*lines[name], rows[0]], key=lambda row: row["visual_tokens"])
         style = "--" if name in ("random", "resize") else "-"
         tokens = [row["visual_tokens"] for row in ordered]
-        axes.plot(tokens, [row["accuracy"] for row in ordered], style, marker="o", markersize=4, label=name)
+        axes.plot(
+            tokens, [row["accuracy"] for row in ordered], style, color=shade, marker="o", markersize=4, label=name
+        )
     axes.set(xscale="log", xlabel="visual tokens", ylabel="accuracy (dashed: the baselines)", ylim=(0, 1.03))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

@@ -290,15 +290,12 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     for row in rows:
         lines[row["pruner"]].append(row)
     axes.plot([rows[0]["visual_tokens"]], [rows[0]["accuracy"]], "k*", markersize=10, label="none")
-    pruners = [name for name in lines if name != "none"]
-    shades = matplotlib.colormaps["tab20"].colors[::2] + matplotlib.colormaps["tab20"].colors[1::2]
-    for name, shade in zip(pruners, shades, strict=False):
+    for index, name in enumerate(name for name in lines if name != "none"):
         ordered = sorted([*lines[name], rows[0]], key=lambda row: row["visual_tokens"])
         style = "--" if name in ("random", "resize") else "-"
         tokens = [row["visual_tokens"] for row in ordered]
-        axes.plot(
-            tokens, [row["accuracy"] for row in ordered], style, color=shade, marker="o", markersize=4, label=name
-        )
+        accuracy, color = [row["accuracy"] for row in ordered], matplotlib.colormaps["tab20"](index * 2 % 19)
+        axes.plot(tokens, accuracy, style, color=color, marker="o", markersize=4, label=name)
     axes.set(xscale="log", xlabel="visual tokens", ylabel="accuracy (dashed: the baselines)", ylim=(0, 1.03))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

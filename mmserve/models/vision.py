@@ -98,7 +98,8 @@ class LlavaVision(VisionEncoder):
 
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
-            check_shape(image)
+            if getattr(getattr(self.processor, "size", None), "shortest_edge", None):
+                check_shape(image)
             return {"pixels": _pixels(self.processor, image)}
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
 

@@ -98,7 +98,7 @@ class LlavaVision(VisionEncoder):
 
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
-            if getattr(getattr(self.processor, "size", None), "shortest_edge", None):
+            if not getattr(getattr(self.processor, "size", None), "height", None):  # or else the shape is lost at once
                 check_shape(image)
             return {"pixels": _pixels(self.processor, image)}
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}

@@ -37,6 +37,8 @@ from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.chat import VIDEO
 from mmserve.models.family import check_vocabulary
+from mmserve.models.picture import CannotPrepare
+from mmserve.models.towers import PaddedProcessor
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import pruners_for
 
@@ -378,3 +380,12 @@ def test_a_picture_too_thin_to_be_scaled_is_refused() -> None:
         else:
             with pytest.raises(InvalidArgument, match="sides up to 64:1"):
                 encoder(model).encode([request])
+
+
+def test_a_picture_too_thin_to_be_padded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = tiny_model(vision=True).vision
+    assert isinstance(vision, LlavaVision)
+    monkeypatch.setattr(vision, "processor", PaddedProcessor(vision.processor))
+    assert vision.prepare(Image.new("RGB", (64, 1)))["pixels"].shape[0] == 1
+    with pytest.raises(CannotPrepare, match="sides up to 64:1"):
+        vision.prepare(Image.new("RGB", (65, 1)))

@@ -17,6 +17,15 @@ torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 settings.load_profile("suite")
 
+#: Processes that share the whole suite, at most: each holds torch and a server of its own.
+MOST_WORKERS = 8
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs on all cores; named tests, and those whose output is to be seen (`-s`), in this process."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return min(MOST_WORKERS, os.cpu_count() or 1) if whole and config.option.capture != "no" else 0
+
 
 @pytest.fixture(scope="session")
 def model() -> LoadedModel:

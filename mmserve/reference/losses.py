@@ -13,10 +13,11 @@ from mmserve.reference.model import ReferenceModel
 
 #: Share of questions whose every answer token is masked: then only the picture tells.
 ALL_MASKED = 0.4
-#: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches.
+#: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches in half of
+#: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
 #: Share of batches of text that are trained as ``staircase`` does, and tokens of a piece on average.
-STAIRCASE, STAIR = 0.6, 4
+STAIRCASE, STAIR = 0.4, 4
 #: Masking rates of what is told in random order: what is left must tell which shape is meant.
 UNORDERED_RATES = (0.3, 0.85)
 
@@ -27,9 +28,9 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     A question masks each token of its answer with its own rate, drawn uniformly, or all of them (``ALL_MASKED`` of
     questions). Of answers of more than one block, half are masked as block-wise decoding meets them: what stands left
     of a random block is known, what stands right of it is masked and carries no loss. Of answers told in order, some
-    are masked from a random token on (``FROM_A_TOKEN``), with the loss on the ``AHEAD`` tokens there: what decoding
-    meets most, for the surest token is mostly the next one. Whatever the masking, a token's weight is its share on
-    average.
+    are masked from a random token on (``FROM_A_TOKEN``), with the loss on the ``AHEAD`` tokens there or on all: what
+    decoding meets most, for the surest token is mostly the next one. Whatever the masking, a token's weight is its
+    share on average.
     """
     shape = (len(batch.ids), int(batch.question.max()) + 1)
 
@@ -56,7 +57,8 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     weight = torch.where(blockwise, weight * inside * spread(blocks), weight)
     if batch.kind not in UNORDERED:
         suffix = spread(uniform(shape) < FROM_A_TOKEN)
-        onward, onward_weight = _from_a_token(batch, uniform(shape))
+        far = uniform(shape) < 0.5
+        onward, onward_weight = _from_a_token(batch, uniform(shape), spread(far))
         masked, weight = torch.where(suffix, onward, masked), torch.where(suffix, onward_weight, weight)
     return torch.where(masked, mask_id, batch.ids), weight
 
@@ -98,10 +100,10 @@ def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[B
     return doubled, ids, doubled.share
 
 
-def _from_a_token(batch: Batch, cut: Tensor) -> tuple[Tensor, Tensor]:
+def _from_a_token(batch: Batch, cut: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     """Masked positions ``[B, T]`` from a token of each answer on, and their weights; ``cut [B, questions]`` in [0, 1).
 
-    The cut is uniform over the answer's own tokens; the padding behind them is always masked.
+    The loss reaches ``AHEAD`` tokens, or to the answer's end where ``far [B, T]`` is True. The cut is uniform over the answer's own tokens; the padding behind them is always masked.
     """
     end = batch.share.shape[1]
     zeros = torch.zeros(cut.shape, dtype=torch.long, device=batch.share.device)
@@ -113,7 +115,8 @@ def _from_a_token(batch: Batch, cut: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.where(own, count - before.gather(1, batch.question), end)
     length, start = lengths.gather(1, batch.question), (cut * lengths).long().gather(1, batch.question)
     masked = (batch.share > 0) & (index >= start)
-    reached = batch.share * length / (index + 1).clamp(max=AHEAD) * (masked & (index < start + AHEAD))
+    ahead = torch.where(far, end, AHEAD)
+    reached = batch.share * length / torch.minimum(index + 1, ahead) * (masked & (index < start + ahead))
     return masked, torch.where(own, reached, batch.share * masked)
 
 

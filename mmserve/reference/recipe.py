@@ -51,6 +51,16 @@ MIXES: dict[str, dict[str, float]] = {
         "pair": 0.16,
         "cells": 0.05,
     },
+    "settling": {
+        "image": 0.17,
+        "listing": 0.02,
+        "json": 0.25,
+        "video": 0.16,
+        "narration": 0.04,
+        "text": 0.2,
+        "pair": 0.12,
+        "cells": 0.04,
+    },
 }
 
 

@@ -25,6 +25,7 @@ from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.embedding import embedded
 from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
+from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
@@ -44,7 +45,8 @@ class DiffusionDecoder:
 
     ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``companion``
     drafts or judges for the requests whose commit policy asks for it. ``offered``: what their policies may ask for;
-    None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything.
+    None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything. ``graphs`` run
+    passes of decode where they can; None = none do.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class DiffusionDecoder:
         companion: Companion | None = None,
         offered: Offered | None = None,
         sparse: Sparse | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
-        self._sparse = sparse
+        self._sparse, self._graphs = sparse, graphs
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
         self._floor = row_floor(model)
@@ -123,7 +126,7 @@ class DiffusionDecoder:
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
-            logits = self._forward(passes, [d.constrained for d in running], selection)
+            logits = self._forward(passes, [d.constrained for d in running], selection, self._graphs)
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
@@ -182,11 +185,16 @@ class DiffusionDecoder:
         return pages
 
     def _forward(
-        self, passes: list[Pass], constrained: list[Constrained | None], selection: Selection | None
+        self,
+        passes: list[Pass],
+        constrained: list[Constrained | None],
+        selection: Selection | None,
+        graphs: Graphs | None = None,
     ) -> list[Logits]:
         """One forward pass of the ragged batch; constrained requests note its processor time."""
         begun = time.thread_time()
-        logits = forward(self.model, self.store, passes, self._floor, sparse=self._sparse, selection=selection)
+        model, store, floor = self.model, self.store, self._floor
+        logits = forward(model, store, passes, floor, sparse=self._sparse, selection=selection, graphs=graphs)
         for state in constrained:
             if state is not None:
                 state.meter.forward_seconds += time.thread_time() - begun

@@ -1,0 +1,218 @@
+"""The decode step as CUDA graphs: a pass recorded once for a size of batch, and run again over the same buffers.
+
+A step of few rows launches hundreds of small kernels, one after another; a graph launches them at once. A pass is padded
+to a ``Bucket``, the next powers of two of its rows, requests and pages. Rows that pad it write to the store's scratch
+page, see nothing and are thrown away; the buffers hold nothing of an earlier pass.
+
+A request's result depends on its batch no more than without graphs, by construction. Attention takes a row's own query,
+limit and request, and what else is in a layer works on each row by itself. Only how many rows a matrix product has is
+the bucket's, as it is the batch's in an ordinary pass: on a GPU that may move last bits.
+
+Recorded work must ask the device nothing, since the host only looks on while it is recorded. What did ask, or was made
+on the host, stands outside: the programs of attention (``fixed_schedule`` makes them on the device), rotary angles (the
+axes of M-RoPE's frequencies come from the host), the rows whose logits are wanted. What cannot stand outside is not
+recorded: experts, which run as many rows as come to them, sparse attention and quantised K/V, which ask which pages a
+pass writes (``obstacle``); passes with deep features or with an observer; prefill, whose sizes are seldom the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mmserve_kernels.cached_attention import FixedBatch
+from torch import Tensor
+
+from mmserve.kv.pool import pages_for
+from mmserve.kv.quantized import QuantizedStore
+from mmserve.kv.sparse import Sparse
+from mmserve.kv.store import KVStore, Layout
+from mmserve.models.base import LoadedModel
+
+logger = logging.getLogger("mmserve.decode")
+
+#: Rows of the largest pass that is recorded: beyond, arithmetic takes longer than launches.
+MOST_ROWS = 512
+#: Graphs of one model. Once there are as many, a pass runs in one that has room for it, or as an ordinary pass.
+MOST_GRAPHS = 32
+
+Run = Callable[[], Tensor]
+#: Records what a run launches: calling what it returns does that again, with the output in the same place.
+Capture = Callable[[Run], Run]
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A size of batch: as many rows, requests, and pages of each of them."""
+
+    rows: int
+    requests: int
+    pages: int
+
+    @classmethod
+    def of(cls, rows: int, layout: Layout, page_size: int) -> Bucket:
+        """The smallest one, of powers of two, for a pass of so many ``rows``."""
+        pages = pages_for(max(layout.kv_lengths), page_size)
+        return cls(*(1 << (size - 1).bit_length() for size in (rows, len(layout.row_counts), pages)))
+
+    def holds(self, other: Bucket) -> bool:
+        """Whether every pass of the ``other`` fits."""
+        return self.rows >= other.rows and self.requests >= other.requests and self.pages >= other.pages
+
+
+def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | None) -> str:
+    """Why decode steps of ``model`` are not recorded, whatever is in them; empty = they are.
+
+    ``setting``: ``cuda_graphs`` of the engine's configuration.
+    """
+    if setting == "off":
+        return "[engine] cuda_graphs is 'off'"
+    if store.device.type != "cuda":
+        return f"graphs are of CUDA devices, and the device is {store.device.type}"
+    if isinstance(store, QuantizedStore):
+        return "K/V is quantised (kv_bits)"
+    if sparse is not None:
+        return "attention is sparse (sparse_*)"
+    if model.decoder.config.moe is not None:
+        return "how many rows come to an expert is not known before"
+    slow = [op for op in ("cached_attention", "rope_scatter") if store.kernels[op] != "triton"]
+    return f"{slow[0]} runs as {store.kernels[slow[0]]}" if slow else ""
+
+
+def graphs_for(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | None = None) -> Graphs | None:
+    """The graphs of a model's decode steps, None where there is an ``obstacle``; the log and ``store.kernels`` (as
+    ``decode_step``) say which."""
+    reason = obstacle(model, store, setting, sparse)
+    store.kernels["decode_step"] = "eager" if reason else "cuda_graphs"
+    if reason:
+        logger.info("%s: decode steps run without CUDA graphs: %s", model.spec.name, reason)
+        return None
+    logger.info("%s: decode steps of up to %d rows run as CUDA graphs", model.spec.name, MOST_ROWS)
+    return Graphs(model, store, CudaCapture(store.device))
+
+
+class Graphs:
+    """The recorded passes of one model over one store. Not for several threads at once."""
+
+    def __init__(self, model: LoadedModel, store: KVStore, capture: Capture) -> None:
+        self._model, self._store, self._capture = model, store, capture
+        self._graphs: dict[Bucket, tuple[_Buffers, Run]] = {}
+        self._broken = False
+        self.runs = 0  # passes that were run so
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Those recorded so far, in their order."""
+        return tuple(self._graphs)
+
+    @torch.inference_mode()
+    def run(self, x_TD: Tensor, positions: Tensor, layout: Layout) -> Tensor | None:
+        """Final hidden states of a pass, of more rows than it has: the rest is nothing. None = it is not recorded.
+
+        ``x_TD``: embeddings, padded to the ``row_floor``; ``positions`` as of ``Decoder.forward``, ``layout`` of the
+        rows without padding. The result is overwritten by the next run.
+        """
+        if len(x_TD) > MOST_ROWS or not x_TD.numel():
+            return None
+        graph = self._graph(Bucket.of(len(x_TD), layout, self._store.page_size))
+        if graph is None:
+            return None
+        buffers, replay = graph
+        buffers.fill(layout, x_TD, *self._model.decoder.rotary(positions))
+        self.runs += 1
+        return replay()
+
+    def _graph(self, wanted: Bucket) -> tuple[_Buffers, Run] | None:
+        """Recorded if need be: over empty buffers, so that no request's K/V is touched by that."""
+        if wanted in self._graphs:
+            return self._graphs[wanted]
+        if len(self._graphs) >= MOST_GRAPHS or self._broken:
+            large = [bucket for bucket in self._graphs if bucket.holds(wanted)]
+            return self._graphs[min(large)] if large else None
+        buffers = _Buffers(wanted, self._model, self._store)
+        decoder, store = self._model.decoder, self._store
+
+        def run() -> Tensor:
+            return decoder.hidden(buffers.x_TD, buffers.cos, buffers.sin, store.attend(buffers.batch()))
+
+        try:
+            self._graphs[wanted] = buffers, self._capture(run)
+        except RuntimeError:  # of the driver, or of a model that does ask: it can still be served
+            logger.warning("a decode step of %s cannot be recorded: no more graphs are made", wanted, exc_info=True)
+            self._broken = True
+            return self._graph(wanted)
+        logger.info("recorded the decode step of up to %s; %d graphs", wanted, len(self._graphs))
+        return self._graphs[wanted]
+
+
+class _Buffers:
+    """What a recorded pass reads: everything that is not a weight or in the store. Begins as a batch of padding."""
+
+    def __init__(self, bucket: Bucket, model: LoadedModel, store: KVStore) -> None:
+        rows, requests, pages = bucket.rows, bucket.requests, bucket.pages
+        self._bucket, self._page_size = bucket, store.page_size
+        self._scratch = store.scratch
+        device, width = store.device, model.decoder.config.hidden_size
+        # All integers are one tensor: they come from the host in one copy.
+        self._sizes = (requests, requests, rows, rows, requests * pages)
+        self._blank = np.zeros(sum(self._sizes), np.int64)
+        _counts, _lengths, slots, _limits, table = self._split(self._blank)
+        slots[:] = store.scratch * store.page_size + np.arange(rows) % store.page_size
+        table[:] = store.scratch
+        self._ints = torch.from_numpy(self._blank.copy()).to(device)
+        self.x_TD = torch.zeros(rows, width, dtype=model.dtype, device=device)
+        places = torch.zeros(model.position_axes, rows, dtype=torch.int64, device=device)
+        self.cos, self.sin = model.decoder.rotary(places if model.position_axes > 1 else places[0])
+
+    def batch(self) -> FixedBatch:
+        """The batch: a new one for each run, of the same tensors."""
+        counts, lengths, slots, limits, table = self._ints.split(self._sizes)
+        return FixedBatch(counts, lengths, table.view(self._bucket.requests, self._bucket.pages), slots, limits)
+
+    def fill(self, layout: Layout, x_TD: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Put a pass into them, and padding into what it leaves."""
+        host = self._blank.copy()
+        counts, lengths, slots, limits, table = self._split(host)
+        requests, rows = len(layout.row_counts), len(layout.slots)
+        counts[:requests], lengths[:requests], slots[:rows] = layout.row_counts, layout.kv_lengths, layout.slots
+        seen = layout.kv_limit
+        limits[:rows] = np.repeat(layout.kv_lengths, layout.row_counts) if seen is None else seen
+        tables = table.reshape(self._bucket.requests, self._bucket.pages)
+        for row, pages, length in zip(tables, layout.page_tables, layout.kv_lengths, strict=False):
+            held = pages_for(length, self._page_size)
+            row[:held] = pages[:held]
+        self._ints.copy_(torch.from_numpy(host))
+        for buffer, fresh in ((self.x_TD, x_TD), (self.cos, cos), (self.sin, sin)):
+            buffer[: len(fresh)].copy_(fresh)
+            buffer[len(fresh) :].zero_()
+
+    def _split(self, ints: np.ndarray) -> list[np.ndarray]:
+        return np.split(ints, np.cumsum(self._sizes)[:-1])
+
+
+class CudaCapture:
+    """Records on a GPU, into memory that all graphs share: one runs at a time, and its output is read before the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        """``RuntimeError`` where ``run`` cannot be recorded."""
+        with torch.cuda.device(self._device):
+            here, aside, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                run()  # kernels are compiled and libraries make their workspaces: not while recording
+            here.wait_stream(aside)
+            # Other stages' threads allocate and wait as they like meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay

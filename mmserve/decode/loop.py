@@ -30,6 +30,7 @@ from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
 from mmserve.decode.sampler import candidates
+from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.kv.reducer import Reducer, Reducing
@@ -64,6 +65,7 @@ class DiffusionDecoder:
         self._sparse, self._graphs = sparse, graphs
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
+        self._scores = scores_for(model, store)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
 
@@ -211,7 +213,7 @@ class DiffusionDecoder:
         if isinstance(commit, Proposing):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
         else:
-            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best)
+            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores)
         if constrained is not None and best is not None:
             constrained.ranked = best.ranked()
         return found
@@ -226,10 +228,9 @@ class DiffusionDecoder:
 
         def of(which: np.ndarray) -> Candidates:
             targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
-            if constrained is None:
-                return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids)
-            parts.append(constrained.best_of(targets - first, causal=spec.causal))
-            return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids, parts[-1])
+            best = None if constrained is None else constrained.best_of(targets - first, causal=spec.causal)
+            parts.extend([] if best is None else [best])
+            return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids, best, self._scores)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from harness import Bench
 from helpers import ask, blank, dkv, threshold, tiny_model
-from mmserve_kernels import cached_attention as attention
-from mmserve_kernels import rope_scatter as rope
 from mmserve_kernels.cached_attention import kernel as attention_kernel
 from mmserve_kernels.rope_scatter import kernel as rope_kernel
 from torch import Tensor
@@ -30,6 +29,7 @@ from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.decoder import Decoder
+from mmserve.models.moe import MoEConfig
 
 Make = Callable[..., Bench]
 PAGE, PAGES = 8, 60
@@ -79,7 +79,7 @@ def passes(model: LoadedModel, batch: list[int], counts: list[int] | None, seed:
     made = []
     for place, i in enumerate(batch):
         draw = np.random.default_rng([seed, i])
-        embeddings = model.decoder.embed(torch.from_numpy(draw.integers(0, 400, SIZES[i])))
+        embeddings = model.decoder.embed(torch.from_numpy(draw.integers(0, 400, SIZES[i])).to(model.device))
         rows = np.arange(SIZES[i])
         if counts is not None:
             rows = np.sort(draw.choice(rows, counts[place], replace=False))
@@ -144,12 +144,241 @@ def test_with_the_kernels_a_padded_pass_is_the_pass_bit_for_bit(kind: str, text_
     model = MODELS[kind](text_model)
     plain, fixed = store_of(model), store_of(model)
     graphs = Graphs(model, fixed, again)
-    prompt = passes(model, [0, 4], None, 0)
-    for store in (plain, fixed):
-        logits(model, store, prompt)
-    for seed, (batch, counts) in enumerate([([0, 4], [3, 9]), ([4], [2])], 1):
+    for one, other in zip((*plain.keys, *plain.values), (*fixed.keys, *fixed.values), strict=True):
+        other[: fixed.scratch] = one[: plain.scratch].normal_(generator=torch.Generator().manual_seed(0))
+    for seed, (batch, counts) in enumerate([([0, 4], [3, 6]), ([4], [2])], 1):
         asked = passes(model, batch, counts, seed)
         assert torch.equal(logits(model, fixed, asked, graphs), logits(model, plain, asked))
     assert graphs.runs == 2
     for one, other in zip((*plain.keys, *plain.values), (*fixed.keys, *fixed.values), strict=True):
-        assert torch.equal(one[: plain.scratch].nan_to_num(7.0), other[: fixed.scratch].nan_to_num(7.0))
+        assert torch.equal(one[: plain.scratch], other[: fixed.scratch])
+
+
+class HostConstants(TorchDispatchMode):
+    """Counts the tensors that are made of numbers on the host, which a GPU has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.count += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_recorded_pass_asks_the_device_nothing(kind: str) -> None:
+    """Run with tensors that have no contents: a branch on a number, a shape made of one, or a copy raises."""
+    recorded: list[Run] = []
+
+    def record(run: Run) -> Run:
+        recorded.append(run)
+        return run
+
+    with FakeTensorMode(), torch.inference_mode():
+        model = MODELS[kind](tiny_model(vision=False))
+        store = KVStore(model.decoder.config, pages=PAGES, page_size=PAGE, dtype=model.dtype, device=model.device)
+        Graphs(model, store, record)._graph(Bucket(16, 2, 4))
+        with HostConstants() as host:
+            assert recorded[0]().shape == (16, model.decoder.config.hidden_size)
+            assert host.count == 0
+            torch.tensor([1, 2])
+            assert host.count == 1, "it would have been seen"
+        with pytest.raises(DataDependentOutputException):
+            (recorded[0]() > 0).any().item()
+
+
+def ready(model: LoadedModel, capture: Callable[[Run], Run] = again) -> Graphs:
+    return Graphs(model, store_of(model), capture)
+
+
+def step(model: LoadedModel, graphs: Graphs, count: int, request: int = 3) -> Tensor:
+    return logits(model, graphs._store, passes(model, [request], [count], 1), graphs)
+
+
+@torch.inference_mode()
+def test_graphs_are_of_powers_of_two_and_each_is_recorded_once(text_model: LoadedModel) -> None:
+    graphs = ready(text_model)
+    floor = row_floor(text_model)
+    for count in (1, 2, floor, floor + 1, 1):
+        step(text_model, graphs, count)
+    assert graphs.buckets == (Bucket(floor, 1, 16), Bucket(2 * floor, 1, 16))
+    step(text_model, graphs, 1, request=0)
+    assert graphs.buckets[-1] == Bucket(floor, 1, 4), "of 20 positions in pages of 8"
+    assert graphs.runs == 6
+
+
+@torch.inference_mode()
+def test_their_number_is_bounded_and_larger_ones_serve(
+    text_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmserve.decode.graphs, "MOST_GRAPHS", 2)
+    graphs = ready(text_model)
+    for count in (33, 17):
+        step(text_model, graphs, count)
+    known = graphs.buckets
+    wanted = logits(text_model, store_of(text_model), passes(text_model, [3], None, 0))
+    for count, runs in ((9, 3), (33, 4), (65, 4), (100, 4)):
+        assert step(text_model, graphs, count).shape == (count, wanted.shape[1])
+        assert graphs.runs == runs, "what fits in none runs as it always did"
+    assert graphs.buckets == known
+
+
+@torch.inference_mode()
+def test_large_passes_are_not_recorded(text_model: LoadedModel) -> None:
+    graphs = ready(text_model)
+    row = torch.zeros(MOST_ROWS + 8, text_model.width)
+    layout = graphs._store.layout([np.arange(8)] * 65, [np.arange(1)] * 65, [8] * 65)
+    assert graphs.run(row, torch.arange(len(row)), layout) is None
+    assert graphs.buckets == ()
+
+
+@torch.inference_mode()
+def test_what_cannot_be_recorded_runs_all_the_same_and_is_tried_once(
+    text_model: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[Run] = []
+
+    def fail(run: Run) -> Run:
+        tried.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = ready(text_model, fail)
+    with caplog.at_level(logging.WARNING, "mmserve.decode"):
+        found = [step(text_model, graphs, count) for count in (5, 5, 40)]
+    assert len(tried) == 1 and graphs.runs == 0
+    assert "cannot be recorded" in caplog.text
+    wanted = logits(text_model, store_of(text_model), passes(text_model, [3], [5], 1))
+    assert torch.equal(found[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+@torch.inference_mode()
+def test_nothing_of_an_earlier_pass_is_left_in_the_buffers(text_model: LoadedModel) -> None:
+    graphs = ready(text_model)
+    step(text_model, graphs, 16)
+    [(buffers, _run)] = graphs._graphs.values()
+    step(text_model, graphs, 9)
+    floor = row_floor(text_model)
+    rows = -(-9 // floor) * floor
+    assert len(buffers.x_TD) == 16
+    assert not buffers.x_TD[9:].any()
+    batch = buffers.batch()
+    assert batch.row_counts.tolist() == [9] and not batch.kv_limit[9:].any()
+    assert set((batch.slots[9:] // PAGE).tolist()) == {PAGES}
+    assert rows == 16
+
+
+# --- in the decoder ---
+
+
+def requests_of(*recompute: Policy | None) -> list[Request]:
+    return [
+        ask(
+            f"r{i}",
+            f"two shapes {i}" * (1 + i % 3),
+            max_new_tokens=[5, 12, 24][i % 3],
+            recompute=recompute[i % len(recompute)],
+            commit=[None, threshold(0.3)][i % 2],
+            temperature=[0.0, 0.8][i // 3 % 2],
+            seed=i,
+        )
+        for i in range(9)
+    ]
+
+
+def answers(b: Bench, requests: list[Request]) -> list[tuple[str, int, list[int]]]:
+    gate = b.gate("encode")
+    calls = b.submit(*requests)
+    gate.open()
+    return [(c.finished().text, c.finished().forwards, b.canvases[c.request.id][0].tolist()) for c in calls]
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "three axes"])
+def test_an_engine_with_graphs_gives_the_same_answers(kind: str, text_model: LoadedModel, bench: Make) -> None:
+    model = MODELS[kind](text_model)
+    requests = requests_of(Policy(name="last")) if kind == "causal" else requests_of(None, dkv(), dkv(3))
+    plain = answers(bench(model), requests)
+    b = bench(model)
+    decoder = b.engine.stages.decoder
+    assert decoder._graphs is None
+    decoder._graphs = Graphs(model, decoder.store, again)
+    assert answers(b, requests) == plain
+    assert decoder._graphs.runs >= max(forwards for _text, forwards, _canvas in plain) - 1
+
+
+def test_passes_that_are_watched_or_add_features_run_as_ever(text_model: LoadedModel, bench: Make) -> None:
+    model = causal(text_model)
+    b = bench(model)
+    decoder = b.engine.stages.decoder
+    decoder._graphs = Graphs(model, decoder.store, again)
+    asked = ask("r", max_new_tokens=12, recompute=Policy(name="last"))
+    b.ask(dataclasses.replace(asked, kv_reduction=Policy(name="heavy_hitters", options={"budget": 28})))
+    assert decoder._graphs.runs == 0
+    b.ask(dataclasses.replace(asked, id="other"))
+    assert decoder._graphs.runs > 0
+
+
+class Elsewhere(KVStore):
+    """A store that says it is on a GPU."""
+
+    def __init__(self, model: LoadedModel, paths: str = "triton") -> None:
+        super().__init__(model.decoder.config, pages=4, page_size=16, dtype=model.dtype, device=model.device)
+        self.device = torch.device("cuda")
+        self.kernels = dict.fromkeys(self.kernels, paths)
+
+
+def test_what_stands_in_the_way_is_named(text_model: LoadedModel) -> None:
+    here = KVStore(text_model.decoder.config, pages=4, page_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    assert obstacle(text_model, here, "auto", None) == "graphs are of CUDA devices, and the device is cpu"
+    there = Elsewhere(text_model)
+    assert obstacle(text_model, there, "auto", None) == ""
+    assert "'off'" in obstacle(text_model, there, "off", None)
+    assert "runs as pytorch" in obstacle(text_model, Elsewhere(text_model, "pytorch"), "auto", None)
+    sparse = Sparse(text_model, here, EngineConfig(page_size=16, sparse_decode="quest"))
+    assert "sparse" in obstacle(text_model, there, "auto", sparse)
+    config = text_model.decoder.config
+    sizes = {"pages": 4, "page_size": 16, "dtype": torch.float32, "device": torch.device("cpu")}
+    quantized = QuantizedStore(config, **sizes, bits=8)
+    quantized.device = torch.device("cuda")
+    assert "kv_bits" in obstacle(text_model, quantized, "auto", None)
+    experts = MoEConfig(experts=4, top_k=2, expert_size=16)
+    decoder = Decoder(dataclasses.replace(config, moe=experts))
+    assert "expert" in obstacle(dataclasses.replace(text_model, decoder=decoder), there, "auto", None)
+
+
+def test_how_steps_run_is_told(text_model: LoadedModel, bench: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mmserve.decode"):
+        told = bench(text_model, started=False).engine.stages.describe().kernels
+    assert told["decode_step"] == "eager"
+    assert "tiny: decode steps run without CUDA graphs: graphs are of CUDA devices" in caplog.text
+
+
+def test_the_setting_is_auto_or_off() -> None:
+    assert EngineConfig().cuda_graphs == "auto"
+    assert from_mapping({"engine": {"cuda_graphs": "off"}}).engine.cuda_graphs == "off"
+    with pytest.raises(ConfigError, match="cuda_graphs must be 'auto' or 'off', not 'on'"):
+        from_mapping({"engine": {"cuda_graphs": "on"}})
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="graphs are recorded on a GPU: run with TRITON_INTERPRET=0",
+)
+@pytest.mark.parametrize("kind", MODELS)
+@torch.inference_mode()
+def test_a_recorded_pass_is_the_pass_that_was_recorded(kind: str) -> None:
+    made = MODELS[kind](tiny_model(vision=False))
+    model = dataclasses.replace(made, decoder=made.decoder.cuda(), device=torch.device("cuda"))
+    stores = [store_of(model) for _ in range(3)]
+    recorded = graphs_for(model, stores[0], "auto")
+    assert recorded is not None and stores[0].kernels["decode_step"] == "cuda_graphs"
+    for store in stores:
+        logits(model, store, passes(model, [0, 1, 2, 3, 4, 5], None, 0))
+    called = Graphs(model, stores[1], again)
+    for seed, (batch, counts) in enumerate([*BATCHES, *BATCHES], 1):
+        asked = passes(model, batch, counts, seed)
+        found = logits(model, stores[0], asked, recorded)
+        assert torch.equal(found, logits(model, stores[1], asked, called)), "the same work over the same buffers"
+        assert near(found, logits(model, stores[2], asked))
+        assert recorded.runs == called.runs == seed
+    assert len(recorded.buckets) == len(BATCHES), "each was recorded once, and run again"

@@ -1,8 +1,8 @@
 """The decode step as CUDA graphs: a pass recorded once for a size of batch, and run again over the same buffers.
 
-A step of few rows launches hundreds of small kernels, one after another; a graph launches them at once. A pass is padded
-to a ``Bucket``, the next powers of two of its rows, requests and pages. Rows that pad it write to the store's scratch
-page, see nothing and are thrown away; the buffers hold nothing of an earlier pass.
+A step of few rows launches hundreds of small kernels, one after another; a graph launches them at once. A pass is
+padded to a ``Bucket``, the next powers of two of its rows, requests and pages. Rows that pad it write to the store's
+scratch page, see nothing and are thrown away; nothing of an earlier pass is left in the buffers.
 
 A request's result depends on its batch no more than without graphs, by construction. Attention takes a row's own query,
 limit and request, and what else is in a layer works on each row by itself. Only how many rows a matrix product has is
@@ -194,7 +194,7 @@ class _Buffers:
 
 
 class CudaCapture:
-    """Records on a GPU, into memory that all graphs share: one runs at a time, and its output is read before the next."""
+    """Records on a GPU, into memory that all graphs share: one runs at a time, its output is read before the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()

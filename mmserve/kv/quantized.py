@@ -52,9 +52,7 @@ class QuantizedStore(KVStore):
         unique, which = pages.unique(return_inverse=True)
         return dequantize(self._layers[layer][1].select(unique)).to(self._dtype)[which, place]
 
-    def attend(
-        self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None
-    ) -> Attend:
+    def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
         """As ``KVStore.attend``: fresh keys and values are rotated, quantised and written, then all are read."""
         if read is not None or observe is not None:
             raise ValueError("sparse attention and reductions read pages at full precision: build a KVStore for them")

@@ -137,9 +137,7 @@ class KVStore:
         rows: Tensor = self._cached_attention(q_THK, k_PSGK, v_PSGK, ragged)
         return rows
 
-    def attend(
-        self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None
-    ) -> Attend:
+    def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
         """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's,
         or what ``read`` does.
 

@@ -1,4 +1,4 @@
-"""Attention of a batch in tensors of fixed shapes: the same rows as of a ragged batch, and no question to the device."""
+"""Attention of a batch in tensors of fixed shapes: the rows of a ragged batch, and no question to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler over ``commit_scores``: the tokens it chooses without, the noise that is counted, and no copy of logits."""
+"""The sampler over ``commit_scores``: the tokens it chooses without, noise that is counted, and no copy of logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_greedy_candidates_are_those_of_the_plain_sampler(scores: Scores, penalt
 @pytest.mark.parametrize("scores", PATHS)
 def test_drawn_candidates_are_those_of_the_plain_sampler_with_the_same_noise(scores: Scores) -> None:
     """A filter that keeps everything goes through the plain sampler; it draws from the counted noise all the same."""
-    values = logits(12)
+    values = logits(6)
     for sampling in (Sampling(temperature=0.7, seed=3), Sampling(temperature=1.5, seed=2**64 - 1)):
         fused = chosen(values, sampling, scores)
         assert_alike(fused, chosen(values, dataclasses.replace(sampling, top_k=VOCAB), scores))
@@ -75,10 +75,8 @@ def test_drawn_candidates_are_those_of_the_plain_sampler_with_the_same_noise(sco
 
 @runs_kernels
 def test_the_kernel_draws_what_the_reference_draws() -> None:
-    values = logits(24)
-    for seed in range(3):
-        sampling = Sampling(temperature=1.0, seed=seed)
-        assert_alike(*(chosen(values, sampling, s) for s in (reference.commit_scores, kernel.commit_scores)))
+    values, sampling = logits(16), Sampling(temperature=1.0, seed=7)
+    assert_alike(*(chosen(values, sampling, s) for s in (reference.commit_scores, kernel.commit_scores)))
 
 
 def test_a_draw_does_not_depend_on_which_positions_are_asked_for() -> None:
@@ -115,12 +113,12 @@ def test_frequencies_over_positions_steps_and_seeds_match_the_softmax() -> None:
 
     over = {
         "positions": tokens(3000, 0, 0),
-        "steps": [t for step in range(1000) for t in tokens(1, 5, step)],
-        "seeds": [t for seed in range(1000) for t in tokens(1, seed, 3)],
+        "steps": [t for step in range(300) for t in tokens(1, 5, step)],
+        "seeds": [t for seed in range(300) for t in tokens(1, seed, 3)],
     }
     for name, found in over.items():
         assert chi_square(np.array(found), expected) < 2.2, name
-        assert chi_square(np.array(found), np.roll(expected, 1)) > 10, name
+        assert chi_square(np.array(found), np.roll(expected, 1)) > 5, name
 
 
 def test_no_two_rows_of_a_block_steps_and_seeds_share_their_noise() -> None:

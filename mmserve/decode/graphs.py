@@ -1,8 +1,9 @@
 """The decode step as CUDA graphs: a pass recorded once for a size of batch, and run again over the same buffers.
 
 A step of few rows launches hundreds of small kernels, one after another; a graph launches them at once. A pass is
-padded to a ``Bucket``, the next powers of two of its rows, requests and pages. Rows that pad it write to the store's
-scratch page, see nothing and are thrown away; nothing of an earlier pass is left in the buffers.
+padded to a ``Bucket``, the next power of two of its rows, and of four of its requests and their pages, which cost next
+to nothing. Rows that pad it write to the store's scratch page, see nothing and are thrown away; nothing of an earlier
+pass is left in the buffers.
 
 A request's result depends on its batch no more than without graphs, by construction. Attention takes a row's own query,
 limit and request, and what else is in a layer works on each row by itself. Only how many rows a matrix product has is
@@ -18,6 +19,8 @@ pass writes (``obstacle``); passes with deep features or with an observer; prefi
 from __future__ import annotations
 
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,15 +39,18 @@ logger = logging.getLogger("mmserve.decode")
 
 #: Rows of the largest pass that is recorded: beyond, arithmetic takes longer than launches.
 MOST_ROWS = 512
-#: Graphs of one model. Once there are as many, a pass runs in one that has room for it, or as an ordinary pass.
-MOST_GRAPHS = 32
+#: Graphs of one model that are kept: those used last.
+MOST_GRAPHS = 64
+
+#: A process can make one recording at a time, whatever its models.
+_RECORDING = threading.Lock()
 
 Run = Callable[[], Tensor]
 #: Records what a run launches: calling what it returns does that again, with the output in the same place.
 Capture = Callable[[Run], Run]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Bucket:
     """A size of batch: as many rows, requests, and pages of each of them."""
 
@@ -54,13 +60,15 @@ class Bucket:
 
     @classmethod
     def of(cls, rows: int, layout: Layout, page_size: int) -> Bucket:
-        """The smallest one, of powers of two, for a pass of so many ``rows``."""
+        """The smallest one for a pass of so many ``rows``."""
         pages = pages_for(max(layout.kv_lengths), page_size)
-        return cls(*(1 << (size - 1).bit_length() for size in (rows, len(layout.row_counts), pages)))
+        return cls(_power(2, rows), _power(4, len(layout.row_counts)), _power(4, pages))
 
-    def holds(self, other: Bucket) -> bool:
-        """Whether every pass of the ``other`` fits."""
-        return self.rows >= other.rows and self.requests >= other.requests and self.pages >= other.pages
+
+def _power(base: int, least: int) -> int:
+    """The lowest power of ``base`` (2 or 4) that is at least so much."""
+    bits = base.bit_length() - 1
+    return 1 << -(-(least - 1).bit_length() // bits) * bits
 
 
 def obstacle(model: LoadedModel, store: KVStore, setting: str, sparse: Sparse | None) -> str:
@@ -99,13 +107,13 @@ class Graphs:
 
     def __init__(self, model: LoadedModel, store: KVStore, capture: Capture) -> None:
         self._model, self._store, self._capture = model, store, capture
-        self._graphs: dict[Bucket, tuple[_Buffers, Run]] = {}
+        self._graphs: OrderedDict[Bucket, tuple[_Buffers, Run]] = OrderedDict()  # the one used last at the end
         self._broken = False
         self.runs = 0  # passes that were run so
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Those recorded so far, in their order."""
+        """Those that there are graphs of, the one used last at the end."""
         return tuple(self._graphs)
 
     @torch.inference_mode()
@@ -128,10 +136,10 @@ class Graphs:
     def _graph(self, wanted: Bucket) -> tuple[_Buffers, Run] | None:
         """Recorded if need be: over empty buffers, so that no request's K/V is touched by that."""
         if wanted in self._graphs:
+            self._graphs.move_to_end(wanted)
             return self._graphs[wanted]
-        if len(self._graphs) >= MOST_GRAPHS or self._broken:
-            large = [bucket for bucket in self._graphs if bucket.holds(wanted)]
-            return self._graphs[min(large)] if large else None
+        if self._broken:
+            return None
         buffers = _Buffers(wanted, self._model, self._store)
         decoder, store = self._model.decoder, self._store
 
@@ -143,8 +151,12 @@ class Graphs:
         except RuntimeError:  # of the driver, or of a model that does ask: it can still be served
             logger.warning("a decode step of %s cannot be recorded: no more graphs are made", wanted, exc_info=True)
             self._broken = True
-            return self._graph(wanted)
-        logger.info("recorded the decode step of up to %s; %d graphs", wanted, len(self._graphs))
+            if not self._graphs:
+                self._store.kernels["decode_step"] = "eager"
+            return None
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        logger.info("recorded the decode step of up to %s: graph %d", wanted, len(self._graphs))
         return self._graphs[wanted]
 
 
@@ -201,15 +213,18 @@ class CudaCapture:
 
     def __call__(self, run: Run) -> Run:
         """``RuntimeError`` where ``run`` cannot be recorded."""
-        with torch.cuda.device(self._device):
+        with _RECORDING, torch.cuda.device(self._device):
             here, aside, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                run()  # kernels are compiled and libraries make their workspaces: not while recording
-            here.wait_stream(aside)
-            # Other stages' threads allocate and wait as they like meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                out = run()
+            try:
+                aside.wait_stream(here)
+                with torch.cuda.stream(aside):
+                    run()  # kernels are compiled and libraries make their workspaces: not while recording
+                aside.synchronize()
+                # Other stages' threads allocate and wait as they like meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                    out = run()
+            finally:
+                torch.cuda.set_stream(here)  # a recording that breaks off leaves the thread on its own
 
         def replay() -> Tensor:
             graph.replay()

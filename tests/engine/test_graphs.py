@@ -203,31 +203,47 @@ def step(model: LoadedModel, graphs: Graphs, count: int, request: int = 3) -> Te
 
 
 @torch.inference_mode()
-def test_graphs_are_of_powers_of_two_and_each_is_recorded_once(text_model: LoadedModel) -> None:
-    graphs = ready(text_model)
+def test_each_size_is_recorded_once_over_empty_buffers(text_model: LoadedModel) -> None:
+    recorded: list[Tensor] = []
+
+    def record(run: Run) -> Run:
+        recorded.append(run())
+        return run
+
+    graphs = ready(text_model, record)
     floor = row_floor(text_model)
     for count in (1, 2, floor, floor + 1, 1):
         step(text_model, graphs, count)
-    assert graphs.buckets == (Bucket(floor, 1, 16), Bucket(2 * floor, 1, 16))
+    assert graphs.buckets == (Bucket(2 * floor, 1, 16), Bucket(floor, 1, 16)), "of 100 positions in pages of 8"
     step(text_model, graphs, 1, request=0)
-    assert graphs.buckets[-1] == Bucket(floor, 1, 4), "of 20 positions in pages of 8"
-    assert graphs.runs == 6
+    assert graphs.buckets[-1] == Bucket(floor, 1, 4)
+    assert graphs.runs == 6 and len(recorded) == 3
+    wanted = text_model.decoder.hidden(*_nothing(text_model), lambda _layer, q, *_: torch.zeros_like(q))
+    assert torch.equal(recorded[0], wanted[: len(recorded[0])])
+
+
+def _nothing(model: LoadedModel) -> tuple[Tensor, Tensor, Tensor]:
+    rows = row_floor(model)
+    return torch.zeros(rows, model.width), *model.decoder.rotary(torch.zeros(rows, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("base", "sizes"), [(2, {1: 1, 2: 2, 3: 4, 8: 8, 9: 16}), (4, {1: 1, 2: 4, 4: 4, 5: 16, 65: 256})]
+)
+def test_sizes_are_powers(base: int, sizes: dict[int, int]) -> None:
+    assert {size: mmserve.decode.graphs._power(base, size) for size in sizes} == sizes
 
 
 @torch.inference_mode()
-def test_their_number_is_bounded_and_larger_ones_serve(
+def test_their_number_is_bounded_and_those_used_last_stay(
     text_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mmserve.decode.graphs, "MOST_GRAPHS", 2)
     graphs = ready(text_model)
-    for count in (33, 17):
-        step(text_model, graphs, count)
-    known = graphs.buckets
-    wanted = logits(text_model, store_of(text_model), passes(text_model, [3], None, 0))
-    for count, runs in ((9, 3), (33, 4), (65, 4), (100, 4)):
-        assert step(text_model, graphs, count).shape == (count, wanted.shape[1])
-        assert graphs.runs == runs, "what fits in none runs as it always did"
-    assert graphs.buckets == known
+    for count in (40, 17, 40, 100):
+        assert step(text_model, graphs, count).shape[0] == count
+    assert [bucket.rows for bucket in graphs.buckets] == [64, 128]
+    assert graphs.runs == 4
 
 
 @torch.inference_mode()
@@ -253,6 +269,7 @@ def test_what_cannot_be_recorded_runs_all_the_same_and_is_tried_once(
     with caplog.at_level(logging.WARNING, "mmserve.decode"):
         found = [step(text_model, graphs, count) for count in (5, 5, 40)]
     assert len(tried) == 1 and graphs.runs == 0
+    assert graphs._store.kernels["decode_step"] == "eager"
     assert "cannot be recorded" in caplog.text
     wanted = logits(text_model, store_of(text_model), passes(text_model, [3], [5], 1))
     assert torch.equal(found[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
@@ -260,18 +277,16 @@ def test_what_cannot_be_recorded_runs_all_the_same_and_is_tried_once(
 
 @torch.inference_mode()
 def test_nothing_of_an_earlier_pass_is_left_in_the_buffers(text_model: LoadedModel) -> None:
-    graphs = ready(text_model)
-    step(text_model, graphs, 16)
+    graphs, floor = ready(text_model), row_floor(text_model)
+    step(text_model, graphs, floor + 8)
     [(buffers, _run)] = graphs._graphs.values()
-    step(text_model, graphs, 9)
-    floor = row_floor(text_model)
-    rows = -(-9 // floor) * floor
-    assert len(buffers.x_TD) == 16
-    assert not buffers.x_TD[9:].any()
+    step(text_model, graphs, floor + 3)
+    assert len(buffers.x_TD) == 2 * floor
+    assert buffers.x_TD[: floor + 3].any(1).all() and not buffers.x_TD[floor + 3 :].any()
     batch = buffers.batch()
-    assert batch.row_counts.tolist() == [9] and not batch.kv_limit[9:].any()
-    assert set((batch.slots[9:] // PAGE).tolist()) == {PAGES}
-    assert rows == 16
+    assert batch.row_counts.tolist() == [floor + 3]
+    assert batch.kv_limit[: floor + 3].all() and not batch.kv_limit[floor + 3 :].any()
+    assert set((batch.slots[floor + 3 :] // PAGE).tolist()) == {PAGES}
 
 
 # --- in the decoder ---

@@ -37,7 +37,7 @@ from mmserve.models.base import LoadedModel
 
 logger = logging.getLogger("mmserve.decode")
 
-#: Rows of the largest pass that is recorded: beyond, arithmetic takes longer than launches.
+#: Rows of the largest pass that is recorded: with more, arithmetic should take longer than launches. Not measured yet.
 MOST_ROWS = 512
 #: Graphs of one model that are kept: those used last.
 MOST_GRAPHS = 64

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from graph_passes import BATCHES, MODELS, PAGE, PAGES, again, logits, near, passes, store_of
 from harness import Bench
-from helpers import ask, blank, dkv, threshold, tiny_model
+from helpers import ask, dkv, threshold, tiny_model
 from mmserve_kernels.cached_attention import kernel as attention_kernel
 from mmserve_kernels.commit_scores import reference
 from mmserve_kernels.rope_scatter import kernel as rope_kernel
@@ -23,81 +24,17 @@ import mmserve.decode.graphs
 from mmserve.config import EngineConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.request import Policy, Request
-from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.forward import row_floor
 from mmserve.decode.graphs import MOST_ROWS, Bucket, Graphs, Run, graphs_for, obstacle
+from mmserve.decode.state import DeepStack
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
-from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import Decoder
 from mmserve.models.moe import MoEConfig
 
 Make = Callable[..., Bench]
-PAGE, PAGES = 8, 60
-SIZES = [20, 33, 64, 100, 21, 48]
-
-
-def again(run: Run) -> Run:
-    """A graph that calls the function again."""
-    return run
-
-
-def attending(attention: Attention, shift: int = 0) -> Callable[[LoadedModel], LoadedModel]:
-    def made(model: LoadedModel) -> LoadedModel:
-        spec = dataclasses.replace(model.spec, attention=attention, logit_shift=shift)
-        return dataclasses.replace(model, spec=spec)
-
-    return made
-
-
-def three_axes(model: LoadedModel) -> LoadedModel:
-    decoder = Decoder(dataclasses.replace(model.decoder.config, rope_axes=(0, 0, 0, 1, 1, 1, 2, 2)))
-    decoder.load_state_dict(model.decoder.state_dict())
-    return dataclasses.replace(model, decoder=decoder.eval().requires_grad_(False))
-
-
-MODELS: dict[str, Callable[[LoadedModel], LoadedModel]] = {
-    "full": attending(Attention.FULL),
-    "causal": attending(Attention.CAUSAL, 1),
-    "block_causal": attending(Attention.BLOCK_CAUSAL),
-    "prefix": attending(Attention.PREFIX),
-    "three axes": three_axes,
-}
-
-
-def store_of(model: LoadedModel) -> KVStore:
-    """A store full of poison."""
-    store = KVStore(model.decoder.config, pages=PAGES, page_size=PAGE, dtype=model.dtype, device=model.device)
-    for pages in (*store.keys, *store.values):
-        pages.fill_(torch.nan)
-    return store
-
-
-def passes(model: LoadedModel, batch: list[int], counts: list[int] | None, seed: int) -> list[Pass]:
-    """Passes of the requests ``batch``, over all of their positions or so many at random."""
-    pages = np.split(np.random.default_rng(1).permutation(PAGES), np.cumsum([-(-size // PAGE) for size in SIZES]))
-    made = []
-    for place, i in enumerate(batch):
-        draw = np.random.default_rng([seed, i])
-        embeddings = model.decoder.embed(torch.from_numpy(draw.integers(0, 400, SIZES[i])).to(model.device))
-        rows = np.arange(SIZES[i])
-        if counts is not None:
-            rows = np.sort(draw.choice(rows, counts[place], replace=False))
-        made.append(Pass(blank(1, SIZES[i] - 1, 4), pages[i], embeddings, rows, rows, rows, SIZES[i]))
-    return made
-
-
-def logits(model: LoadedModel, store: KVStore, batch: list[Pass], graphs: Graphs | None = None) -> Tensor:
-    found = forward(model, store, batch, row_floor(model), graphs=graphs)
-    return torch.cat([part for of in found for part in of.slices()])
-
-
-def near(found: Tensor, wanted: Tensor) -> bool:
-    """Equal but for roundings of sums whose terms are as large as the largest."""
-    return bool((found - wanted).abs().max() < 1e-5 * wanted.abs().max())
-
-
-BATCHES = [([3], [1]), ([0, 1, 2], [1, 2, 64]), ([5, 3, 1, 4], [17, 3, 33, 1]), ([2, 0], [5, 20])]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -137,18 +74,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on the CPU")
-@pytest.mark.parametrize("kind", ["full", "causal"])
 @torch.inference_mode()
-def test_with_the_kernels_a_padded_pass_is_the_pass_bit_for_bit(kind: str, text_model: LoadedModel) -> None:
+def test_with_the_kernels_a_padded_pass_is_the_pass_bit_for_bit(text_model: LoadedModel) -> None:
     """Matrix products of ``row_floor`` rows or more, and attention by a row's own data: padding moves no bit."""
-    model = MODELS[kind](text_model)
+    model = MODELS["causal"](text_model)
     plain, fixed = store_of(model), store_of(model)
     graphs = Graphs(model, fixed, again)
     for one, other in zip((*plain.keys, *plain.values), (*fixed.keys, *fixed.values), strict=True):
         other[: fixed.scratch] = one[: plain.scratch].normal_(generator=torch.Generator().manual_seed(0))
-    asked = passes(model, [0, 4], [3, 6], 1)
-    assert torch.equal(logits(model, fixed, asked, graphs), logits(model, plain, asked))
-    assert graphs.runs == 1
+    for seed, counts in ((1, [3, 6]), (2, [7, 3])):
+        asked = passes(model, [0, 4], counts, seed)
+        assert torch.equal(logits(model, fixed, asked, graphs), logits(model, plain, asked))
+    assert graphs.runs == 2
     for one, other in zip((*plain.keys, *plain.values), (*fixed.keys, *fixed.values), strict=True):
         assert torch.equal(one[: plain.scratch], other[: fixed.scratch])
 
@@ -267,15 +204,17 @@ def test_what_cannot_be_recorded_runs_all_the_same_and_is_tried_once(
 @torch.inference_mode()
 def test_nothing_of_an_earlier_pass_is_left_in_the_buffers(text_model: LoadedModel) -> None:
     graphs, floor = ready(text_model), row_floor(text_model)
-    step(text_model, graphs, floor + 8)
+    for rows in (4 * floor - 3, 2 * floor + 1):
+        layout = graphs._store.layout([np.arange(rows)], [np.arange(PAGES)], [rows])
+        padded = -(-rows // floor) * floor
+        graphs.run(torch.ones(padded, text_model.width), torch.arange(padded), layout)
     [(buffers, _run)] = graphs._graphs.values()
-    step(text_model, graphs, floor + 3)
-    assert len(buffers.x_TD) == 2 * floor
-    assert buffers.x_TD[: floor + 3].any(1).all() and not buffers.x_TD[floor + 3 :].any()
+    for of_rows in (buffers.x_TD, buffers.cos, buffers.sin):
+        assert of_rows[1:padded].flatten(1).any(1).all() and not of_rows[padded:].any() and len(of_rows) > padded
     batch = buffers.batch()
-    assert batch.row_counts.tolist() == [floor + 3]
-    assert batch.kv_limit[: floor + 3].all() and not batch.kv_limit[floor + 3 :].any()
-    assert set((batch.slots[floor + 3 :] // PAGE).tolist()) == {PAGES}
+    assert batch.row_counts.tolist() == [rows]
+    assert batch.kv_limit[:rows].all() and not batch.kv_limit[rows:].any()
+    assert set((batch.slots[rows:] // PAGE).tolist()) == {PAGES}
 
 
 # --- in the decoder ---
@@ -331,7 +270,23 @@ def test_tokens_drawn_from_counted_noise_are_the_same_in_any_batch(text_model: L
     assert made[0] != answers(bench(text_model), requests), "another noise than a CPU's"
 
 
-def test_passes_that_are_watched_or_add_features_run_as_ever(text_model: LoadedModel, bench: Make) -> None:
+@torch.inference_mode()
+def test_passes_that_add_features_run_as_ever(text_model: LoadedModel) -> None:
+    config = dataclasses.replace(text_model.decoder.config, deep_layers=1)
+    decoder = Decoder(config)
+    decoder.load_state_dict(text_model.decoder.state_dict())
+    model = dataclasses.replace(text_model, decoder=decoder)
+    [plain] = passes(model, [0], [4], 1)
+    deep = dataclasses.replace(plain, deep=DeepStack(plain.rows[1:2], torch.ones(1, 1, config.hidden_size)))
+    store = store_of(model)
+    logits(model, store, passes(model, [0], None, 0))
+    graphs = Graphs(model, store, again)
+    found, wanted = logits(model, store, [deep], graphs), logits(model, store, [deep])
+    assert graphs.runs == 0 and torch.equal(found, wanted)
+    assert not near(wanted, logits(model, store, [plain], graphs)) and graphs.runs == 1
+
+
+def test_passes_that_are_watched_run_as_ever(text_model: LoadedModel, bench: Make) -> None:
     model = MODELS["causal"](text_model)
     b = bench(model)
     decoder = b.engine.stages.decoder

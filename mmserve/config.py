@@ -58,6 +58,7 @@ class EngineConfig:
     encode_batch: int = 8  # images and frames of videos encoded together
     prefill_tokens: int = 2048  # a next-token model's longer prompts are run in chunks of this
     decode_tokens: int = 4096
+    cuda_graphs: str = "auto"  # "auto": on a CUDA device, decode steps run as graphs where the model can; "off": never
     prefix_cache: bool = True  # prompts that begin alike share K/V pages, where attention makes that exact
     sparse_prefill: str = ""  # how prefill chooses the blocks that rows look at; "" = it looks at everything
     sparse_decode: str = ""  # how decode chooses pages
@@ -254,6 +255,8 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 def _check(config: Config, source: str) -> None:
     if config.engine.stages not in ("threads", "inline"):
         raise ConfigError(f"{source}: [engine] stages must be 'threads' or 'inline', not {config.engine.stages!r}")
+    if config.engine.cuda_graphs not in ("auto", "off"):
+        raise ConfigError(f"{source}: [engine] cuda_graphs must be 'auto' or 'off', not {config.engine.cuda_graphs!r}")
     positive = ("max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples")
     for key in positive:
         if getattr(config.engine, key) < 1:

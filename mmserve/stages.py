@@ -31,6 +31,7 @@ from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.constrained.sampling import check_sampling
 from mmserve.decode.constrained.state import known_tokens
+from mmserve.decode.graphs import graphs_for
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import (
@@ -411,7 +412,13 @@ def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionD
     store = _store(model, engine)
     sparse = Sparse(model, store, engine) if chosen else None
     return DiffusionDecoder(
-        model, store, chunk=engine.prefill_tokens, companion=companion, offered=offered, sparse=sparse
+        model,
+        store,
+        chunk=engine.prefill_tokens,
+        companion=companion,
+        offered=offered,
+        sparse=sparse,
+        graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
     )
 
 

@@ -13,7 +13,8 @@ class ModelInfo:
     Limits count tokens (``max_tokens``: prompt and answer of one request) and bytes; ``visual_tokens_per_image`` is
     0 where it depends on the image. A video is sampled at ``frames_per_video`` frames and may last
     ``max_video_seconds``. Policies and pruners go by their registered names. ``kernels``: what runs each op,
-    ``triton`` or ``pytorch``; empty where the network has attention of its own.
+    ``triton`` or ``pytorch``, and how a ``decode_step`` runs, as ``cuda_graphs`` or ``eager``; empty where the network
+    has attention of its own.
     """
 
     name: str

@@ -21,6 +21,7 @@ from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
 from mmserve.decode.embedding import place_features
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
+from mmserve.decode.scores import scores_for
 from mmserve.decode.state import CompanionState, Decoding, Encoded, Prefilling
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
@@ -45,6 +46,7 @@ class Companion:
 
     def __init__(self, model: LoadedModel, store: KVStore, served: LoadedModel) -> None:
         self.model, self.store, self._served = model, store, served
+        self._scores = scores_for(model, store)
         self._floor = row_floor(model)
         self._banned = tuple(sorted({*served.spec.banned_ids, *model.spec.banned_ids}))
         model.decoder.set_row_floor(self._floor)
@@ -117,7 +119,7 @@ class Companion:
             part.state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
 
     def _candidates(self, logits: Tensor, positions: np.ndarray, canvas: Canvas, d: Decoding) -> Candidates:
-        return candidates(logits, positions, canvas, d.request.sampling, self._banned)
+        return candidates(logits, positions, canvas, d.request.sampling, self._banned, None, self._scores)
 
     def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each drafted token: how many tokens are more probable, and its probability over that of the first."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.embedding import deep_rows
+from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, by_slices
 from mmserve.decode.state import DeepStack
 from mmserve.kv.reducer import Observation
@@ -119,15 +120,16 @@ def forward(
     *,
     sparse: Sparse | None = None,
     selection: Selection | None = None,
+    graphs: Graphs | None = None,
 ) -> list[Logits]:
     """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
 
     Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): what is left over when a tensor's elements
     are taken some at a time, such as in SiLU, is computed by other code, with other last bits. With ``sparse``, rows
-    look at what the ``selection`` of one of its stages chooses.
+    look at what the ``selection`` of one of its stages chooses. With ``graphs``, the pass is one of them if it can be.
     """
     rows = [p.rows for p in batch]
-    ragged = store.ragged(
+    layout = store.layout(
         [p.rows - p.evicted for p in batch],
         [p.pages for p in batch],
         [p.visible - p.evicted for p in batch],
@@ -135,11 +137,14 @@ def forward(
         prompts=_prompts(model, [p.canvas for p in batch]),
         whole=selection is not None,
     )
-    read = sparse.read(selection, rows, ragged) if sparse is not None else None
     x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor)
-    hidden = model.decoder(
-        x, positions, store.attend(ragged, read, _observer(batch)), deep_rows((p.rows, p.deep) for p in batch)
-    )
+    observe, deep = _observer(batch), deep_rows((p.rows, p.deep) for p in batch)
+    plain = sparse is None and observe is None and deep is None
+    hidden = graphs.run(x, positions, layout) if graphs is not None and plain else None
+    if hidden is None:
+        ragged = store.placed(layout)
+        read = sparse.read(selection, rows, ragged) if sparse is not None else None
+        hidden = model.decoder(x, positions, store.attend(ragged, read, observe), deep)
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)

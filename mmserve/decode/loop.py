@@ -25,10 +25,12 @@ from mmserve.decode.constrained.step import led, settle
 from mmserve.decode.embedding import embedded
 from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
+from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching, every_position
 from mmserve.decode.sampler import candidates
+from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.kv.reducer import Reducer, Reducing
@@ -44,7 +46,8 @@ class DiffusionDecoder:
 
     ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``companion``
     drafts or judges for the requests whose commit policy asks for it. ``offered``: what their policies may ask for;
-    None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything.
+    None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything. ``graphs`` run
+    passes of decode where they can; None = none do.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class DiffusionDecoder:
         companion: Companion | None = None,
         offered: Offered | None = None,
         sparse: Sparse | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
-        self._sparse = sparse
+        self._sparse, self._graphs = sparse, graphs
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
+        self._scores = scores_for(model, store)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
 
@@ -123,7 +128,7 @@ class DiffusionDecoder:
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
-            logits = self._forward(passes, [d.constrained for d in running], selection)
+            logits = self._forward(passes, [d.constrained for d in running], selection, self._graphs)
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
@@ -182,11 +187,16 @@ class DiffusionDecoder:
         return pages
 
     def _forward(
-        self, passes: list[Pass], constrained: list[Constrained | None], selection: Selection | None
+        self,
+        passes: list[Pass],
+        constrained: list[Constrained | None],
+        selection: Selection | None,
+        graphs: Graphs | None = None,
     ) -> list[Logits]:
         """One forward pass of the ragged batch; constrained requests note its processor time."""
         begun = time.thread_time()
-        logits = forward(self.model, self.store, passes, self._floor, sparse=self._sparse, selection=selection)
+        model, store, floor = self.model, self.store, self._floor
+        logits = forward(model, store, passes, floor, sparse=self._sparse, selection=selection, graphs=graphs)
         for state in constrained:
             if state is not None:
                 state.meter.forward_seconds += time.thread_time() - begun
@@ -203,7 +213,7 @@ class DiffusionDecoder:
         if isinstance(commit, Proposing):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
         else:
-            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best)
+            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores)
         if constrained is not None and best is not None:
             constrained.ranked = best.ranked()
         return found
@@ -218,10 +228,9 @@ class DiffusionDecoder:
 
         def of(which: np.ndarray) -> Candidates:
             targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
-            if constrained is None:
-                return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids)
-            parts.append(constrained.best_of(targets - first, causal=spec.causal))
-            return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids, parts[-1])
+            best = None if constrained is None else constrained.best_of(targets - first, causal=spec.causal)
+            parts.extend([] if best is None else [best])
+            return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids, best, self._scores)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):

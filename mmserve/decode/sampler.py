@@ -13,6 +13,7 @@ from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
 from mmserve.decode.constrained.best import Notes
 from mmserve.decode.logits import Logits, slices
+from mmserve.decode.scores import CountedNoise, Scores, scored
 
 #: Temperatures below this are greedy: dividing by them would leave the range of fp32.
 GREEDY_BELOW = 1e-4
@@ -29,6 +30,7 @@ def candidates(
     sampling: Sampling,
     banned: tuple[int, ...],
     best: Notes | None = None,
+    scores: Scores | None = None,
 ) -> Candidates:
     """One token for each of ``positions`` (ascending), from the logits of those positions.
 
@@ -36,18 +38,28 @@ def candidates(
     of the same distribution. A drawn token depends on logits, seed, step and position only: not on the batch, nor on
     which positions were recomputed or asked for. The rows are judged slice by slice (``decode/logits.py``): no
     temporary is larger than one. ``best`` notes more of each row than its candidate, and may rule tokens out.
+
+    With ``scores``, rows that nothing is noted of, greedy or drawn without filters, are judged by it in one pass. All
+    noise is then counted, so that a seed draws from the same one with filters and without.
     """
     held = _held(canvas) if sampling.repetition_penalty != 1 else None
-    noise = _Noise(canvas, sampling.seed) if sampling.temperature >= GREEDY_BELOW else None
+    greedy = sampling.temperature < GREEDY_BELOW
+    counted = None if greedy or scores is None else CountedNoise(canvas, sampling.seed)
+    noise = None if greedy else counted or _Noise(canvas, sampling.seed)
+    fused = scores if best is None and (noise is None or not _filters(sampling)) else None
     judged: list[tuple[Tensor, ...]] = []
     done = 0
     for part in slices(logits_nV):
-        logits = part.float()
+        offsets = positions[done : done + len(part)] - canvas.block_start
+        done += len(part)
+        logits = part if fused is not None and held is None else part.float()
         if held is not None:
             _penalise(logits, held, sampling.repetition_penalty)
+        if fused is not None:
+            draw = None if counted is None else counted.draw(offsets, sampling.temperature, logits.device)
+            judged.append(scored(fused, logits, banned, draw))
+            continue
         logits[:, list(banned)] = -torch.inf
-        offsets = positions[done : done + len(logits)] - canvas.block_start
-        done += len(logits)
         if best is not None:
             best.restrict(logits)
         if noise is None:
@@ -55,7 +67,7 @@ def candidates(
             tokens = logits.argmax(-1)
         else:
             tempered = _filter(logits / sampling.temperature, sampling)
-            gumbel = noise.rows(offsets, logits.shape[-1]).to(logits.device)
+            gumbel = noise.rows(offsets, logits.shape[-1], logits.device)
             drawn = tempered.add_(gumbel) if best is None else tempered + gumbel  # Gumbel-max
             tokens = drawn.argmax(-1)
         if best is not None:
@@ -108,15 +120,19 @@ class _Noise:
         self._generator = step_generator(seed, canvas.step + 1, torch.device("cpu"))
         self._drawn = 0
 
-    def rows(self, offsets: np.ndarray, vocabulary: int) -> Tensor:
-        """Noise ``[n, vocabulary]``, on the CPU, of positions so far right of the block's first; larger than any asked
-        for before."""
+    def rows(self, offsets: np.ndarray, vocabulary: int, device: torch.device) -> Tensor:
+        """Noise ``[n, vocabulary]``, on ``device``, of positions so far right of the block's first; larger than any
+        asked for before."""
         exponential = torch.empty(len(offsets), vocabulary)
         for row, offset in zip(exponential, offsets.tolist(), strict=True):
             while self._drawn <= offset:
                 row.exponential_(generator=self._generator)
                 self._drawn += 1
-        return exponential.clamp_min_(1e-30).log_().neg_()
+        return exponential.clamp_min_(1e-30).log_().neg_().to(device)
+
+
+def _filters(sampling: Sampling) -> bool:
+    return bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
 
 
 def _filter(logits: Tensor, sampling: Sampling) -> Tensor:

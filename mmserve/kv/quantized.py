@@ -10,7 +10,7 @@ itself, which a page that is shared cannot.
 from __future__ import annotations
 
 import torch
-from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 from torch import Tensor
@@ -52,10 +52,12 @@ class QuantizedStore(KVStore):
         unique, which = pages.unique(return_inverse=True)
         return dequantize(self._layers[layer][1].select(unique)).to(self._dtype)[which, place]
 
-    def attend(self, ragged: Ragged, read: Read | None = None, observe: Observe | None = None) -> Attend:
+    def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
         """As ``KVStore.attend``: fresh keys and values are rotated, quantised and written, then all are read."""
         if read is not None or observe is not None:
             raise ValueError("sparse attention and reductions read pages at full precision: build a KVStore for them")
+        if isinstance(ragged, FixedBatch):
+            raise ValueError("which pages a pass writes is asked of the device: give a Ragged batch")
         count = len(ragged.slots)
         whole = -(-count // self.page_size)
         filled = (count - torch.arange(whole, device=self.device) * self.page_size).clamp(max=self.page_size)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
@@ -30,19 +30,31 @@ class _Piece:
     table: np.ndarray
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A batch as ``Ragged`` has it, in plain arrays (int64), before any of it is on a device."""
+
+    row_counts: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    page_tables: tuple[np.ndarray, ...]
+    slots: np.ndarray
+    kv_limit: np.ndarray | None
+
+
 class KVStore:
     """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` a layer.
 
     Rotary embedding depends on a token's own position only, so an entry stays valid while its position does and
     any subset of a request's positions can be written anew while the rest is read as it is. ``kernels`` says which
-    implementation of each op runs: ``triton`` or ``pytorch``.
+    implementation of each op runs: ``triton`` or ``pytorch``. Behind the ``pages`` that requests are given there is one
+    more, ``scratch``: rows that pad a batch may write to it, and nobody reads it.
     """
 
     def __init__(
         self, config: DecoderConfig, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (pages, page_size, config.num_kv_heads, config.head_dim)
-        self.page_size, self.device = page_size, device
+        shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        self.page_size, self.device, self.scratch = page_size, device, pages
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         ops = [pick(op, device, dtype, config.head_dim) for op in ("rope_scatter", "cached_attention")]
@@ -50,6 +62,12 @@ class KVStore:
         self._rope_scatter, self._cached_attention = (op.run for op in ops)
 
     def ragged(
+        self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, prompts: list[int] | None = None
+    ) -> Ragged:
+        """A batch as ``layout`` describes it, where attention is not by blocks, on the store's device."""
+        return self.placed(self.layout(rows, tables, lengths, prompts=prompts))
+
+    def layout(
         self,
         rows: list[np.ndarray],
         tables: list[np.ndarray],
@@ -58,7 +76,7 @@ class KVStore:
         block: int | None = None,
         prompts: list[int] | None = None,
         whole: bool = False,
-    ) -> Ragged:
+    ) -> Layout:
         """Address a batch: per request the positions to run, its page table and its length (positions with K/V).
 
         Rows look no further right than the end of their own block of ``block`` positions, counted from 0, or of the
@@ -77,12 +95,22 @@ class KVStore:
             limits = [np.where(r < size, size, n) for r, size, n in zip(rows, prompts, lengths, strict=True)]
         if limits is not None and self.device.type == "cpu" and not whole:
             pieces = [part for p, seen in zip(pieces, limits, strict=True) for part in self._by_page(p, seen)]
-        return Ragged(
+        return Layout(
             row_counts=tuple(p.rows for p in pieces),
             kv_lengths=tuple(p.length for p in pieces),
-            page_tables=tuple(self._tensor(p.table) for p in pieces),
-            slots=self._tensor(np.concatenate(slots)),
-            kv_limit=None if limits is None else self._tensor(np.concatenate(limits)),
+            page_tables=tuple(p.table for p in pieces),
+            slots=np.concatenate(slots),
+            kv_limit=None if limits is None else np.concatenate(limits),
+        )
+
+    def placed(self, layout: Layout) -> Ragged:
+        """``layout`` on the store's device."""
+        return Ragged(
+            row_counts=layout.row_counts,
+            kv_lengths=layout.kv_lengths,
+            page_tables=tuple(self._tensor(table) for table in layout.page_tables),
+            slots=self._tensor(layout.slots),
+            kv_limit=None if layout.kv_limit is None else self._tensor(layout.kv_limit),
         )
 
     def _by_page(self, whole: _Piece, limits: np.ndarray) -> list[_Piece]:
@@ -104,12 +132,12 @@ class KVStore:
         """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
         return self.values[layer].flatten(0, 1)[ragged.slots]
 
-    def dense(self, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged) -> Tensor:
+    def dense(self, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged | FixedBatch) -> Tensor:
         """Attention ``[T, H, K]`` of rotated queries over all of each request's pages."""
         rows: Tensor = self._cached_attention(q_THK, k_PSGK, v_PSGK, ragged)
         return rows
 
-    def attend(self, ragged: Ragged, read: Read | None = None, observe: Observe | None = None) -> Attend:
+    def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
         """Attention that first rotates and writes the rows' fresh keys and values, then reads all of each request's,
         or what ``read`` does.
 

@@ -149,7 +149,10 @@ class Decoder(nn.Module):
 
         Where positions have several axes, they are ``[axes, ...]``. ``deep`` is for tokens ``[T, D]``.
         """
-        cos, sin = self.rotary(positions)
+        return self.hidden(x_TD, *self.rotary(positions), attend, deep)
+
+    def hidden(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, deep: DeepRows | None = None) -> Tensor:
+        """As ``forward``, of tokens whose rotary angles have the cosine and sine (``rotary``)."""
         for index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, cos, sin, index, attend)
             if deep is not None and index < len(deep.features_LnD):

@@ -148,6 +148,8 @@ def test_a_request_has_its_own_tokens_in_any_batch(bench: Make, prefill: str, de
 def test_what_runs_is_told(bench: Make) -> None:
     assert bench(started=False, page_size=16, sparse_decode="quest").engine.stages.describe().kernels == {
         "cached_attention": "pytorch",
+        "commit_scores": "pytorch",
+        "decode_step": "eager",
         "rope_scatter": "pytorch",
         "sparse_attention": "pytorch",
     }

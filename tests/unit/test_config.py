@@ -229,3 +229,10 @@ def test_schedulers_are_tables_with_a_class_and_numbers_of_their_own() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             from_mapping({"schedulers": wrong})
+
+
+def test_graphs_are_auto_or_off() -> None:
+    assert EngineConfig().cuda_graphs == "auto"
+    assert from_mapping({"engine": {"cuda_graphs": "off"}}).engine.cuda_graphs == "off"
+    with pytest.raises(ConfigError, match="cuda_graphs must be 'auto' or 'off', not 'on'"):
+        from_mapping({"engine": {"cuda_graphs": "on"}})

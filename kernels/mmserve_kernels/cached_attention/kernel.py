@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve_kernels.aot import Variant
-from mmserve_kernels.cached_attention.reference import Ragged
-from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, schedule, tiling
+from mmserve_kernels.cached_attention.reference import FixedBatch, Ragged
+from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, fixed_schedule, schedule, tiling
 from mmserve_kernels.kv_quant.kernel import read_pages
 from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages
 
@@ -156,7 +156,7 @@ def cached_attention(
     q_THK: Tensor,
     k_PSGK: Tensor | QuantizedPages,
     v_PSGK: Tensor | QuantizedPages,
-    ragged: Ragged,
+    ragged: Ragged | FixedBatch,
     *,
     lse_TH: Tensor | None = None,
 ) -> Tensor:
@@ -164,8 +164,14 @@ def cached_attention(
     heads, head_size = q_THK.shape[1:]
     page, groups = k_PSGK.shape[1:3]
     sizes = tiling(q_THK.dtype, head_size, quantized=isinstance(k_PSGK, QuantizedPages), backend=BACKEND)
-    plan = schedule(ragged, heads // groups, groups, sizes)
     q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    if isinstance(ragged, FixedBatch):
+        plan = fixed_schedule(ragged, heads // groups, groups, sizes, page)
+        out.zero_()  # rows of nobody, which no program writes
+        if lse_TH is not None:
+            lse_TH.fill_(-torch.inf)
+    else:
+        plan = schedule(ragged, heads // groups, groups, sizes)
     block_k = max(16, triton.next_power_of_2(head_size))
     partial = q_THK.new_empty((plan.partials, groups, sizes.block_m, block_k), dtype=torch.float32)
     stats = q_THK.new_empty((plan.partials, groups, sizes.block_m, 2), dtype=torch.float32)

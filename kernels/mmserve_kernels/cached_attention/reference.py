@@ -1,7 +1,7 @@
 """The PyTorch reference of ``cached_attention``.
 
 Shapes in names: T query rows of all requests, P pages, S positions a page, H query heads, G key/value heads,
-K head size.
+K head size; R rows, or requests of a batch of fixed size, W pages of each of those, L positions.
 """
 
 from __future__ import annotations
@@ -42,11 +42,28 @@ class Ragged:
         return tuple(int(a[0]) if len(a) and (np.diff(a) == 1).all() else None for a in ids)
 
 
+@dataclass(frozen=True, eq=False)
+class FixedBatch:
+    """A batch in tensors of fixed shapes: what is in them may change between two runs of the same recorded work.
+
+    All int64, on one device. Rows are laid as in ``Ragged``: ``row_counts [R]`` of them belong to each request, whose
+    ``kv_lengths [R]`` positions fill the first pages of its row of ``page_tables [R, W]``. Rows past the last request's
+    see nothing. ``slots [T]`` and ``kv_limit [T]`` are as in ``Ragged``; the limit is always there, at most the
+    request's length. Entries of ``page_tables`` that hold nothing name any page of the store.
+    """
+
+    row_counts: Tensor
+    kv_lengths: Tensor
+    page_tables: Tensor
+    slots: Tensor
+    kv_limit: Tensor
+
+
 def cached_attention(
     q_THK: Tensor,
     k_PSGK: Tensor | QuantizedPages,
     v_PSGK: Tensor | QuantizedPages,
-    ragged: Ragged,
+    ragged: Ragged | FixedBatch,
     *,
     lse_TH: Tensor | None = None,
 ) -> Tensor:
@@ -54,8 +71,11 @@ def cached_attention(
 
     Each request is computed by itself, so its result does not depend on who else is in the batch. Pages that lie one
     behind another are read where they are, others are gathered first. ``lse_TH`` (fp32,
-    if given) is filled with the natural log-sum-exp of each row's scaled scores.
+    if given) is filled with the natural log-sum-exp of each row's scaled scores. Rows that see nothing are zeros. Over
+    a ``FixedBatch`` nothing is asked of the device: such a call can be recorded and run again.
     """
+    if isinstance(ragged, FixedBatch):
+        return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH)
     out: list[Tensor] = []
     start = 0
     requests = zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, ragged.runs, strict=True)
@@ -75,6 +95,36 @@ def cached_attention(
     if len(out) == 1:
         return out[0]
     return torch.cat(out) if out else torch.empty_like(q_THK)
+
+
+def _fixed(
+    q_THK: Tensor,
+    k_PSGK: Tensor | QuantizedPages,
+    v_PSGK: Tensor | QuantizedPages,
+    batch: FixedBatch,
+    lse_TH: Tensor | None,
+) -> Tensor:
+    """Attention ``[T, H, K]`` over all pages of all tables, masked, a row at a time: what it is, not how to do it."""
+    requests, pages = batch.page_tables.shape
+    groups = k_PSGK.shape[2]
+    length = pages * k_PSGK.shape[1]
+    rows = torch.arange(len(q_THK), device=q_THK.device)
+    own = torch.searchsorted(batch.row_counts.cumsum(0), rows, right=True).clamp_max(requests - 1)
+    seen_TL = torch.arange(length, device=q_THK.device) < batch.kv_limit[:, None]
+    k_TLGK, v_TLGK = (
+        _read(x, batch.page_tables.flatten(), None, requests * length, torch.float32)
+        .unflatten(0, (requests, length))[own]
+        .masked_fill(~seen_TL[:, :, None, None], 0.0)  # what nobody wrote may be no number
+        for x in (k_PSGK, v_PSGK)
+    )
+    q_TGUK = q_THK.float().unflatten(1, (groups, -1))
+    scores = torch.einsum("tguk,tlgk->tgul", q_TGUK, k_TLGK) * q_THK.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen_TL[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    if lse_TH is not None:
+        lse_TH.copy_(lse.flatten(1))
+    weights = (scores - lse).exp().masked_fill(~seen_TL[:, None, None], 0.0)
+    return torch.einsum("tgul,tlgk->tguk", weights, v_TLGK).flatten(1, 2).to(q_THK.dtype)
 
 
 def _attend(q_RHK: Tensor, k_LGK: Tensor, v_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmserve_kernels.cached_attention.reference import Ragged
+from mmserve_kernels.cached_attention.reference import FixedBatch, Ragged
 
 #: From as many (tile, key/value head) pairs on, a program walks through all splits: the GPU is full without more.
 ENOUGH_PROGRAMS = 128
@@ -97,3 +97,39 @@ def schedule(ragged: Ragged, group: int, groups: int, sizes: Tiling) -> Schedule
         pad_sequence(list(ragged.page_tables), batch_first=True).to(torch.int32),
         partials,
     )
+
+
+@lru_cache(maxsize=4)
+def fixed_schedule(batch: FixedBatch, group: int, groups: int, sizes: Tiling, page: int) -> Schedule:
+    """Programs for as many tiles and splits as ``batch`` has room for, with pages of ``page`` positions.
+
+    Made where its tensors are, from their shapes on the host and their contents on the device alone, so that it can be
+    recorded. Programs that are left over have no rows. Whoever runs recorded work makes a new ``FixedBatch`` for it:
+    the last few schedules are kept.
+    """
+    counts, lengths = batch.row_counts, batch.kv_lengths
+    requests, pages = batch.page_tables.shape
+    tiles = -(-counts * group // sizes.block_m)
+    ends = tiles.cumsum(0)
+    most = len(batch.slots) * group // sizes.block_m + requests  # each request may leave a tile partly filled
+    place = torch.arange(most, device=counts.device)
+    owner = torch.searchsorted(ends, place, right=True)
+    request = owner.clamp_max(requests - 1)
+    start = (counts.cumsum(0) - counts)[request]
+    rows = torch.where(owner < requests, counts[request], 0)
+    first = (place - (ends - tiles)[request]) * sizes.block_m
+    length = lengths[request]
+    splits = -(-length // sizes.split)
+    most_splits = -(-pages * page // sizes.split)
+    nothing = torch.zeros_like(place)
+    tile = (start, rows, first)
+    table = batch.page_tables.to(torch.int32)
+    if most_splits == 1 or most * groups >= ENOUGH_PROGRAMS:
+        programs = torch.stack((*tile, request, length, nothing, splits, nothing - 1), 1).to(torch.int32)
+        return Schedule(programs, programs[:0], table, 0)
+    each = [
+        torch.stack((*tile, request, length, nothing + s, splits.clamp_max(s + 1), place * most_splits + s), 1)
+        for s in range(most_splits)
+    ]
+    folds = torch.stack((*tile, place * most_splits, splits, nothing, nothing, nothing), 1)
+    return Schedule(torch.cat(each).to(torch.int32), folds.to(torch.int32), table, most * most_splits)

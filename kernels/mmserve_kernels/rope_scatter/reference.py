@@ -42,8 +42,8 @@ def rope_scatter(
     """Rotated queries ``[T, H, K]``; rotated keys, and values, are written into their pages in place.
 
     The tables (fp32) hold cosine and sine of each row's angles, the same in both halves of W; 1-D, partial (W < K) and
-    multi-axis (``by_axis``) embeddings differ in nothing else. ``slots`` (int64 ``[T]``, none twice): page × S + offset
-    of each row. Keys and values take the dtype of the pages.
+    multi-axis (``by_axis``) embeddings differ in nothing else. ``slots`` (int64 ``[T]``): page × S + offset of each
+    row, none twice but those that nobody reads. Keys and values take the dtype of the pages.
     """
     k_PSGK.view(-1, *k_PSGK.shape[2:]).index_copy_(0, slots, rotate(k_TGK, cos_T1W, sin_T1W).to(k_PSGK.dtype))
     v_PSGK.view(-1, *v_PSGK.shape[2:]).index_copy_(0, slots, v_TGK.to(v_PSGK.dtype))

@@ -1,0 +1,70 @@
+"""``commit_scores`` for the sampler, where it runs as a kernel: no copy of the logits, and noise that is counted.
+
+Its noise is of a seed and a token's id (``mmserve_kernels/commit_scores/noise.py``), so each row has a seed of its own,
+and nothing is drawn for rows that nobody asks for. It is another than the CPU's sampler draws, one row after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from mmserve_kernels.commit_scores import CommitScores, Draw
+from mmserve_kernels.commit_scores.noise import gumbel
+from mmserve_kernels.dispatch import pick
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+#: What runs ``commit_scores``: its reference or its kernel.
+Scores = Callable[..., CommitScores]
+#: Odd constants that spread (seed, step, row) over 64 bits.
+_SEED_MIX, _STEP_MIX, _ROW_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def scores_for(model: LoadedModel, store: KVStore) -> Scores | None:
+    """The kernel for logits of ``model``; None where there is none to run, and the sampler goes step by step.
+
+    ``store.kernels`` says which.
+    """
+    op = pick("commit_scores", store.device, model.dtype)
+    store.kernels[op.op] = op.path
+    return op.run if op.path == "triton" else None
+
+
+class CountedNoise:
+    """The Gumbel noise of one step, by seed, step, and how far right of the block's first position a row stands."""
+
+    def __init__(self, canvas: Canvas, seed: int) -> None:
+        self._step = np.uint64((seed * _SEED_MIX + (canvas.step + 1) * _STEP_MIX) % (1 << 64))
+
+    def draw(self, offsets: np.ndarray, temperature: float, device: torch.device) -> Draw:
+        """How rows so far right draw their tokens."""
+        return Draw(self._seeds(offsets, device), torch.full((len(offsets),), temperature, device=device))
+
+    def rows(self, offsets: np.ndarray, vocabulary: int, device: torch.device) -> Tensor:
+        """That noise, fp32 ``[n, vocabulary]``."""
+        return gumbel(self._seeds(offsets, device), vocabulary)
+
+    def _seeds(self, offsets: np.ndarray, device: torch.device) -> Tensor:
+        mixed = offsets.astype(np.uint64) * np.uint64(_ROW_MIX) + self._step
+        return torch.from_numpy(mixed.view(np.int64)).to(device)
+
+
+def scored(scores: Scores, logits_nV: Tensor, banned: tuple[int, ...], draw: Draw | None) -> tuple[Tensor, ...]:
+    """Tokens, confidence, gap and entropy ``[n]`` of the rows, greedy without a ``draw``.
+
+    Where no token has a number for a logit, it is token 0, which nothing speaks for.
+    """
+    found = scores(logits_nV, banned=_ids(banned, logits_nV.device), draw=draw)
+    return found.tokens.clamp_min(0), found.token_log_probs.exp(), found.gap, found.entropy
+
+
+@lru_cache(maxsize=16)
+def _ids(banned: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept on the device: a request asks for the same at every step."""
+    return torch.tensor(banned, dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmserve.models.evidence import gather
+from mmserve.models.evidence import ShownLayer, Watched
 from mmserve.models.picture import Tile
 from mmserve.prune.base import Evidence, Look, Part
 
@@ -42,7 +42,7 @@ def squares(x_BNC: Tensor, factor: int) -> Tensor:
 class ShuffledTower(nn.Module):
     """A tower from transformers, pixel shuffle over squares of ``factor`` patches a side, and a projector.
 
-    ``layers``: the tower's layers by the names that CLIP's have, for evidence; ``select_layer`` counts its hidden
+    ``layers``: what shows the attention of the tower's; ``select_layer`` counts its hidden
     states from the end, and -1 is its final output; ``first`` is where patches begin, 1 behind a class token, which is
     left out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
     """
@@ -51,7 +51,7 @@ class ShuffledTower(nn.Module):
         self,
         tower: nn.Module,
         projector: nn.Module,
-        layers: Sequence[Any],
+        layers: Sequence[ShownLayer],
         *,
         factor: int,
         select_layer: int = -1,
@@ -67,12 +67,14 @@ class ShuffledTower(nn.Module):
         return [tile for some in pixels.split(_AT_ONCE) for tile in self._tiles(some, wanted)]
 
     def _tiles(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
-        out = self.tower(pixels, output_hidden_states=bool(wanted) or self.select_layer != -1)
+        watched = Watched(self._layers, self.select_layer, wanted)
+        with watched.running():
+            out = self.tower(pixels, output_hidden_states=bool(wanted) or self.select_layer != -1)
         last = out.last_hidden_state if self.select_layer == -1 else out.hidden_states[self.select_layer]
         tokens = self.projector(squares(last[:, self.first :], self.factor).flatten(2))
         seen: dict[Evidence, Tensor] = {}
         if wanted:
-            found = gather(self._layers, out.hidden_states, self.select_layer, wanted, first=self.first)
+            found = watched.evidence(out.hidden_states, first=self.first)
             seen = {kind: self._pooled(values) for kind, values in found.items()}
         side = int(tokens.shape[1] ** 0.5)
         patches = torch.arange(side * side)

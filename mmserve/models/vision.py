@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmserve.models.anyres import Anyres
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, Watched, layers_of
 from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, check_shape, joined
 from mmserve.prune.base import Evidence, Look
 
@@ -92,6 +92,7 @@ class LlavaVision(VisionEncoder):
         self.frames_per_video = video.frames if video is not None else 0
         config: Any = tower.config
         self.anyres, self.frames = anyres, frames or processor
+        self._layers = layers_of(tower)
         self.pool, self._side = pool, int(config.image_size) // int(config.patch_size)
         self._cells = self._side if pool is None else pooled_side(self._side, *pool)
         self.tokens_per_image = 0 if anyres is not None else self._cells**2
@@ -154,10 +155,23 @@ class LlavaVision(VisionEncoder):
         features: list[Tensor] = []
         seen: list[Mapping[Evidence, Tensor]] = []
         for some in pixels.split(_AT_ONCE):
-            hidden = self._hidden(some)
+            hidden, shown = self._watched(some, wanted)
             features.append(self._features(hidden))
-            seen.append(gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first))
+            seen.append(shown)
+        if len(seen) == 1:
+            return features[0], seen[0]
         return torch.cat(features), {kind: torch.cat([one[kind] for one in seen]) for kind in wanted}
+
+    def _watched(
+        self, pixels: Tensor, wanted: frozenset[Evidence]
+    ) -> tuple[Sequence[Tensor], Mapping[Evidence, Tensor]]:
+        """The tower's hidden states, and the evidence of a run."""
+        if not wanted:
+            return self._hidden(pixels), {}
+        watched = Watched(self._layers, self.select_layer, wanted)
+        with watched.running():
+            hidden = self._hidden(pixels)
+        return hidden, watched.evidence(hidden, first=self._first)
 
     def _tiles(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
         project = self.projector

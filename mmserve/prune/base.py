@@ -71,8 +71,8 @@ class Look:
 class Plan:
     """What becomes of a grid of n patches.
 
-    ``places``: int64 ``[k]``, ascending, on the CPU: the patches that stay, or in whose place their average stands. ``weights``:
-    fp32 ``[k, n]``, what each is averaged from (rows sum to 1); None = the patches themselves.
+    ``places``: int64 ``[k]``, ascending: the patches that stay, or in whose place their average stands. ``weights``:
+    fp32 ``[k, n]``, what each is averaged from (rows sum to 1); None = the patches themselves. Both on the CPU.
     """
 
     places: Tensor

@@ -52,7 +52,9 @@ def _merged(keys_TnC: Tensor, count: int) -> list[Plan]:
     while left > count > 0:
         unit = sums_TmC / torch.linalg.vector_norm(sums_TmC, dim=-1, keepdim=True).clamp(min=_LEAST)
         likeness, partner = (x.cpu().numpy() for x in (unit[:, ::2] @ unit[:, 1::2].mT).max(-1))
-        joining = np.argsort(-likeness, axis=1, kind="stable")[:, : min(left - count, left // 2)] + tile * (-(-left // 2))
+        joining = np.argsort(-likeness, axis=1, kind="stable")[:, : min(left - count, left // 2)] + tile * (
+            -(-left // 2)
+        )
         even = 2 * joining - tile * (left % 2)
         target = np.arange(tiles * left)
         target[even] = 2 * partner.ravel()[joining] + 1 + tile * left

@@ -69,13 +69,12 @@ class InternVision(VisionEncoder):
         pixels = _pixels(self._frames(list(frames), return_tensors="np"))
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        return _picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
+
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
-        own = [[next(tiles) for _ in one["pixels"]] for one in batch]
-        if clip:
-            return [joined(_clip(some)) for some in own]
-        grids = [one["grid"].tolist() if len(one["pixels"]) > 1 else (0, 0) for one in batch]
-        return [joined([_BEGIN, *with_parts(some, *grid), _END]) for some, grid in zip(own, grids, strict=True)]
+        return [_picture([next(tiles) for _ in one["pixels"]], one, clip) for one in batch]
 
 
 def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) -> InternVision:
@@ -131,6 +130,13 @@ def video_frames(folder: Path) -> int:
 
 def _pixels(made: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
+
+
+def _picture(tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
+    if clip:
+        return joined(_clip(tiles))
+    grid = one["grid"].tolist() if len(tiles) > 1 else (0, 0)
+    return joined([_BEGIN, *with_parts(tiles, *grid), _END])
 
 
 def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:

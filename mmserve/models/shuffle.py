@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmserve.models.evidence import ShownLayer, Watched
-from mmserve.models.picture import Tile
+from mmserve.models.picture import Tile, blank
 from mmserve.prune.base import Evidence, Look, Part
 
 #: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
@@ -60,6 +61,13 @@ class ShuffledTower(nn.Module):
         self.tower, self.projector = tower, projector
         self._layers = tuple(layers)
         self.factor, self.select_layer, self.first = factor, select_layer, first
+
+    def blanks(self, count: int) -> list[Tile]:
+        """As many tiles, before the tower has run."""
+        config: Any = self.tower.config
+        size, patch = (v if isinstance(v, int) else v[0] for v in (config.image_size, config.patch_size))
+        side = size // patch // self.factor
+        return [blank(side, side) for _ in range(count)]
 
     def forward(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
         """Each tile of ``pixels [B, 3, side, side]`` with the ``wanted`` evidence."""

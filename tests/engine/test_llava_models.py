@@ -20,7 +20,7 @@ from shuffled_checkpoints import ROWS
 from transformers import SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
-from mmserve.core.request import Amount, Message, Policy, Request, TextPart, VideoPart, Vision
+from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
@@ -113,6 +113,24 @@ def test_pruned_answers_are_the_same_alone_and_together(tmp_path: Path, kind: st
     for done in together:
         assert 0.2 * done.usage.visual_tokens_before < done.usage.visual_tokens < 0.5 * done.usage.visual_tokens_before
     assert len({d.text for d in together}) > 2, "what is pruned does matter"
+
+
+def test_an_image_among_others_is_not_taken_for_one_alone(tmp_path: Path) -> None:
+    """Nor the other way round, whichever the cache has seen before; a clip beside it makes no difference."""
+    model = load(llava_onevision(tmp_path).folder)
+    one, other, video = ImagePart(picture(2, (60, 20))), ImagePart(picture(3)), VideoPart(clip(frames=12, rate=4))
+    asked = [
+        replace(ask(f"r{i}"), messages=(Message("user", (*parts, TextPart("what?"))),))
+        for i, parts in enumerate(((one,), (one, other), (one, video), (one,)))
+    ]
+    shared = Encoder(model, MediaConfig(), max_tokens=2000)
+    found = [shared.encode([request])[0] for request in asked]
+    for request, mine in zip(asked, found, strict=True):
+        alone = encoded(model, request)
+        assert mine.ids.tolist() == alone.ids.tolist()
+        assert mine.features is not None and alone.features is not None and torch.equal(mine.features, alone.features)
+    tokens = [int((one.ids == model.spec.image_id).sum()) for one in found]
+    assert tokens[1] == 2 * 37 and tokens[0] == tokens[2] == tokens[3] > 37
 
 
 def test_spec_of_each(pair: tuple[Llava, LoadedModel]) -> None:

@@ -16,7 +16,7 @@ from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
 from llava_checkpoints import PINPOINTS, SIDE, Llava, llava, llava_next, llava_onevision
 from safetensors.torch import load_file, save_file
-from shuffled_checkpoints import ROWS
+from shuffled_checkpoints import ROWS, text_settings
 from transformers import SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
@@ -24,7 +24,7 @@ from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, Te
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
@@ -131,6 +131,19 @@ def test_an_image_among_others_is_not_taken_for_one_alone(tmp_path: Path) -> Non
         assert mine.features is not None and alone.features is not None and torch.equal(mine.features, alone.features)
     tokens = [int((one.ids == model.spec.image_id).sum()) for one in found]
     assert tokens[1] == 2 * 37 and tokens[0] == tokens[2] == tokens[3] > 37
+
+
+def test_a_sliding_window_bounds_what_is_served(tmp_path: Path) -> None:
+    """Up to it nothing is out of sight; transformers' own attention, with the window, says the same."""
+    size = len(encoded(load(llava_next(tmp_path / "plain").folder), requests()[1]).ids)
+    made = llava_next(tmp_path / "window", text_config=text_settings("mistral", sliding_window=size + NEW))
+    model = load(made.folder)
+    assert model.spec.max_tokens == size + NEW and made.oracle.config.text_config.sliding_window == size + NEW
+    ours = encoded(model, requests()[1])
+    theirs = made.logits(made.inputs(rendered(model, PICTURES[1]), PICTURES[1]))
+    assert (logits(model, ours) - theirs).abs().max() < 1e-4
+    with pytest.raises(InvalidArgument, match=f"exceed the limit of {size + NEW}"):
+        encoded(model, replace(requests()[1], sampling=replace(requests()[1].sampling, max_new_tokens=NEW + 1)))
 
 
 def test_spec_of_each(pair: tuple[Llava, LoadedModel]) -> None:

@@ -61,8 +61,8 @@ class Share:
     def of(cls, towers: Sequence[float], costs: Sequence[float]) -> Share:
         """From seconds, round by round."""
         low, middle, high = statistics.quantiles([c / t for c, t in zip(costs, towers, strict=True)], n=4)
-        times = (round(1e3 * statistics.median(of), 3) for of in (towers, costs))
-        return cls(*times, (round(low, 4), round(middle, 4), round(high, 4)))
+        tower, cost = (round(1e3 * statistics.median(of), 3) for of in (towers, costs))
+        return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)))
 
     def row(self) -> dict[str, Any]:
         """As a report has it."""

@@ -60,7 +60,8 @@ class Share:
     @classmethod
     def of(cls, towers: Sequence[float], costs: Sequence[float]) -> Share:
         """From seconds, round by round."""
-        low, middle, high = statistics.quantiles([c / t for c, t in zip(costs, towers, strict=True)], n=4)
+        shares = [cost / tower for cost, tower in zip(costs, towers, strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4, method="inclusive")
         tower, cost = (round(1e3 * statistics.median(of), 3) for of in (towers, costs))
         return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)))
 

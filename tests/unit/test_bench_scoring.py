@@ -17,7 +17,7 @@ from mmserve.prune import PRUNERS, pruners_for
 def test_shares_are_of_the_same_round() -> None:
     share = Share.of([1.0, 2.0, 4.0], [0.1, 0.1, 0.8])
     assert share.tower_ms == 2000.0 and share.scoring_ms == 100.0
-    assert share.share == (0.05, 0.1, 0.2)
+    assert share.share == (0.075, 0.1, 0.15)
 
 
 @pytest.mark.parametrize("tiles", [1, 3])

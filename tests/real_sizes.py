@@ -32,7 +32,8 @@ from transformers import (
 from mmserve.models.checkpoint import INDEX, write_json
 from mmserve.models.vision import mlp_projector
 
-LAYERS = 2
+#: So many that what a product with the output layer takes for itself is small beside the weights.
+LAYERS = 4
 _SHARD_BYTES = 1 << 30
 _CLIP_MEAN = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 

@@ -1,6 +1,6 @@
 """Checkpoints of real dimensions, one at a time: loaded by a server of their own, which answers about a picture.
 
-They take 2 to 6 GB of disk and of memory each, and minutes: ``pytest -m slow -s tests/e2e/test_e2e_real_sizes.py``
+They take 3 to 7 GB of disk and of memory each, and minutes: ``pytest -m slow -s tests/e2e/test_e2e_real_sizes.py``
 prints what was measured.
 """
 
@@ -53,7 +53,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("write", "visual"), [(llava_15, 576), (llada_v, 1485), (qwen25_vl, 216)])
+@pytest.mark.parametrize(("write", "visual"), [(llava_15, 576), (llada_v, 1836), (qwen25_vl, 216)])
 def test_checkpoints_of_real_dimensions(tmp_path: Path, write: Callable[[Path], int], visual: int) -> None:
     weights = write(tmp_path / "model")
     (tmp_path / "picture.png").write_bytes(picture(1, (500, 336)))

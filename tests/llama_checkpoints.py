@@ -104,7 +104,15 @@ def greedy(oracle: LlamaForCausalLM, embeddings: Tensor, count: int, banned: tup
 class Sighted:
     """A LLaVA-1.5 checkpoint on disk (``config.json`` with its keys), and the parts that it was written from."""
 
-    def __init__(self, folder: Path, *, tower_inside: bool = True, rows: int = ROWS, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tower_inside: bool = True,
+        rows: int = ROWS,
+        newline: Tensor | None = None,
+        **changes: Any,
+    ) -> None:
         self.folder, self.oracle = folder, llama(vocab_size=rows)
         torch.manual_seed(7)
         sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -116,6 +124,7 @@ class Sighted:
             torch.nn.init.normal_(linear.weight, std=0.5)
         tensors = dict(self.oracle.state_dict())
         tensors |= {f"model.mm_projector.{name}": t for name, t in self.projector.state_dict().items()}
+        tensors |= {} if newline is None else {"model.image_newline": newline}
         vision = {f"vision_model.{name}": t for name, t in self.tower.state_dict().items()}
         if tower_inside:
             tensors |= {f"model.vision_tower.vision_tower.{name}": t for name, t in vision.items()}

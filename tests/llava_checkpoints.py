@@ -94,7 +94,8 @@ class Llava(Checkpoint):
     @torch.no_grad()
     def inputs(self, text: str, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
-        return dict(self.processor(text=text, images=images or None, return_tensors="pt"))
+        # A list of each chat's images, as ``apply_chat_template`` has them.
+        return dict(self.processor(text=[text], images=[images] if images else None, return_tensors="pt"))
 
 
 def llava(folder: Path, text: str = "llama", **changes: Any) -> Llava:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,19 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
-
 from mmserve.assembly import BackgroundServer
+from mmserve.bench.scoring import decoder_shares, tower_shares
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, ExpectedAttention, HeavyHitters, Options, Result, SinkWindow, Usage, VisualCache
 from mmserve.config import Config, EncoderCacheConfig
-from mmserve.core.request import Amount
-from mmserve.decode.state import Encoded
-from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
+from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
+from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
@@ -41,8 +36,6 @@ from mmserve.rpc.policies import KvReduction
 RATIOS = (0.5, 0.25, 0.125, 0.05)
 #: Shares of attention for pruners that take no ratio.
 MASSES = (0.9, 0.75, 0.5, 0.25)
-#: Text of the prompt, and positions of the answer, that pruners by the decoder look at when their cost is measured.
-_TEXT, _ANSWER = 24, 8
 #: K/V positions that are kept at least: room for sinks and one more.
 _LEAST = 5
 _REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
@@ -52,7 +45,7 @@ _REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
 }
 #: A result, and whether it is right.
 Answer = tuple[Result, bool]
-#: Rounds in which the tower runs with and without evidence.
+#: Rounds in which a tower runs and pruners score what it shows.
 SCORING_ROUNDS = 30
 
 
@@ -122,7 +115,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
                     answers[setting] += [(r, correct(one[1], r.text)) for one, r in zip(group, results, strict=True)]
         pruned = [setting for setting in settings if isinstance(setting, Setting)]
         costs = _scoring(model, sorted({s.pruner for s in pruned} - {"none"}))
-    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner, 0.0)) for s in pruned]
+    rows = [_row(s, answers[s], answers[settings[0]], _token_bytes(model), costs.get(s.pruner)) for s in pruned]
     if arguments.plot is not None:
         _plot(rows, arguments.plot)
         progress(f"wrote {arguments.plot}")
@@ -182,7 +175,9 @@ def _token_bytes(model: LoadedModel) -> int:
     return 2 * c.num_layers * c.num_kv_heads * c.head_dim * model.dtype.itemsize
 
 
-def _row(setting: Setting, answers: list[Answer], whole: list[Answer], token: int, cost: float) -> dict[str, Any]:
+def _row(
+    setting: Setting, answers: list[Answer], whole: list[Answer], token: int, cost: tuple[float, float, float] | None
+) -> dict[str, Any]:
     results = [result for result, _right in answers]
     accuracy, unpruned = (sum(right for _result, right in of) / len(of) for of in (answers, whole))
 
@@ -199,7 +194,7 @@ def _row(setting: Setting, answers: list[Answer], whole: list[Answer], token: in
         "prefill_ms": median(lambda r: r.times.prefill),
         "ttft_ms": median(lambda r: r.times.first_token),
         "kv_bytes": round(statistics.mean(r.usage.prompt_tokens for r in results) * token),
-        "scoring": round(cost, 4),
+        **({"scoring_share": list(cost)} if cost is not None else {}),
     }
 
 
@@ -215,40 +210,15 @@ def _reduced_row(setting: Reduced, answers: list[Answer], whole: list[Answer]) -
     }
 
 
-@torch.inference_mode()
-def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, float]:
-    """What a pruner adds to the tower's time for one picture: its evidence and its choice of a quarter, as a share.
-
-    The median of rounds of the thread's own time, with and without by turns. Those that ask the decoder have a prompt
-    of ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
-    """
-    vision = model.vision
-    assert vision is not None
-    noise = Image.effect_noise((256, 256), 80).convert("RGB")
-    prepared = vision.prepare(noise)
-    prepared = {**prepared, "pixels": prepared["pixels"].to(model.device, model.dtype)}
-    [picture] = vision.see([prepared], frozenset(), clip=False)
-    look, rows = PromptLook(model), len(picture.tokens)
-    prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens)
-    grids = [[grid.patches.numpy() for grid in picture.grids]]
-    costs: dict[str, float] = {}
-    for name in pruners:
-        pruner = PRUNERS[name]()
-        amount = Amount("keep_ratio" if "keep_ratio" in pruner.amounts else "attention_mass", 0.25)
-        shares = []
-        for _ in range(SCORING_ROUNDS):
-            begun = time.thread_time()
-            vision.see([prepared], frozenset(), clip=False)
-            plain = time.thread_time()
-            if judged_by_decoder(pruner):
-                look.prune(prompt, grids, pruner, amount, _ANSWER)
-                shares.append((time.thread_time() - plain) / (plain - begun))
-                continue
-            [seen] = vision.see([prepared], pruner.needs, clip=False)
-            pruner.plans([grid.look for grid in seen.grids], amount)
-            shares.append((time.thread_time() - plain) / (plain - begun) - 1)
-        costs[name] = statistics.median(shares)
-    return costs
+def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+    """Quartiles of what a pruner adds to the tower's time for a picture of one tile, as a share (``bench scoring``)."""
+    if not isinstance(model.vision, LlavaVision) or model.vision.anyres is not None:
+        return {}
+    late = [name for name in pruners if judged_by_decoder(PRUNERS[name]())]
+    early = [name for name in pruners if name not in late]
+    found = tower_shares(model.vision.tower, model.vision.select_layer, early, 1, SCORING_ROUNDS)
+    found |= decoder_shares(model, late, SCORING_ROUNDS)
+    return {name: one.share for name, one in found.items()}
 
 
 def _again(config: Config, asked: Sequence[tuple[Any, Question]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
     "quality": "mmserve.bench.quality",
+    "scoring": "mmserve.bench.scoring",
     "serving": "mmserve.bench.serving",
     "vision": "mmserve.bench.vision",
 }
@@ -27,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve bench``."""
     parser.add_argument("name", choices=sorted(BENCHMARKS))
     parser.add_argument(
-        "--limit", type=int, default=16, metavar="N", help="scenes, a task each; rounds of `kernels` (default 16)"
+        "--limit",
+        type=int,
+        default=16,
+        metavar="N",
+        help="scenes, a task each; rounds of `kernels` and `scoring` (default 16)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
@@ -52,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrent", type=int, default=1, help="requests at once in `decode` and `vision` (default 1)"
     )
     parser.add_argument(
-        "--pruners", default="", metavar="A,B,…", help="pruners and K/V reductions of `vision` (default all)"
+        "--pruners",
+        default="",
+        metavar="A,B,…",
+        help="pruners of `scoring`, and with K/V reductions of `vision` (default all)",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`, or tokens, of `vision`"
@@ -85,7 +93,19 @@ def _progress(text: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    keys = ("measured", "stage", "op", "case", "task", "recompute", "commit", "pruner", "kv_reduction")
+    keys = (
+        "measured",
+        "stage",
+        "op",
+        "case",
+        "tower",
+        "tiles",
+        "task",
+        "recompute",
+        "commit",
+        "pruner",
+        "kv_reduction",
+    )
     names = [str(row[key]) for key in keys if key in row]
     rest = [f"{key} {value}" for key, value in row.items() if str(value) not in names]
     return f"{' × '.join(names)}: {', '.join(rest)}"

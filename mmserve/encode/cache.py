@@ -72,6 +72,12 @@ class TensorCache:
                 for key in held:
                     self._kept[key].references -= 1
 
+    def peek(self, key: bytes) -> Entry | None:
+        """What is kept in memory under ``key``, for a look at it now."""
+        with self._lock:
+            kept = self._kept.get(key)
+            return kept.entry if kept is not None else None
+
     def stats(self) -> CacheStats:
         """Counters, and what is kept now."""
         with self._lock:

@@ -51,11 +51,20 @@ class Encoder:
 
     @torch.inference_mode()
     def encode(self, batch: list[Request]) -> list[Encoded]:
-        """Each request's prompt with its visual tokens; typed errors for bad media and for prompts too long."""
+        """Each request's prompt with its visual tokens; typed errors for bad media, and for prompts too long, which no
+        tower is run for where their lengths can be known before."""
         media = [self._media(request) for request in batch]
-        with self._viewer.view([item for items in media for item in items]) as visuals:
+        prompts = [self._prompt(request) for request in batch]
+        asked = list(zip(batch, prompts, media, strict=True))
+
+        def admit(rows: list[int]) -> None:
+            left = iter(rows)
+            for request, prompt, items in asked:
+                self._check_room(request, prompt, [next(left) for _ in items])
+
+        with self._viewer.view([item for items in media for item in items], admit) as visuals:
             seen = iter(visuals)
-            return [self._splice(r, [(i, next(seen)) for i in items]) for r, items in zip(batch, media, strict=True)]
+            return [self._splice(r, ids, [(i, next(seen)) for i in items]) for r, ids, items in asked]
 
     def _companion(self, request: Request) -> LoadedModel | None:
         """The companion, if the request's policy asks for it."""
@@ -71,13 +80,15 @@ class Encoder:
         visions = [model.vision for model in self._models(request)]
         pruner, accompanied = pruner_of(request), len(visions) > 1
         pruner = None if judged_by_decoder(pruner) else pruner
+        several = sum(isinstance(part, ImagePart) for _path, part in _parts(request)) > 1
+        among = several and any(vision is not None and vision.tells_several for vision in visions)
         found: list[Media] = []
         for path, part in _parts(request):
             match part:
                 case ImagePart(data):
                     if any(vision is None for vision in visions):
                         raise self._blind(request, "images")
-                    found.append(Media(data, False, f"{path}.image", pruner, request.vision.amount, accompanied))
+                    found.append(Media(data, False, f"{path}.image", pruner, request.vision.amount, accompanied, among))
                 case VideoPart(data):
                     if self.model.spec.video_id is None or not all(v and v.frames_per_video for v in visions):
                         raise self._blind(request, "videos")
@@ -108,13 +119,12 @@ class Encoder:
         pruned = len(seen.ids_R) - len(ids)
         return _Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD)
 
-    def _splice(self, request: Request, media: list[tuple[Media, Visual]]) -> Encoded:
+    def _splice(self, request: Request, ids: np.ndarray, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
         spec = self.model.spec
         images, videos = (
             [self._rows(item, seen) for item, seen in media if item.clip is clip] for clip in (False, True)
         )
-        ids = np.asarray(self._prompt(request), dtype=np.int64)
         waiting: dict[int, Iterator[_Rows]] = {}
         for placeholder, kind, one, rows in (
             (spec.image_id, "image", "an image", images),
@@ -161,9 +171,23 @@ class Encoder:
             self._check_length(request, len(encoded.ids), before)
         return encoded
 
-    def _prompt(self, request: Request) -> list[int]:
+    def _prompt(self, request: Request) -> np.ndarray:
+        """The chat's ids (int64), one for each image and video."""
         chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
-        return prompt_ids(self.model.tokenizer, chat, special_tokens=self.model.spec.special_tokens)
+        ids = prompt_ids(self.model.tokenizer, chat, special_tokens=self.model.spec.special_tokens)
+        return np.asarray(ids, dtype=np.int64)
+
+    def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
+        """Refuse a prompt whose ids and ``media``, rows of each before pruning, are too many whatever a tower says.
+
+        How many rows pruning leaves is known only then, but where several axes count them, so are positions.
+        """
+        text = len(prompt) - len(media)
+        whole = text + sum(media)
+        pruner = pruner_of(request)
+        left = whole if pruner is None else text
+        counted = self.model.position_axes == 1 or judged_by_decoder(pruner)
+        self._check_length(request, left, whole if counted else text)
 
     def _check_length(self, request: Request, prompt: int, before: int) -> None:
         """What is left after pruning takes room in the engine, what there was ``before`` positions of the models."""

@@ -6,7 +6,7 @@ Shapes in names: K visual tokens that are left, R rows of the prompt (visual tok
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -26,7 +26,7 @@ from mmserve.encode.places import axis_places
 from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import Model
-from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
 
 #: Stands in a row of ids where a visual token does.
@@ -43,6 +43,7 @@ class Media:
     pruner: Pruner | None
     amount: Amount | None
     accompanied: bool  # the companion looks at it, too
+    among: bool = False  # one of several images, where a model that looks tells them from an only one
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,26 @@ class Viewer:
         self._second = _Eye.of(model.companion) if model.companion is not None else None
 
     @contextmanager
-    def view(self, items: Sequence[Media]) -> Iterator[list[Visual]]:
+    def view(self, items: Sequence[Media], admit: Callable[[list[int]], None]) -> Iterator[list[Visual]]:
         """The visual tokens of each item, which stay in the cache until the context ends.
 
-        On a CPU, what stands beside an item has no say in its tokens. Raises ``InvalidArgument`` for bad media.
+        Before anything goes through a tower, ``admit`` is told how many rows of the prompt each item will be, 0 where
+        somebody else is making it: what it raises is raised here. On a CPU, what stands beside an item has no say in
+        its tokens. Raises ``InvalidArgument`` for bad media.
         """
+        keys = [self._key(item) for item in items]
 
         def make(chosen: list[int]) -> list[Entry]:
-            return self._make([items[i] for i in chosen])
+            prepared = {i: self._prepared(items[i]) for i in chosen}
+            rows = {keys[i]: self._rows(items[i], prepared[i]) for i in chosen}
+            admit([rows[key] if key in rows else self._rows_found(key) for key in keys])
+            return self._make([items[i] for i in chosen], [prepared[i] for i in chosen])
 
         def fits(i: int, entry: Entry) -> bool:
             kinds = [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])]
             return fitting(entry, kinds, axes=self._axes)
 
-        with self.cache.tokens.lease([self._key(item) for item in items], make, fits) as entries:
+        with self.cache.tokens.lease(keys, make, fits) as entries:
             yield [self._visual(entry) for entry in entries]
 
     @property
@@ -117,7 +124,8 @@ class Viewer:
         return digest(self._file(item), pruning.encode(), *(eye.tokens for eye in self._eyes(item)))
 
     def _file(self, item: Media) -> bytes:
-        return media_digest("clip" if item.clip else "image", item.data, self.media)
+        kind = "clip" if item.clip else "image among others" if item.among else "image"
+        return media_digest(kind, item.data, self.media)
 
     def _visual(self, entry: Entry) -> Visual:
         """A value whose tokens are where their models are, which those from disk are not."""
@@ -131,10 +139,19 @@ class Viewer:
         ids, places, grid = (entry[name].numpy() for name in ("ids", "places", "grid"))
         return Visual(tokens[0], ids, places, grid, beside, where)
 
-    def _make(self, items: list[Media]) -> list[Entry]:
+    def _rows_found(self, key: bytes) -> int:
+        """Rows of the prompt that an item in the cache is before it is pruned; 0 where it is not there yet."""
+        entry = self.cache.tokens.peek(key)
+        return len(entry["ids"]) if entry is not None and "ids" in entry else 0
+
+    def _rows(self, item: Media, prepared: list[Prepared]) -> int:
+        """The same of one whose pixels are there."""
+        assert self._eye is not None
+        return len(_ids(self._eye.vision.pieces(prepared[0], clip=item.clip), self._eye.model.tokenizer))
+
+    def _make(self, items: list[Media], prepared: list[list[Prepared]]) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
         images of one size that are asked for the same evidence go together: there that saves time."""
-        prepared = [self._prepared(item) for item in items]
         batches: dict[object, list[int]] = defaultdict(list)
         for i, (item, mine) in enumerate(zip(items, prepared, strict=True)):
             alone = item.clip or self._eyes(item)[0].model.device.type == "cpu"
@@ -170,7 +187,8 @@ class Viewer:
                 try:
                     if item.clip:
                         return [eye.vision.prepare_clip(pictures, seconds)]
-                    return [eye.vision.prepare(pictures[0])]
+                    prepare = eye.vision.prepare_among if item.among else eye.vision.prepare
+                    return [prepare(pictures[0])]
                 except CannotPrepare as error:
                     raise InvalidArgument.of(item.path, str(error)) from error
 
@@ -186,7 +204,7 @@ class Viewer:
         own, plans = pictures[0], None
         if item.pruner is not None and item.amount is not None:
             plans = item.pruner.plans([grid.look for grid in own.grids], item.amount)
-        ids = _ids(own, self._eye.model.tokenizer)
+        ids = _ids(own.pieces, self._eye.model.tokenizer)
         tokens, chosen = _pruned(own, plans)
         left = ids != VISUAL
         left[(ids == VISUAL).nonzero().flatten()[chosen]] = True
@@ -245,10 +263,10 @@ def _needs(item: Media) -> frozenset[Evidence]:
     return item.pruner.needs if item.pruner is not None else frozenset()
 
 
-def _ids(picture: Picture, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The row of ids (int64) that a picture becomes, ``VISUAL`` where a visual token stands."""
+def _ids(pieces: Sequence[Text | int], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The row of ids (int64) that a picture of these ``pieces`` becomes, ``VISUAL`` where a visual token stands."""
     row: list[int] = []
-    for piece in picture.pieces:
+    for piece in pieces:
         match piece:
             case int(count):
                 row += [VISUAL] * count

@@ -51,6 +51,11 @@ class Anyres:
         best: tuple[int, int] = select_best_resolution((height, width), list(self.pinpoints))
         return best[0] // self.tile, best[1] // self.tile
 
+    def count(self, side: int, height: int, width: int) -> int:
+        """Visual tokens of a picture of so many pixels, whose tiles have ``side`` rows and columns of them."""
+        rows, columns = self._lay(height, width, side).size
+        return side * side + rows * (columns + 1)
+
     def picture(
         self, tokens_TPD: Tensor, seen: Mapping[Evidence, Tensor], newline_D: Tensor, height: int, width: int
     ) -> Picture:

@@ -13,7 +13,7 @@ from mmserve.errors import ConfigError, InvalidArgument
 IMAGE, VIDEO = "<image>", "<video>"
 #: A message's parts as one ``text.value``: an image becomes ``<image>`` and a line break (LLaVA), a video ``<video>``
 #: and one.
-_JOIN_PARTS = (
+JOIN_PARTS = (
     "{% set text = namespace(value='') %}"
     "{% if message['content'] is string %}{% set text.value = message['content'] %}"
     "{% else %}{% for part in message['content'] %}"
@@ -26,7 +26,7 @@ _JOIN_PARTS = (
 CHAT_TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}"
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
-    f"{_JOIN_PARTS}{{{{ text.value | trim }}}}<|eot_id|>{{% endfor %}}"
+    f"{JOIN_PARTS}{{{{ text.value | trim }}}}<|eot_id|>{{% endfor %}}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 #: LLaVA-1.5's chat format (``conv_vicuna_v1`` in its llava/conversation.py), system message included.
@@ -34,7 +34,7 @@ VICUNA_TEMPLATE = (
     "{{ bos_token or '' }}{% if messages[0]['role'] != 'system' %}"
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions. {% endif %}"
-    f"{{% for message in messages %}}{_JOIN_PARTS}"
+    f"{{% for message in messages %}}{JOIN_PARTS}"
     "{% if message['role'] == 'system' %}{{ text.value | trim }} "
     "{% elif message['role'] == 'assistant' %}ASSISTANT: {{ text.value | trim }}{{ eos_token or '' }}"
     "{% else %}USER: {{ text.value | trim }} {% endif %}{% endfor %}"
@@ -43,7 +43,7 @@ VICUNA_TEMPLATE = (
 #: Put in front of a template that takes plain text only: it then sees each message's parts joined.
 _JOINED_MESSAGES = (
     "{% set joined = namespace(messages=[]) %}{% for message in messages %}"
-    f"{_JOIN_PARTS}"
+    f"{JOIN_PARTS}"
     "{% set joined.messages = joined.messages + [{'role': message['role'], 'content': text.value}] %}{% endfor %}"
     "{% set messages = joined.messages %}"
 )

@@ -35,7 +35,6 @@ _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
 _HF_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1, None),
-    "sliding_window": (None,),
 }
 #: ``model_type`` whose decoder is Qwen2's (biased queries, keys and values), or Qwen3's (normed queries and keys).
 _QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "llava_dream", "dimple")
@@ -108,12 +107,18 @@ def _from_hugging_face(keys: Keys) -> DecoderConfig:
         rope_scaling=scaling,
         rope_axes=axes,
         rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
-        max_positions=keys.integer("max_position_embeddings", default=2048),
+        max_positions=_sight(keys, keys.integer("max_position_embeddings", default=2048)),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=keys.flag("mlp_bias"),
         tie_embeddings=keys.flag("tie_word_embeddings"),
     )
+
+
+def _sight(keys: Keys, positions: int) -> int:
+    """Most positions of a request: within a sliding window (Mistral's) each sees all before it, as in plain attention,
+    so a window ends what is served."""
+    return min(positions, keys.integer("sliding_window", default=positions))
 
 
 def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:

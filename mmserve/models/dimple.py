@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.dream import MASK
-from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, mask_id_of
+from mmserve.models.family import Sources, listed_ids, load_decoder, make_spec, mask_id_of
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE
-from mmserve.models.nested import use_processor_template
 from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import QwenPixels, load_pixels
-from mmserve.models.qwen_vl import KINDS, framed, load_tower, tower_config
+from mmserve.models.qwen_vl import KINDS, chat_sources, load_tower, tower_config
 
 TOWER, PROJECTOR = "visual.", "img_projector."
 
@@ -55,29 +53,15 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load ``rp-yu/Dimple-7B`` as published; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     keys.check({"full_attn_mask": (True, None), "hidden_act": ("silu", None)})
-    tokenizer = load_tokenizer(checkpoint.folder)
-    image_id = keys.integer("image_token_id")
-    image = framed(tokenizer, keys, image_id)
-    use_processor_template(tokenizer, checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=False, vicuna=False, image=image)
     config = decoder_config(keys)
     if config.position_axes != 3:
         raise ConfigError(f"{keys.path} has no mrope_section, which says how positions of images turn")
-    check_vocabulary(checkpoint, tokenizer, config)
-    sources = Sources(
-        checkpoint=checkpoint,
-        keys=keys,
-        config=config,
-        tokenizer=tokenizer,
-        name=target.name,
-        image_id=image_id,
-        video_id=None,
-    )
+    sources = chat_sources(checkpoint, target, keys, config, videos=False)
     spec = _spec(sources)
     decoder = load_decoder(checkpoint, config, target, HUGGING_FACE)
     vision = _vision(checkpoint, target, config.hidden_size)
     checkpoint.weights.warn_unread()
-    return LoadedModel(spec, decoder, tokenizer, vision.eval(), target.dtype, target.device)
+    return LoadedModel(spec, decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
 
 
 def _spec(sources: Sources) -> ModelSpec:

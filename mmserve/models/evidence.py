@@ -1,14 +1,16 @@
-"""What CLIP-style towers show of their attention, for pruners.
+"""What towers show of their attention, for pruners.
 
-transformers' towers return no attention under SDPA, so what is asked for is computed beside them, from the hidden
-states that they do return and the weights of one layer. Of a layer only the class token's row is cheap: its query is
-taken through the key projection once, and no key is made.
+transformers' towers return no attention under SDPA. What is asked for is computed from the queries and keys that the
+tower's own run makes, seen as it makes them: nothing is projected twice.
 Shapes in names: B pictures, N positions, H heads, K head size, C = H * K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,69 +21,95 @@ from mmserve.prune.base import Evidence
 #: What a tower without a class token shows, and what only one with it does.
 OF_PATCHES = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS, Evidence.FIRST_FEATURES})
 OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
+#: Scores in fp32 that are held at once.
+_SLICE_ELEMENTS = 1 << 23
 
 
-def layers_of(tower: nn.Module) -> Sequence[Any]:
+@dataclass(frozen=True)
+class ShownLayer:
+    """A tower's layer as one that shows its attention: what makes its ``queries`` and ``keys``, each ``[B, N, C]``."""
+
+    queries: nn.Module
+    keys: nn.Module
+    heads: int
+    scale: float
+
+
+def layers_of(tower: nn.Module) -> list[ShownLayer]:
     """The layers of a CLIP-style tower."""
     layers: Any = tower.get_submodule("encoder.layers")
-    return layers
+    found = (layer.self_attn for layer in layers)
+    return [ShownLayer(a.q_proj, a.k_proj, a.num_heads, a.scale) for a in found]
 
 
-def gather(
-    layers: Sequence[Any], hidden: Sequence[Tensor], selected: int, wanted: frozenset[Evidence], *, first: int
-) -> dict[Evidence, Tensor]:
-    """The ``wanted`` evidence, ``[B, patches]`` or ``[B, patches, C]``, in fp32.
+class Watched:
+    """What is seen of one run of a tower."""
 
-    ``layers``: the tower's, which call their parts as CLIP's do (``layers_of``). ``hidden``: its hidden states
-    ``[B, N, C]``, from the embeddings on; ``selected``: the one (from the end, negative) that features are taken from;
-    ``first``: where patches begin, 1 behind a class token.
-    """
-    at = max(0, len(layers) + selected)  # the layer that made those features; for the embeddings, the first
-    found: dict[Evidence, Tensor] = {}
-    for kind in wanted:
-        match kind:
-            case Evidence.CLS_ROW:
-                found[kind] = class_row(layers[at], hidden[at])[:, first:]
-            case Evidence.FIRST_CLS_ROW:
-                found[kind] = class_row(layers[0], hidden[0])[:, first:]
-            case Evidence.COLUMN_MEANS:
-                found[kind] = column_means(layers[at], hidden[at])[:, first:]
-            case Evidence.KEYS:
-                found[kind] = layers[at].self_attn.k_proj(layers[at].layer_norm1(hidden[at]))[:, first:].float()
-            case Evidence.FIRST_FEATURES:
-                found[kind] = hidden[1][:, first:].float()
-    return found
+    def __init__(self, layers: Sequence[ShownLayer], selected: int, wanted: frozenset[Evidence]) -> None:
+        self._wanted = wanted
+        scored = layers[max(0, len(layers) + selected)]  # made those features; for the embeddings, the first
+        self._layers = {kind: layers[0] if kind is Evidence.FIRST_CLS_ROW else scored for kind in wanted}
+        self._made: dict[nn.Module, Tensor] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The tower's run, by this thread; others' are not seen."""
+        me = threading.get_ident()
+
+        def note(module: nn.Module, _arguments: Any, made: Tensor) -> None:
+            if threading.get_ident() == me:
+                self._made[module] = made
+
+        hooks = [module.register_forward_hook(note) for module in self._asked()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _asked(self) -> set[nn.Module]:
+        keyed = {self._layers[kind] for kind in self._wanted if kind is not Evidence.FIRST_FEATURES}
+        queried = {self._layers[kind] for kind in self._wanted - {Evidence.KEYS, Evidence.FIRST_FEATURES}}
+        return {layer.keys for layer in keyed} | {layer.queries for layer in queried}
+
+    def evidence(self, hidden: Sequence[Tensor], *, first: int) -> dict[Evidence, Tensor]:
+        """What is wanted, ``[B, patches]`` or ``[B, patches, C]``, in fp32.
+
+        ``hidden``: the tower's hidden states ``[B, N, C]``, from the embeddings on; ``first``: where patches begin, 1
+        behind a class token.
+        """
+        found: dict[Evidence, Tensor] = {}
+        for kind, layer in self._layers.items():
+            match kind:
+                case Evidence.CLS_ROW | Evidence.FIRST_CLS_ROW:
+                    found[kind] = class_row(layer, *self._queries_and_keys(layer))[:, first:]
+                case Evidence.COLUMN_MEANS:
+                    found[kind] = column_means(layer, *self._queries_and_keys(layer))[:, first:]
+                case Evidence.KEYS:
+                    found[kind] = self._made[layer.keys][:, first:].float()
+                case Evidence.FIRST_FEATURES:
+                    found[kind] = hidden[1][:, first:].float()
+        return found
+
+    def _queries_and_keys(self, layer: ShownLayer) -> tuple[Tensor, Tensor]:
+        return self._made[layer.queries], self._made[layer.keys]
 
 
-def class_row(layer: Any, x_BNC: Tensor) -> Tensor:
-    """How much position 0 attends to each in ``layer``, given its input: fp32 ``[B, N]``, mean over heads.
-
-    A key's bias adds the same to every score of a row, which its softmax does not see.
-    """
-    attention, normed_BNC = layer.self_attn, layer.layer_norm1(x_BNC)
-    heads = attention.num_heads
-    query_BHK = attention.q_proj(normed_BNC[:, 0]).unflatten(-1, (heads, -1))
-    if not isinstance(attention.k_proj, nn.Linear):  # a norm comes behind it
-        key_BNHK = attention.k_proj(normed_BNC).unflatten(-1, (heads, -1))
-        scores_BHN = torch.einsum("bhk,bnhk->bhn", query_BHK, key_BNHK)
-        return (scores_BHN.float() * attention.scale).softmax(-1).mean(1)
-    weight_HKC = attention.k_proj.weight.unflatten(0, (heads, -1))
-    scores_BHN = torch.einsum("bhk,hkc->bhc", query_BHK, weight_HKC) @ normed_BNC.mT
-    return (scores_BHN.float() * attention.scale).softmax(-1).mean(1)
+def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
+    """How much position 0 attends to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
+    query_BH1K = q_BNC[:, 0].unflatten(-1, (layer.heads, 1, -1))
+    key_BHKN = k_BNC.unflatten(-1, (layer.heads, -1)).permute(0, 2, 3, 1)
+    scores_BH1N = query_BH1K @ key_BHKN
+    return (scores_BH1N.float() * layer.scale).softmax(-1).mean((1, 2))
 
 
-def column_means(layer: Any, x_BNC: Tensor) -> Tensor:
-    """How much all positions attend to each in ``layer``: fp32 ``[B, N]``, mean over positions and heads.
-
-    Picture by picture, so that only one ``[H, N, N]`` is held.
-    """
-    attention, normed_BNC = layer.self_attn, layer.layer_norm1(x_BNC)
-    shape = (attention.num_heads, -1)
-    query_BHNK = attention.q_proj(normed_BNC).unflatten(-1, shape).transpose(1, 2)
-    key_BHNK = attention.k_proj(normed_BNC).unflatten(-1, shape).transpose(1, 2)
-    return torch.stack(
-        [
-            ((query @ key.mT).float() * attention.scale).softmax(-1).mean((0, 1))
-            for query, key in zip(query_BHNK, key_BHNK, strict=True)
-        ]
-    )
+def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
+    """How much all positions attend to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over positions
+    and heads. Some pictures at a time, so that few ``[H, N, N]`` are held."""
+    shape, count = (layer.heads, -1), q_BNC.shape[1]
+    at_once = max(1, _SLICE_ELEMENTS // (layer.heads * count * count))
+    means = []
+    for q, k in zip(q_BNC.split(at_once), k_BNC.split(at_once), strict=True):
+        scores_bHNN = q.unflatten(-1, shape).transpose(1, 2) @ k.unflatten(-1, shape).permute(0, 2, 3, 1)
+        means.append((scores_bHNN.float() * layer.scale).softmax(-1).mean((1, 2)))
+    return means[0] if len(means) == 1 else torch.cat(means)

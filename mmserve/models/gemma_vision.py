@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Gemma4ImageProcessorPil
 
 from mmserve.errors import ConfigError
-from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, joined
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, blank, joined
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence, Look
 
@@ -59,6 +59,11 @@ class GemmaVision(VisionEncoder):
         places = torch.stack([x, y], -1).reshape(1, -1, 2).expand(count, -1, -1).to(pixels.device)
         features: Tensor = self._look(patches, places).pooler_output
         return features.reshape(count, -1, features.shape[-1])
+
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        side = self._processor.patch_size * self._processor.pooling_kernel_size
+        _one, _channels, height, width = one["pixels"].shape
+        return joined([self._begin, blank(height // side, width // side), self._end]).pieces
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])

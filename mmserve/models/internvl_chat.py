@@ -1,6 +1,7 @@
 """InternVL as its authors publish it: ``internvl_chat``, the layout of OpenGVLab/InternVL3-8B and InternVL2_5-1B.
 
-The network, tiles and prompts are those of ``internvl``; keys and tensors have other names, which are translated here.
+The network and tiles are those of ``internvl``; keys and tensors have other names, which are translated here. Chats
+have the format that ``template`` names (``internvl_chats.py``).
 Decoders are Qwen2, Qwen3 or LLaMA; videos are not taken, as nothing says how they are sampled.
 """
 
@@ -17,6 +18,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Rows, Target
 from mmserve.models.family import token_id
+from mmserve.models.internvl_chats import use_named_format
 from mmserve.models.internvl_vision import InternVision, check_fit, shuffled_tower
 from mmserve.models.keys import Keys
 from mmserve.models.nested import UNREADABLE, layout_below, load_nested, load_renamed
@@ -66,6 +68,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     keys = Keys(checkpoint.config, folder / "config.json")
     keys.check(_SWITCHES)
     tokenizer = load_tokenizer(folder)
+    use_named_format(tokenizer, checkpoint.config.get("template"), _IMAGE)
     adapt_chat_template(tokenizer, folder, images=True, videos=False, vicuna=False, image=_IMAGE)
     config = _translated(keys, token_id(tokenizer, _IMAGE))
     side = keys.integer("force_image_size", default=config.vision_config.image_size[0])

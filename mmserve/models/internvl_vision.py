@@ -16,7 +16,7 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target, read_json
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer
 from mmserve.models.keys import Keys
 from mmserve.models.nested import load_part, read_processor
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
@@ -30,23 +30,6 @@ CLIP_BEGIN = "Frame"
 _VIDEO_SETTINGS = "video_preprocessor_config.json"
 #: Frames of a video where its settings do not say: what InternVL's own examples take.
 _FRAMES = 8
-
-
-class _Attention:
-    """The attention of an InternViT layer by the names that CLIP's has; norms belong to queries and keys."""
-
-    def __init__(self, attention: Any) -> None:
-        self.num_heads, self.scale = attention.num_heads, attention.scale
-        normed = attention.config.use_qk_norm
-        self.q_proj = nn.Sequential(attention.q_proj, attention.q_norm) if normed else attention.q_proj
-        self.k_proj = nn.Sequential(attention.k_proj, attention.k_norm) if normed else attention.k_proj
-
-
-class _Layer:
-    """What evidence needs of an InternViT layer, by CLIP's names."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer_norm1, self.self_attn = layer.layernorm_before, _Attention(layer.attention)
 
 
 class InternVision(VisionEncoder):
@@ -86,13 +69,12 @@ class InternVision(VisionEncoder):
         pixels = _pixels(self._frames(list(frames), return_tensors="np"))
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        return _picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
+
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
-        own = [[next(tiles) for _ in one["pixels"]] for one in batch]
-        if clip:
-            return [joined(_clip(some)) for some in own]
-        grids = [one["grid"].tolist() if len(one["pixels"]) > 1 else (0, 0) for one in batch]
-        return [joined([_BEGIN, *with_parts(some, *grid), _END]) for some, grid in zip(own, grids, strict=True)]
+        return [_picture([next(tiles) for _ in one["pixels"]], one, clip) for one in batch]
 
 
 def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str) -> InternVision:
@@ -133,7 +115,8 @@ def check_fit(folder: Path, config: Any, processor: Any) -> None:
 def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> ShuffledTower:
     """``tower`` and ``projector`` as ``config`` (``InternVLConfig``) joins them."""
     inner: Any = tower.get_submodule("encoder.layer")
-    layers = [_Layer(layer) for layer in inner]
+    attentions = [layer.attention for layer in inner]  # norms, or nothing, come behind queries and keys
+    layers = [ShownLayer(a.q_norm, a.k_norm, a.num_heads, a.scale) for a in attentions]
     select, factor = config.vision_feature_layer, int(1 / config.downsample_ratio)
     from_end = select if select < 0 else select - len(layers) - 1
     return ShuffledTower(tower, projector, layers, factor=factor, select_layer=from_end, first=1)
@@ -147,6 +130,13 @@ def video_frames(folder: Path) -> int:
 
 def _pixels(made: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(made["pixel_values"], dtype=np.float32))
+
+
+def _picture(tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
+    if clip:
+        return joined(_clip(tiles))
+    grid = one["grid"].tolist() if len(tiles) > 1 else (0, 0)
+    return joined([_BEGIN, *with_parts(tiles, *grid), _END])
 
 
 def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:

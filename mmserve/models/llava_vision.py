@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers import (
     CLIPImageProcessorPil,
     LlavaImageProcessorPil,
@@ -31,6 +33,17 @@ _PROCESSORS = {
 }
 #: Frames of a video where the configuration has no ``mm_video_frames``: as many as LLaVA-OneVision was trained with.
 FRAMES = 32
+
+
+class OneOfSeveral:
+    """LLaVA-OneVision's processor for an image of a chat that has several: centred on a square of the mean colour."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def __call__(self, image: Image.Image, **options: Any) -> dict[str, np.ndarray]:
+        made = self.processor([[image, Image.new("RGB", (1, 1))]], **options)["pixel_values"]
+        return {"pixel_values": made[0]}
 
 
 def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefix: str, width: int) -> LlavaVision:
@@ -83,6 +96,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
         video=_video(keys) if checkpoint.architecture == "llava_onevision" else None,
         anyres=anyres,
         frames=frames,
+        several=OneOfSeveral(processor) if checkpoint.architecture == "llava_onevision" else None,
     )
     if anyres is None and kind.has_cls and not cut:
         vision.tokens_per_image = whole + 1

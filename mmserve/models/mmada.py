@@ -26,7 +26,7 @@ from mmserve.models.family import Sources, load_family, make_spec, mask_id_of, t
 from mmserve.models.keys import Keys
 from mmserve.models.llada import MASK
 from mmserve.models.magvit import MagvitEncoder, load_magvit
-from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, check_shape, joined
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, check_shape, joined
 from mmserve.models.towers import download
 from mmserve.prune.base import Evidence, Look
 
@@ -92,6 +92,9 @@ class MmadaVision(VisionEncoder):
     def codes(self, pixels: Tensor) -> Tensor:
         """Codes (int64 ``[B, tokens_per_image]``) of prepared ``pixels``; the encoder takes them from -1 to 1."""
         return self.encoder.codes((pixels.float() / 255 - 0.5) / 0.5)
+
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        return (self.front, self.tokens_per_image, self.behind)
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         pixels = torch.cat([one["pixels"] for one in batch])

@@ -65,6 +65,12 @@ class Picture:
     coordinates: Tensor | None = None
 
 
+def blank(rows: int, columns: int) -> Tile:
+    """A tile of so many patches, its tokens without width: what stands for it before a tower has run."""
+    count = rows * columns
+    return Tile(torch.empty(count, 0), torch.arange(count), Look(rows, columns, {}))
+
+
 def joined(parts: Iterable[Tile | Text], coordinates: Tensor | None = None) -> Picture:
     """The picture of tiles one behind the other, with text between them; one tile at least."""
     tokens: list[Tensor] = []
@@ -91,6 +97,8 @@ class VisionEncoder(nn.Module):
     frames_per_video: int = 0
     #: Frames of each second of a video, at most; 0 = no fewer of a short one.
     frames_per_second: float = 0.0
+    #: Whether ``prepare_among`` makes anything else than ``prepare``.
+    tells_several: bool = False
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -106,10 +114,18 @@ class VisionEncoder(nn.Module):
         """An RGB image, resized, cut and normalised as the checkpoint says; may raise ``CannotPrepare``."""
         raise NotImplementedError
 
+    def prepare_among(self, image: Image.Image) -> Prepared:
+        """As ``prepare``, an image that is one of several of its request."""
+        return self.prepare(image)
+
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
         """A clip's frames, ``seconds`` after its start: by default each as an image, and the ``seconds`` (float64)."""
         pixels = torch.cat([self.prepare(frame)["pixels"] for frame in frames])
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
+
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        """The row that ``see`` will make of an image or a clip (``Picture.pieces``), known before the tower runs."""
+        raise NotImplementedError
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         """What the decoder sees of each of ``batch``, all of them images or (``clip``) all of them clips of one shape,

@@ -49,6 +49,11 @@ class QwenVision(VisionEncoder):
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
         return self.pixels.clip(frames, seconds)
 
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        count = int(one["grid"].prod()) // self.config.spatial_merge_size**2
+        tiles = self._tiles(one["grid"][0], torch.empty(count, 0), {})
+        return self._picture(tiles, one.get("seconds") if clip else None).pieces
+
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         grids = torch.cat([one["grid"] for one in batch])
         with self._watched(wanted) as seen:

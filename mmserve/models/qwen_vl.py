@@ -22,7 +22,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.decoder import DecoderConfig
 from mmserve.models.dimensions import decoder_config
@@ -65,23 +65,9 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load any of the three; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     kind, checkpoint = KINDS[checkpoint.architecture], _flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
-    tokenizer = load_tokenizer(checkpoint.folder)
-    image_id, video_id = keys.integer("image_token_id"), keys.integer("video_token_id")
-    image, video = (framed(tokenizer, keys, i) for i in (image_id, video_id))
-    use_processor_template(tokenizer, checkpoint.folder)
-    adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=True, vicuna=False, image=image, video=video)
     tower = tower_config(checkpoint, kind)
     config = _decoder_config(keys, tower, kind)
-    check_vocabulary(checkpoint, tokenizer, config)
-    sources = Sources(
-        checkpoint=checkpoint,
-        keys=keys,
-        config=config,
-        tokenizer=tokenizer,
-        name=target.name,
-        image_id=image_id,
-        video_id=video_id,
-    )
+    sources = chat_sources(checkpoint, target, keys, config, videos=True)
     prefix, layout = _names(checkpoint)
     decoder = load_decoder(checkpoint, config, target, layout)
     vision = kind.vision(
@@ -90,7 +76,33 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         frames=keys.integer("mm_video_frames", default=FRAMES),
     )
     checkpoint.weights.warn_unread()
-    return LoadedModel(_spec(sources), decoder, tokenizer, vision.eval(), target.dtype, target.device)
+    return LoadedModel(_spec(sources), decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
+
+
+def chat_sources(checkpoint: Checkpoint, target: Target, keys: Keys, config: DecoderConfig, *, videos: bool) -> Sources:
+    """The tokenizer, with a chat template that frames images and ``videos``, and what else a spec is made from.
+
+    Raises ``ConfigError`` naming the key, token or file that is wrong.
+    """
+    tokenizer = load_tokenizer(checkpoint.folder)
+    image_id = keys.integer("image_token_id")
+    video_id = keys.integer("video_token_id") if videos else None
+    image = framed(tokenizer, keys, image_id)
+    video = framed(tokenizer, keys, video_id) if video_id is not None else VIDEO
+    use_processor_template(tokenizer, checkpoint.folder)
+    adapt_chat_template(
+        tokenizer, checkpoint.folder, images=True, videos=videos, vicuna=False, image=image, video=video
+    )
+    check_vocabulary(checkpoint, tokenizer, config)
+    return Sources(
+        checkpoint=checkpoint,
+        keys=keys,
+        config=config,
+        tokenizer=tokenizer,
+        name=target.name,
+        image_id=image_id,
+        video_id=video_id,
+    )
 
 
 def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmserve.models.evidence import gather
-from mmserve.models.picture import Tile
+from mmserve.models.evidence import ShownLayer, Watched
+from mmserve.models.picture import Tile, blank
 from mmserve.prune.base import Evidence, Look, Part
 
 #: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
@@ -42,7 +42,7 @@ def squares(x_BNC: Tensor, factor: int) -> Tensor:
 class ShuffledTower(nn.Module):
     """A tower from transformers, pixel shuffle over squares of ``factor`` patches a side, and a projector.
 
-    ``layers``: the tower's layers by the names that CLIP's have, for evidence; ``select_layer`` counts its hidden
+    ``layers``: what shows the attention of the tower's; ``select_layer`` counts its hidden
     states from the end, and -1 is its final output; ``first`` is where patches begin, 1 behind a class token, which is
     left out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
     """
@@ -51,7 +51,7 @@ class ShuffledTower(nn.Module):
         self,
         tower: nn.Module,
         projector: nn.Module,
-        layers: Sequence[Any],
+        layers: Sequence[ShownLayer],
         *,
         factor: int,
         select_layer: int = -1,
@@ -62,17 +62,26 @@ class ShuffledTower(nn.Module):
         self._layers = tuple(layers)
         self.factor, self.select_layer, self.first = factor, select_layer, first
 
+    def blanks(self, count: int) -> list[Tile]:
+        """As many tiles, before the tower has run."""
+        config: Any = self.tower.config
+        size, patch = (v if isinstance(v, int) else v[0] for v in (config.image_size, config.patch_size))
+        side = size // patch // self.factor
+        return [blank(side, side) for _ in range(count)]
+
     def forward(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
         """Each tile of ``pixels [B, 3, side, side]`` with the ``wanted`` evidence."""
         return [tile for some in pixels.split(_AT_ONCE) for tile in self._tiles(some, wanted)]
 
     def _tiles(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
-        out = self.tower(pixels, output_hidden_states=bool(wanted) or self.select_layer != -1)
+        watched = Watched(self._layers, self.select_layer, wanted)
+        with watched.running():
+            out = self.tower(pixels, output_hidden_states=bool(wanted) or self.select_layer != -1)
         last = out.last_hidden_state if self.select_layer == -1 else out.hidden_states[self.select_layer]
         tokens = self.projector(squares(last[:, self.first :], self.factor).flatten(2))
         seen: dict[Evidence, Tensor] = {}
         if wanted:
-            found = gather(self._layers, out.hidden_states, self.select_layer, wanted, first=self.first)
+            found = watched.evidence(out.hidden_states, first=self.first)
             seen = {kind: self._pooled(values) for kind, values in found.items()}
         side = int(tokens.shape[1] ** 0.5)
         patches = torch.arange(side * side)

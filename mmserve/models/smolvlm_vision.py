@@ -86,13 +86,15 @@ class SmolVision(VisionEncoder):
         pixels = _pixels(self._frames([list(frames)], return_tensors="np"))
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        return self._picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
+
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
-        found = []
-        for one in batch:
-            own = [next(tiles) for _ in one["pixels"]]
-            found.append(joined(_clip(own, one["seconds"]) if clip else _image(own, *one["grid"].tolist())))
-        return found
+        return [self._picture([next(tiles) for _ in one["pixels"]], one, clip) for one in batch]
+
+    def _picture(self, tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
+        return joined(_clip(tiles, one["seconds"]) if clip else _image(tiles, *one["grid"].tolist()))
 
 
 def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: type[Any]) -> SmolVision:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmserve.models.anyres import Anyres
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES, gather, layers_of
-from mmserve.models.picture import Picture, Prepared, Tile, VisionEncoder, check_shape, joined
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, Watched, layers_of
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, check_shape, joined
 from mmserve.prune.base import Evidence, Look
 
 #: Tiles that go through a tower together: all of its layers' outputs are held while they do.
@@ -69,7 +69,8 @@ class LlavaVision(VisionEncoder):
     processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls`` tells
     whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
     ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
-    the processor of a clip's frames. ``pool``: what a ``PooledProjector`` does to an image's patches, stride and mode.
+    the processor of a clip's frames; ``several``, if given, makes one tile of an image that is not its request's only
+    one. ``pool``: what a ``PooledProjector`` does to an image's patches, stride and mode.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class LlavaVision(VisionEncoder):
         video: VideoSettings | None = None,
         anyres: Anyres | None = None,
         frames: Any | None = None,
+        several: Any | None = None,
         pool: tuple[int, str] | None = None,
     ) -> None:
         super().__init__()
@@ -91,7 +93,9 @@ class LlavaVision(VisionEncoder):
         self.video = video
         self.frames_per_video = video.frames if video is not None else 0
         config: Any = tower.config
-        self.anyres, self.frames = anyres, frames or processor
+        self.anyres, self.frames, self._several = anyres, frames or processor, several
+        self.tells_several = several is not None
+        self._layers = layers_of(tower)
         self.pool, self._side = pool, int(config.image_size) // int(config.patch_size)
         self._cells = self._side if pool is None else pooled_side(self._side, *pool)
         self.tokens_per_image = 0 if anyres is not None else self._cells**2
@@ -102,6 +106,12 @@ class LlavaVision(VisionEncoder):
                 check_shape(image)
             return {"pixels": _pixels(self.processor, image)}
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
+
+    def prepare_among(self, image: Image.Image) -> Prepared:
+        if self._several is None:
+            return self.prepare(image)
+        check_shape(image)
+        return {"pixels": _pixels(self._several, image)}
 
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
         pixels = torch.cat([_pixels(self.frames, frame) for frame in frames])
@@ -122,6 +132,7 @@ class LlavaVision(VisionEncoder):
             "processor": {
                 "images": describe_processor(self.processor),
                 "frames": describe_processor(self.frames),
+                "several": None if self._several is None else describe_processor(self._several),
                 "anyres": None if self.anyres is None else asdict(self.anyres),
             },
             "tower": tower.config.to_dict(),
@@ -134,6 +145,17 @@ class LlavaVision(VisionEncoder):
     def forward(self, pixels: Tensor) -> Tensor:
         """Visual tokens ``[B, tokens_per_image, D]`` of ``pixels [B, 3, height, width]``, each an image's one tile."""
         return self.projector(self._features(self._hidden(pixels)))
+
+    def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
+        if clip:
+            counts = self._frame_counts(len(one["pixels"]))
+            return tuple(part for i, n in enumerate(counts) for part in (self.frame_text(float(one["seconds"][i])), n))
+        if self.anyres is None:
+            return (self.tokens_per_image,)
+        if "size" not in one:
+            return (self._cells**2 + 1,)
+        height, width = one["size"].tolist()
+        return (self.anyres.count(self._cells, height, width),)
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
@@ -154,12 +176,27 @@ class LlavaVision(VisionEncoder):
         features: list[Tensor] = []
         seen: list[Mapping[Evidence, Tensor]] = []
         for some in pixels.split(_AT_ONCE):
-            hidden = self._hidden(some)
+            hidden, shown = self._watched(some, wanted)
             features.append(self._features(hidden))
-            seen.append(gather(layers_of(self.tower), hidden, self.select_layer, wanted, first=self._first))
+            seen.append(shown)
+        if len(seen) == 1:
+            return features[0], seen[0]
         return torch.cat(features), {kind: torch.cat([one[kind] for one in seen]) for kind in wanted}
 
+    def _watched(
+        self, pixels: Tensor, wanted: frozenset[Evidence]
+    ) -> tuple[Sequence[Tensor], Mapping[Evidence, Tensor]]:
+        """The tower's hidden states, and the evidence of a run."""
+        if not wanted:
+            return self._hidden(pixels), {}
+        watched = Watched(self._layers, self.select_layer, wanted)
+        with watched.running():
+            hidden = self._hidden(pixels)
+        return hidden, watched.evidence(hidden, first=self._first)
+
     def _tiles(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
+        if "size" not in one:
+            return joined(self._images(features, seen))
         project = self.projector
         assert self.anyres is not None and isinstance(project, NewlineProjector)
         height, width = one["size"].tolist()
@@ -168,6 +205,15 @@ class LlavaVision(VisionEncoder):
     def _clip(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
         times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
         return joined(part for pair in zip(times, self._frames(features, seen), strict=True) for part in pair)
+
+    def _frame_counts(self, frames: int) -> list[int]:
+        """Tokens of each frame of a clip, separators among them."""
+        if self.video is None:
+            raise NotImplementedError("this model takes no videos")
+        side = pooled_side(self._side, self.video.stride, self.video.mode)
+        newline = torch.empty(0) if isinstance(self.projector, NewlineProjector) else None
+        blanks = torch.empty(frames, side, side, 0)
+        return [len(tokens) for tokens in _separate(blanks, newline, self.video.newline)]
 
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)

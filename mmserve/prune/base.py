@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,8 +71,8 @@ class Look:
 class Plan:
     """What becomes of a grid of n patches.
 
-    ``places``: int64 ``[k]``, ascending, the patches that stay, or in whose place their average stands. ``weights``:
-    fp32 ``[k, n]``, what each is averaged from (rows sum to 1); None = the patches themselves.
+    ``places``: int64 ``[k]``, ascending: the patches that stay, or in whose place their average stands. ``weights``:
+    fp32 ``[k, n]``, what each is averaged from (rows sum to 1); None = the patches themselves. Both on the CPU.
     """
 
     places: Tensor
@@ -120,42 +121,67 @@ def counts(sizes: Sequence[int], amount: Amount) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def mass_count(scores: Tensor, mass: float) -> int:
+def on_cpu(scores: Sequence[Tensor]) -> list[np.ndarray]:
+    """Scores (fp32 ``[n]``) of each grid where they are sorted and counted: on the CPU, all brought there together."""
+    if all(s.device.type == "cpu" for s in scores):
+        return [s.numpy() for s in scores]
+    ends = np.cumsum([len(s) for s in scores])
+    return np.split(torch.cat(list(scores)).cpu().numpy(), ends[:-1])
+
+
+def mass_count(scores: np.ndarray, mass: float) -> int:
     """The fewest of ``scores [n]`` (at least 0) whose sum is ``mass`` of all, as ZipVL counts (arXiv 2410.08584)."""
-    ordered = scores.double().sort(descending=True).values.cumsum(0)
-    return min(len(scores), int((ordered < mass * ordered[-1]).sum()) + 1)
+    summed = np.cumsum(np.sort(scores.astype(np.float64))[::-1])
+    return min(len(scores), int(np.count_nonzero(summed < mass * summed[-1])) + 1)
 
 
-def best(scores: Tensor, count: int) -> Plan:
-    """The ``count`` patches with the highest ``scores [n]``, in their order; of equal ones the first."""
-    return Plan(scores.argsort(descending=True, stable=True)[:count].sort().values)
+def highest(scores: np.ndarray, count: int) -> np.ndarray:
+    """The ``count`` patches with the highest ``scores [n]``, ascending; of equal ones the first."""
+    found = np.argsort(-scores, kind="stable")[:count]
+    found.sort()
+    return found
+
+
+def best(scores: np.ndarray, count: int) -> Plan:
+    """That the ``highest`` patches stay."""
+    return Plan(torch.from_numpy(highest(scores, count)))
 
 
 def by_scores(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
     """The best patches of each grid, as many as ``amount`` says."""
+    found = on_cpu(scores)
     if amount.name == "attention_mass":
-        kept = [mass_count(s, amount.value) for s in scores]
+        kept = [mass_count(s, amount.value) for s in found]
     else:
-        kept = counts([len(s) for s in scores], amount)
-    return [best(s, k) for s, k in zip(scores, kept, strict=True)]
+        kept = counts([len(s) for s in found], amount)
+    return [best(s, k) for s, k in zip(found, kept, strict=True)]
 
 
 def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
     """The best patches of all grids together, as many as a ``SCORED`` amount says: frames without any may be left."""
-    joined = torch.cat(list(scores))
+    found = on_cpu(scores)
+    joined = found[0] if len(found) == 1 else np.concatenate(found)
     count = mass_count(joined, amount.value) if amount.name == "attention_mass" else total_count([len(joined)], amount)
-    chosen = best(joined, count).places
-    ends = torch.tensor([len(s) for s in scores]).cumsum(0).tolist()
-    starts = [0, *ends]
-    return [Plan(chosen[(chosen >= start) & (chosen < end)] - start) for start, end in zip(starts, ends, strict=False)]
+    chosen = highest(joined, count)
+    starts = np.cumsum([0, *(len(s) for s in found)])
+    cuts = np.searchsorted(chosen, starts).tolist()
+    return [
+        Plan(torch.from_numpy(chosen[cut:end] - start))
+        for start, cut, end in zip(starts.tolist(), cuts, cuts[1:], strict=False)
+    ]
 
 
-def averaged(groups: Tensor, places: Tensor) -> Plan:
+def averaged(groups: np.ndarray, places: np.ndarray) -> Plan:
     """Each group of patches averaged into one.
 
     ``groups``: int64 ``[n]``, the group of each patch, -1 = dropped; ``places``: int64 ``[k]``, where each group's
     average stands.
     """
-    members = (groups[None] == torch.arange(len(places), device=groups.device)[:, None]).float()
     order = places.argsort()
-    return Plan(places[order], (members / members.sum(1, keepdim=True))[order])
+    row = np.empty_like(order)
+    row[order] = np.arange(len(order))
+    members = np.flatnonzero(groups >= 0)
+    of = groups[members]
+    weights = np.zeros((len(places), len(groups)), np.float32)
+    weights[row[of], members] = (1 / np.bincount(of, minlength=len(places)))[of]
+    return Plan(torch.from_numpy(places[order]), torch.from_numpy(weights))

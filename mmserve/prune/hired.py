@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import numpy as np
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Part, Plan, best, total_count
+from mmserve.prune.base import COUNTED, Evidence, Look, Part, Plan, best, on_cpu, total_count
 
 WHOLE = 0.5  # most of the budget that the whole view of an image in tiles gets
 
@@ -32,20 +32,23 @@ class Hired:
         total = total_count(sizes, amount)
         at = next((i for i, look in enumerate(looks) if look.part is None), 0)  # the whole view, where there are tiles
         parts = [look.part for look in looks if look.part is not None]
+        first = on_cpu([look[Evidence.FIRST_CLS_ROW] for look in (looks[at : at + 1] if parts else looks)])
         if parts:
             others = sizes[:at] + sizes[at + 1 :]
             whole = min(max(int(total * WHOLE), total - sum(others)), sizes[at])
-            kept = allocate([_on(looks[at], part) for part in parts], others, total - whole)
+            kept = allocate([_on(looks[at], first[0], part) for part in parts], others, total - whole)
             kept.insert(at, whole)
         else:
-            shares = [float(look[Evidence.FIRST_CLS_ROW].double().sum()) for look in looks]
+            shares = [float(row.sum(dtype=np.float64)) for row in first]
             kept = allocate(shares, sizes, total)
-        return [best(look[Evidence.CLS_ROW], count) for look, count in zip(looks, kept, strict=True)]
+        scores = on_cpu([look[Evidence.CLS_ROW] for look in looks])
+        return [best(row, count) for row, count in zip(scores, kept, strict=True)]
 
 
-def _on(whole: Look, part: Part) -> float:
-    """How much of the whole view's attention falls on patches whose centre lies in ``part``."""
-    row: Tensor = whole[Evidence.FIRST_CLS_ROW].double().view(whole.rows, whole.columns)
+def _on(whole: Look, first: np.ndarray, part: Part) -> float:
+    """How much of the ``whole`` view's attention in its ``first`` layer falls on patches whose centre lies in
+    ``part``."""
+    row = first.astype(np.float64).reshape(whole.rows, whole.columns)
     rows, columns = (
         [first <= (i + 0.5) / count < last for i in range(count)]
         for first, last, count in ((part.top, part.bottom, whole.rows), (part.left, part.right, whole.columns))
@@ -56,8 +59,9 @@ def _on(whole: Look, part: Part) -> float:
 def allocate(shares: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:
     """``total`` tokens in proportion to ``shares``, no grid more than its size; rounded by highest averages (D'Hondt),
     of equal ones the first."""
-    kept = [0] * len(sizes)
-    for _ in range(min(total, sum(sizes))):
-        growing = [i for i, size in enumerate(sizes) if kept[i] < size]
-        kept[max(growing, key=lambda i: shares[i] / (kept[i] + 1))] += 1
+    of = np.repeat(np.arange(len(sizes)), sizes)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    averages = np.asarray(shares)[of] / (nth + 1)
+    chosen = np.argsort(-averages, kind="stable")[:total]
+    kept: list[int] = np.bincount(of[chosen], minlength=len(sizes)).tolist()
     return kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -26,15 +27,17 @@ class Resize:
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         sizes = [look.size for look in looks]
-        return [_resized(look, count) for look, count in zip(looks, counts(sizes, amount), strict=True)]
+        kept = zip(looks, counts(sizes, amount), strict=True)
+        return [_resized(look.rows, look.columns, count) for look, count in kept]
 
 
-def _resized(look: Look, count: int) -> Plan:
+@lru_cache(maxsize=64)
+def _resized(full_rows: int, full_columns: int, count: int) -> Plan:
     if not count:
         return Plan(torch.empty(0, dtype=torch.int64))
-    rows, columns = coarser(look.rows, look.columns, count)
-    places = _middles(look.rows, rows)[:, None] * look.columns + _middles(look.columns, columns)
-    return Plan(places.flatten(), torch.kron(_areas(look.rows, rows), _areas(look.columns, columns)))
+    rows, columns = coarser(full_rows, full_columns, count)
+    places = _middles(full_rows, rows)[:, None] * full_columns + _middles(full_columns, columns)
+    return Plan(places.flatten(), torch.kron(_areas(full_rows, rows), _areas(full_columns, columns)))
 
 
 def coarser(rows: int, columns: int, count: int) -> tuple[int, int]:

@@ -5,15 +5,19 @@ ToMe merges a few in every layer of the tower; here all is done behind it, in ro
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts
+
+_LEAST = 1e-12  # of a key's length: what has none is like nothing
 
 
 @dataclass(frozen=True)
@@ -25,27 +29,44 @@ class ToMe:
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         kept = counts([look.size for look in looks], amount)
-        return [_merged(look, count) for look, count in zip(looks, kept, strict=True)]
+        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, (look, count) in enumerate(zip(looks, kept, strict=True)):
+            alike[look.size, count].append(i)
+        plans: dict[int, Plan] = {}
+        for (_size, count), chosen in alike.items():
+            keys = [looks[i][Evidence.KEYS] for i in chosen]
+            together = keys[0][None] if len(keys) == 1 else torch.stack(keys)
+            plans |= zip(chosen, _merged(together, count), strict=True)
+        return [plans[i] for i in range(len(looks))]
 
 
-def _merged(look: Look, count: int) -> Plan:
-    """In each round every second token may join the most similar of the others; the most similar pairs do.
+def _merged(keys_TnC: Tensor, count: int) -> list[Plan]:
+    """In each round every second token of a grid may join the most similar of the others; the most similar pairs do.
 
     An average stands where the one stood that was joined, and its key is the average of its patches' keys.
     """
-    keys = look[Evidence.KEYS]
-    places = torch.arange(look.size, device=keys.device)
-    groups = places.clone()
+    tiles, size, width = keys_TnC.shape
+    sums_TmC = keys_TnC  # of a sum and of an average the direction is the same
+    tile = np.arange(tiles)[:, None]
+    places, groups, left = np.tile(np.arange(size), tiles), np.arange(tiles * size), size
+    while left > count > 0:
+        unit = sums_TmC / torch.linalg.vector_norm(sums_TmC, dim=-1, keepdim=True).clamp(min=_LEAST)
+        likeness, partner = (x.cpu().numpy() for x in (unit[:, ::2] @ unit[:, 1::2].mT).max(-1))
+        joining = np.argsort(-likeness, axis=1, kind="stable")[:, : min(left - count, left // 2)] + tile * (
+            -(-left // 2)
+        )
+        even = 2 * joining - tile * (left % 2)
+        target = np.arange(tiles * left)
+        target[even] = 2 * partner.ravel()[joining] + 1 + tile * left
+        stays = np.ones(tiles * left, dtype=bool)
+        stays[even] = False
+        joined = (np.cumsum(stays) - 1)[target]
+        places, groups, left = places[stays], joined[groups], left - joining.shape[1]
+        if left > count:
+            onto = torch.from_numpy(joined).to(sums_TmC.device)
+            empty = sums_TmC.new_zeros(tiles * left, width)
+            sums_TmC = empty.index_add_(0, onto, sums_TmC.flatten(0, 1)).unflatten(0, (tiles, left))
+    grouped, placed = groups.reshape(tiles, size) - tile * left, places.reshape(tiles, left)
     if not count:
-        return Plan(places[:0])
-    while len(places) > count:
-        sums = torch.zeros(len(places), keys.shape[-1], device=keys.device).index_add_(0, groups, keys)
-        unit = F.normalize(sums, dim=-1)  # of a sum and of an average the direction is the same
-        likeness, partner = (unit[::2] @ unit[1::2].T).max(-1)
-        joining = likeness.argsort(descending=True, stable=True)[: min(len(places) - count, len(places) // 2)]
-        target = torch.arange(len(places), device=keys.device)
-        target[2 * joining] = 2 * partner[joining] + 1
-        stays = torch.ones(len(places), dtype=torch.bool, device=keys.device)
-        stays[2 * joining] = False
-        places, groups = places[stays], (stays.cumsum(0) - 1)[target[groups]]
-    return averaged(groups, places)
+        return [Plan(torch.empty(0, dtype=torch.int64)) for _ in range(tiles)]
+    return [averaged(own, places) for own, places in zip(grouped, placed, strict=True)]

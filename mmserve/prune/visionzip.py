@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, best, counts
+from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, highest, on_cpu
 
 #: Of the tokens kept, those that are averages: 10 of 64 in the paper.
 CONTEXTUAL = 10 / 64
+_LEAST = 1e-12  # of a key's length: what has none is like nothing
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,22 @@ class VisionZip:
 
 def _zipped(look: Look, count: int) -> Plan:
     contextual = round(count * CONTEXTUAL) if count < look.size else 0
-    dominant = best(look[Evidence.CLS_ROW], count - contextual).places
+    [scores] = on_cpu([look[Evidence.CLS_ROW]])
+    dominant = highest(scores, count - contextual)
     if not contextual:
-        return Plan(dominant)
-    groups = torch.full((look.size,), -1, device=dominant.device)
-    groups[dominant] = torch.arange(len(dominant), device=dominant.device)
-    rest = (groups < 0).nonzero().flatten()
+        return Plan(torch.from_numpy(dominant))
+    groups = np.full(look.size, -1)
+    groups[dominant] = np.arange(len(dominant))
+    rest = np.flatnonzero(groups < 0)
     targets = rest[:: len(rest) // contextual][:contextual]
-    keys = F.normalize(look[Evidence.KEYS], dim=-1)
-    nearest = (keys[rest] @ keys[targets].T).argmax(-1)
-    groups[rest] = len(dominant) + nearest
-    groups[targets] = len(dominant) + torch.arange(contextual, device=dominant.device)
-    return averaged(groups, torch.cat([dominant, targets]))
+    groups[rest] = len(dominant) + _nearest(look[Evidence.KEYS], rest, targets)
+    groups[targets] = len(dominant) + np.arange(contextual)
+    return averaged(groups, np.concatenate([dominant, targets]))
+
+
+def _nearest(keys_nC: Tensor, rest: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Which of ``targets`` has the key most like that of each of ``rest``; how long the latter's is has no say."""
+    centres = keys_nC.index_select(0, torch.from_numpy(targets).to(keys_nC.device))
+    likeness = keys_nC @ (centres / torch.linalg.vector_norm(centres, dim=-1, keepdim=True).clamp(min=_LEAST)).T
+    found: np.ndarray = likeness.argmax(-1).cpu().numpy()[rest]
+    return found

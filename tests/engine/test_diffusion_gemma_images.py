@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from foreseen import check_foreseen
 from gemma_checkpoints import (
     BEGIN_IMAGE,
     END_IMAGE,
@@ -89,6 +90,7 @@ def test_visual_tokens_are_those_of_transformers(oracle: Any, loaded: CanvasMode
         assert (mine - theirs.pooler_output).abs().max() < 1e-4 * theirs.pooler_output.abs().max()
         seen.add(len(mine))
     assert len(seen) == 3, "the pictures' shapes make different numbers of tokens"
+    check_foreseen(loaded)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

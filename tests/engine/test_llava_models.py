@@ -16,15 +16,15 @@ from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
 from llava_checkpoints import PINPOINTS, SIDE, Llava, llava, llava_next, llava_onevision
 from safetensors.torch import load_file, save_file
-from shuffled_checkpoints import ROWS
+from shuffled_checkpoints import ROWS, text_settings
 from transformers import SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
-from mmserve.core.request import Amount, Message, Policy, Request, TextPart, VideoPart, Vision
+from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.decode.state import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
@@ -113,6 +113,37 @@ def test_pruned_answers_are_the_same_alone_and_together(tmp_path: Path, kind: st
     for done in together:
         assert 0.2 * done.usage.visual_tokens_before < done.usage.visual_tokens < 0.5 * done.usage.visual_tokens_before
     assert len({d.text for d in together}) > 2, "what is pruned does matter"
+
+
+def test_an_image_among_others_is_not_taken_for_one_alone(tmp_path: Path) -> None:
+    """Nor the other way round, whichever the cache has seen before; a clip beside it makes no difference."""
+    model = load(llava_onevision(tmp_path).folder)
+    one, other, video = ImagePart(picture(2, (60, 20))), ImagePart(picture(3)), VideoPart(clip(frames=12, rate=4))
+    asked = [
+        replace(ask(f"r{i}"), messages=(Message("user", (*parts, TextPart("what?"))),))
+        for i, parts in enumerate(((one,), (one, other), (one, video), (one,)))
+    ]
+    shared = Encoder(model, MediaConfig(), max_tokens=2000)
+    found = [shared.encode([request])[0] for request in asked]
+    for request, mine in zip(asked, found, strict=True):
+        alone = encoded(model, request)
+        assert mine.ids.tolist() == alone.ids.tolist()
+        assert mine.features is not None and alone.features is not None and torch.equal(mine.features, alone.features)
+    tokens = [int((one.ids == model.spec.image_id).sum()) for one in found]
+    assert tokens[1] == 2 * 37 and tokens[0] == tokens[2] == tokens[3] > 37
+
+
+def test_a_sliding_window_bounds_what_is_served(tmp_path: Path) -> None:
+    """Up to it nothing is out of sight; transformers' own attention, with the window, says the same."""
+    size = len(encoded(load(llava_next(tmp_path / "plain").folder), requests()[1]).ids)
+    made = llava_next(tmp_path / "window", text_config=text_settings("mistral", sliding_window=size + NEW))
+    model = load(made.folder)
+    assert model.spec.max_tokens == size + NEW and made.oracle.config.text_config.sliding_window == size + NEW
+    ours = encoded(model, requests()[1])
+    theirs = made.logits(made.inputs(rendered(model, PICTURES[1]), PICTURES[1]))
+    assert (logits(model, ours) - theirs).abs().max() < 1e-4
+    with pytest.raises(InvalidArgument, match=f"exceed the limit of {size + NEW}"):
+        encoded(model, replace(requests()[1], sampling=replace(requests()[1].sampling, max_new_tokens=NEW + 1)))
 
 
 def test_spec_of_each(pair: tuple[Llava, LoadedModel]) -> None:

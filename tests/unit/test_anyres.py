@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llama_checkpoints
 import numpy as np
 import pytest
 import torch
@@ -61,6 +63,19 @@ def best_shape(width: int, height: int) -> tuple[int, int]:
 
 
 def plain_tokens(made: Sighted, kind: str, picture: Image.Image, limit: int | None) -> Tensor:
+    """``[n, D]`` of a picture by LLaDA-V's own tower of a ``kind``."""
+    processor = (CLIPImageProcessorPil if kind == "clip" else SiglipImageProcessorPil)(**processor_json(kind))
+
+    def see(tiles: list[Image.Image]) -> Tensor:
+        pixels = torch.cat([processor(tile, return_tensors="pt")["pixel_values"] for tile in tiles])
+        return made.visual_tokens(pixels, first=1 if kind == "clip" else 0)
+
+    return in_tiles(see, made.newline, picture, limit)
+
+
+def in_tiles(
+    see: Callable[[list[Image.Image]], Tensor], newline: Tensor, picture: Image.Image, limit: int | None
+) -> Tensor:
     """``[n, D]`` as ``process_anyres_image`` and ``prepare_inputs_labels_for_multimodal`` make them, patch by patch."""
     width, height = picture.size
     across, down = best_shape(width, height)
@@ -74,9 +89,7 @@ def plain_tokens(made: Sighted, kind: str, picture: Image.Image, limit: int | No
     for y in range(down // SIDE):
         for x in range(across // SIDE):
             tiles.append(canvas.crop((x * SIDE, y * SIDE, (x + 1) * SIDE, (y + 1) * SIDE)))
-    processor = (CLIPImageProcessorPil if kind == "clip" else SiglipImageProcessorPil)(**processor_json(kind))
-    pixels = torch.cat([processor(tile, return_tensors="pt")["pixel_values"] for tile in tiles])
-    tokens = made.visual_tokens(pixels, first=1 if kind == "clip" else 0)
+    tokens = see(tiles)
     grid = []
     for row in range(down // SIDE * PATCHES):
         line = []
@@ -90,13 +103,13 @@ def plain_tokens(made: Sighted, kind: str, picture: Image.Image, limit: int | No
     else:
         over = (len(grid[0]) - int(width * (len(grid) / height))) // 2
         grid = [line[over : len(line) - over] for line in grid]
-    rows = [torch.stack(line) if line else torch.empty(0, 32) for line in grid]
+    rows = [torch.stack(line) if line else torch.empty(0, len(newline)) for line in grid]
     times = math.sqrt(len(rows) * len(rows[0]) / (limit * PATCHES**2)) if limit and rows else 0.0
     if times > 1.1:
         size = [int(len(rows) // times), int(len(rows[0]) // times)]
         stacked = torch.stack(rows).permute(2, 0, 1)[None]
         rows = list(torch.nn.functional.interpolate(stacked, size, mode="bilinear")[0].permute(1, 2, 0))
-    return torch.cat([tokens[0], *(torch.cat([row, made.newline[None]]) for row in rows)])
+    return torch.cat([tokens[0], *(torch.cat([row, newline[None]]) for row in rows)])
 
 
 def vision_of(folder: Path) -> LlavaVision:
@@ -126,6 +139,24 @@ def test_llava_s_rule_by_loops(tmp_path: Path, kind: str, ratio: str, limit: int
         counts.add(len(theirs))
     assert len(counts) > 5, "the shapes of pictures make different numbers of tokens"
     assert max(counts) > 9 * PATCHES**2 if limit is None else max(counts) < (limit * 1.21 + 1) * PATCHES**2 + 20
+
+
+@pytest.mark.parametrize(("ratio", "limit"), [("anyres", None), ("anyres_max_2", 2)])
+def test_llava_llama_s_tiles(tmp_path: Path, ratio: str, limit: int | None) -> None:
+    """LLaVA-1.6's own layout: the same rule before another decoder."""
+    newline = torch.randn(llama_checkpoints.HIDDEN, generator=torch.Generator().manual_seed(3))
+    made = llama_checkpoints.Sighted(tmp_path, newline=newline, image_aspect_ratio=ratio, **TILES)
+    model = llama_checkpoints.load(tmp_path)
+    assert isinstance(model.vision, LlavaVision) and model.spec.causal
+
+    def look(tiles: list[Image.Image]) -> Tensor:
+        return torch.stack([made.visual_tokens(tile) for tile in tiles])
+
+    for size in SIZES:
+        expected = in_tiles(look, newline, image(*size), limit)
+        found = seen(model.vision, image(*size))
+        assert found.tokens.shape == expected.shape and torch.allclose(found.tokens, expected, atol=1e-5), size
+        assert model.vision.pieces(model.vision.prepare(image(*size)), clip=False) == (len(expected),)
 
 
 @pytest.mark.parametrize("value", [str(LISTED), "(1x1),...,(3x3)"])

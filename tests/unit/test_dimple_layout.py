@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dimple_checkpoints import MASK_ID, Dimple
+from foreseen import check_foreseen
 from helpers import picture
 from llada_checkpoints import load
 from PIL import Image
@@ -61,6 +62,7 @@ def test_what_it_is(both: tuple[Dimple, LoadedModel]) -> None:
     assert spec.image_id == made.special.image_token_id and spec.video_id is None
     assert isinstance(model.vision, DimpleVision) and not model.vision.frames_per_video
     assert set(spec.banned_ids) == {MASK_ID, spec.image_id}
+    check_foreseen(model)
 
 
 def test_pruning_is_full_attention_with_the_dropped_keys_masked(both: tuple[Dimple, LoadedModel]) -> None:

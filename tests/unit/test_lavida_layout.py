@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreseen import check_foreseen
 from lavida_checkpoints import SYSTEM, Lavida
 from llada_checkpoints import edit, load
 from PIL import Image
@@ -68,6 +69,7 @@ def test_a_picture_becomes_the_tokens_of_llava_arch(tmp_path: Path, size: tuple[
     with torch.inference_mode():
         [seen] = model.vision.see([model.vision.prepare(image(*size))], frozenset(), clip=False)
     expected = made.visual_tokens(image(*size))
+    assert model.vision.pieces(model.vision.prepare(image(*size)), clip=False) == seen.pieces
     assert seen.tokens.shape == expected.shape and (seen.tokens - expected).abs().max() < 1e-5
     newlines = (expected == made.newline).all(1).nonzero().flatten()
     covered = torch.cat([grid.patches for grid in seen.grids])
@@ -80,6 +82,7 @@ def test_one_tile_a_picture(tmp_path: Path, changes: dict[str, Any]) -> None:
     edit(tmp_path / "config.json", **changes)
     model = load(tmp_path)
     assert model.vision is not None and model.vision.tokens_per_image == 10
+    check_foreseen(model)
     with torch.inference_mode():
         [seen] = model.vision.see([model.vision.prepare(image(31, 45))], frozenset(), clip=False)
     assert (seen.tokens - made.visual_tokens(image(31, 45), tiles=False)).abs().max() < 1e-5

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreseen import check_foreseen
 from llada_checkpoints import edit, load, open_logits
 from mmada_checkpoints import BITS, Mmada, plain_codes, plain_pixels, text_tokenizer
 from PIL import Image
@@ -61,6 +62,7 @@ def test_a_prompt_is_the_one_of_inference_mmu(tmp_path: Path, images: int) -> No
     made, model = Mmada(tmp_path), load(tmp_path)
     request = show(*[part(image(31, 45))] * images)
     [encoded] = encoder(model).encode([request])
+    check_foreseen(model)
     text = text_tokenizer().encode(ASKED + ANSWER, add_special_tokens=False)
     expected = (made.picture_ids(image(31, 45)) if images else []) + text
     assert len(encoded.ids) == len(expected)

@@ -18,6 +18,7 @@ import pytest
 import shuffled_checkpoints as shuffled
 import torch
 from clips import clip, video_model
+from foreseen import check_foreseen
 from helpers import ask, picture, tiny_model
 from PIL import Image
 from tokenizers import AddedToken
@@ -39,7 +40,7 @@ from mmserve.models.chat import VIDEO
 from mmserve.models.family import check_vocabulary
 from mmserve.models.picture import CannotPrepare
 from mmserve.models.towers import PaddedProcessor
-from mmserve.models.vision import LlavaVision
+from mmserve.models.vision import LlavaVision, NewlineProjector
 from mmserve.prune import pruners_for
 
 FILE = clip(frames=12, rate=4)
@@ -134,6 +135,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     if model.spec.video_id is not None:
         parts.append(VideoPart(FILE))
     request, encode = show(*parts), encoder(model).encode
+    check_foreseen(model)
     names = pruners_for(model.vision.evidence | shown_by(model))[1:]
     judged_late = {Attention.CAUSAL: 1, Attention.FULL: 2, Attention.PREFIX: 0}[model.spec.attention]
     assert len(names) == (9 if layout not in CLASSLESS else 5) + judged_late
@@ -200,6 +202,39 @@ def test_lengths_count_what_is_left_and_positions_what_was() -> None:
     for name in ("random", "fastv"):
         with pytest.raises(InvalidArgument, match=r"\(before pruning\)"):
             encoder(short).encode([pruned(request, name)])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_prompts_too_long_are_refused_before_the_tower(cached: bool) -> None:
+    """Also where only some of their pictures are new, and a picture comes twice; what fits is answered."""
+    model = tiny_model(vision=True)
+    tower = Tower(model)
+    pictures = [ImagePart(picture(i)) for i in (0, 1, 2, 2)]
+    [whole] = encoder(model).encode([show(*pictures)])
+    tight = Encoder(model, MediaConfig(), max_tokens=len(whole.ids) + 5)
+    if cached:
+        tight.encode([show(pictures[0])])
+    tower.pictures = 0
+    with pytest.raises(InvalidArgument, match=f"a prompt of {len(whole.ids)} tokens and 6 new ones exceed"):
+        tight.encode([show(*pictures)])
+    short = replace(model, spec=replace(model.spec, max_tokens=len(whole.ids) + 5))
+    for name in ("random", "fastv", "none"):
+        asked = show(*pictures) if name == "none" else pruned(show(*pictures), name)
+        with pytest.raises(InvalidArgument, match="exceed the limit"):
+            encoder(short).encode([asked])
+    assert tower.pictures == 0
+    [found] = tight.encode([pruned(show(*pictures), "random")])
+    assert tower.pictures > 0 and len(found.ids) == len(whole.ids) - 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"newline": "frame"}, {"newline": "grid", "time": "{seconds}s:"}])
+def test_rows_of_clips_are_known_before_the_tower(settings: dict[str, Any]) -> None:
+    model = video_model(stride=1, **settings)
+    assert isinstance(model.vision, LlavaVision)
+    check_foreseen(model)
+    model.vision.projector = NewlineProjector(model.vision.projector, torch.ones(64))
+    model.vision.tokens_per_image += 1
+    check_foreseen(model)
 
 
 def test_pages_are_shared_only_by_prompts_pruned_alike() -> None:

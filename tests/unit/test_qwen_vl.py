@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from clips import clip
+from foreseen import check_foreseen
 from helpers import ask, picture
 from llama_checkpoints import edit
 from qwen_vl_checkpoints import FRAMES, KINDS, Qwen, served_rows
@@ -72,6 +73,7 @@ def test_what_they_are(both: tuple[Qwen, LoadedModel]) -> None:
     assert made.oracle.config.text_config.eos_token_id in spec.end_ids
     assert model.position_axes == 3
     assert model.width == 32 * (3 if made.kind == "qwen3_vl" else 1)
+    check_foreseen(model)
 
 
 def test_keys_as_transformers_5_writes_them(both: tuple[Qwen, LoadedModel], tmp_path: Path) -> None:

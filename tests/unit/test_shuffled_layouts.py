@@ -226,6 +226,55 @@ def test_rotation_that_grows_beyond_the_context_is_plain_within(tmp_path: Path) 
         assert (our_logits(model, model.decoder.embed(ids)) - theirs).abs().max() < 1e-4
 
 
+# --- chats of ``internvl_chat`` ---
+
+SECOND = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"
+LATER = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"
+
+
+def mpt(system: str, separator: str, turns: list[tuple[str, str]]) -> str:
+    """``SeparatorStyle.MPT`` of the authors' conversation.py; an open turn of the assistant at the end."""
+    text = f"<|im_start|>system\n{system}{separator}"
+    for role, said in turns:
+        text += f"<|im_start|>{role}\n{said}{separator}"
+    return text + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "system"),
+    [
+        ("internvl2_5", "<|im_end|>\n", LATER),
+        ("Hermes-2", "<|im_end|>", SECOND),
+        ("internlm2-chat", "<|im_end|>", SECOND),
+    ],
+)
+def test_chats_have_the_format_that_is_named(tmp_path: Path, name: str, separator: str, system: str) -> None:
+    tok = load(internvl_chat(tmp_path, template=name).folder).tokenizer
+    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " what? "}]}
+    said = ("user", "<IMG_CONTEXT>\n what? ")
+    chats: list[tuple[list[dict[str, Any]], str]] = [
+        ([asked], mpt(system, separator, [said])),
+        ([{"role": "system", "content": "Be brief."}, asked], mpt("Be brief.", separator, [said])),
+        (
+            [asked, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Where?"}],
+            mpt(system, separator, [said, ("assistant", "A cat."), ("user", "Where?")]),
+        ),
+    ]
+    for chat, expected in chats:
+        assert tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize("name", [None, "phi4-chat"])
+def test_a_format_that_is_not_known_leaves_the_tokenizer_s(
+    tmp_path: Path, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tok = load(internvl_chat(tmp_path, template=name).folder).tokenizer
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\n<IMG_CONTEXT>\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    assert ("'phi4-chat' is none of Hermes-2, internlm2-chat, internvl2_5" in caplog.text) is (name is not None)
+
+
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [

@@ -1,0 +1,170 @@
+"""What pruners' scores and choices take beside the tower's own run: ``mmserve bench scoring``.
+
+Measured on the served model's tower and on one of the size of CLIP ViT-L/14-336, with random weights, for one picture
+of one tile and for one of eight. A tower runs once a round, with all that pruners ask for taken from that run, so that
+shares of a per cent are not lost in the noise of two runs' difference. Processor time of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from mmserve.bench.settings import measured_config
+from mmserve.core.request import Amount
+from mmserve.decode.state import Encoded
+from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.models.evidence import Watched, layers_of
+from mmserve.models.registry import load_model
+from mmserve.models.vision import LlavaVision
+from mmserve.prune import PRUNERS, Pruner, pruners_for
+from mmserve.prune.base import Look
+
+#: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
+_TEXT, _ANSWER = 24, 8
+#: Tiles of a picture.
+TILES = (1, 8)
+#: LLaVA's and CLIP's, of openai/clip-vit-large-patch14-336.
+_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Milliseconds of a tower's runs, and of a pruner's scores and choices, and how many of the former the latter is:
+    quartiles of rounds."""
+
+    tower_ms: float
+    scoring_ms: float
+    share: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, towers: Sequence[float], costs: Sequence[float]) -> Share:
+        """From seconds, round by round."""
+        shares = [cost / tower for cost, tower in zip(costs, towers, strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4, method="inclusive")
+        tower, cost = (round(1e3 * statistics.median(of), 3) for of in (towers, costs))
+        return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)))
+
+    def row(self) -> dict[str, Any]:
+        """As a report has it."""
+        return {"tower_ms": self.tower_ms, "scoring_ms": self.scoring_ms, "scoring_share": list(self.share)}
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each tower, number of tiles and pruner, of ``--limit`` rounds."""
+    if arguments.limit < 2:
+        raise ConfigError("`bench scoring` gives quartiles: --limit must be at least 2 rounds")
+    [settings, *_others] = measured_config(arguments).models
+    model = load_model(settings)
+    if not isinstance(model, LoadedModel) or not isinstance(model.vision, LlavaVision):
+        raise ConfigError(f"{model.spec.name} has no CLIP-style tower behind a projector, which is what is measured")
+    torch.set_num_threads(1)  # processor time is one thread's
+    vision = model.vision
+    large: Any = CLIPVisionModel(CLIPVisionConfig(**_LARGE)).eval().requires_grad_(False)
+    towers: list[tuple[str, Any, int]] = [
+        (model.spec.name, vision.tower, vision.select_layer),
+        ("CLIP ViT-L/14-336, random", large, -2),
+    ]
+    rows = []
+    for name, tower, select in towers:
+        names = _chosen(arguments.pruners, [n for n in pruners_for(vision.evidence) if n != "none"])
+        for tiles in TILES:
+            progress(f"{name}: {tiles} tiles, {arguments.limit} rounds")
+            found = tower_shares(tower, select, names, tiles, arguments.limit)
+            rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row()} for n in names]
+    looking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
+    looked = decoder_shares(model, looking, arguments.limit)
+    rows += [{"tower": model.spec.name, "tiles": 1, "pruner": n, **looked[n].row()} for n in looked]
+    return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), "rounds": arguments.limit}}
+
+
+def _chosen(names: str, known: Sequence[str]) -> list[str]:
+    return [name for name in known if not names or name in names.split(",")]
+
+
+def _quarter(pruner: Pruner) -> Amount:
+    return Amount("keep_ratio" if "keep_ratio" in pruner.amounts else "attention_mass", 0.25)
+
+
+@torch.inference_mode()
+def tower_shares(tower: nn.Module, select: int, names: Sequence[str], tiles: int, rounds: int) -> dict[str, Share]:
+    """What the pruners ``names`` add to a CLIP-style ``tower`` that looks at a picture of so many ``tiles``."""
+    config: Any = tower.config
+    side = config.image_size // config.patch_size
+    first = int(hasattr(tower.get_submodule("embeddings"), "class_embedding"))
+    like = next(tower.parameters())
+    noise = torch.randn(tiles, 3, config.image_size, config.image_size, generator=torch.Generator().manual_seed(0))
+    pixels, layers = noise.to(like.device, like.dtype), layers_of(tower)
+    pruners = {name: PRUNERS[name]() for name in names}
+    towers: list[float] = []
+    costs: dict[str, list[float]] = defaultdict(list)
+    for _round in range(rounds + 1):  # the first is not counted
+        spent = dict.fromkeys(names, 0.0)
+        watching: dict[str, Watched] = {}
+        with ExitStack() as stack:
+            for name, pruner in pruners.items():
+                begun = time.thread_time()
+                watching[name] = Watched(layers, select, pruner.needs)
+                stack.enter_context(watching[name].running())
+                spent[name] += time.thread_time() - begun
+            begun = time.thread_time()
+            hidden = tower(pixels, output_hidden_states=True).hidden_states
+            towers.append(time.thread_time() - begun)
+        for name, pruner in pruners.items():
+            begun = time.thread_time()
+            seen = watching[name].evidence(hidden, first=first)
+            looks = [Look(side, side, {kind: values[i] for kind, values in seen.items()}) for i in range(tiles)]
+            pruner.plans(looks, _quarter(pruner))
+            costs[name].append(spent[name] + time.thread_time() - begun)
+    return {name: Share.of(towers[1:], costs[name][1:]) for name in names}
+
+
+@torch.inference_mode()
+def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dict[str, Share]:
+    """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile.
+
+    The prompt has ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
+    """
+    vision = model.vision
+    if not names or not isinstance(vision, LlavaVision):
+        return {}
+    config: Any = vision.tower.config
+    pixels = torch.randn(1, 3, config.image_size, config.image_size).to(model.device, model.dtype)
+    if vision.anyres is not None:
+        raise ConfigError("pruners by the decoder are measured on pictures of one tile, which this model has not")
+    [picture] = vision.see([{"pixels": pixels}], frozenset(), clip=False)
+    look, rows = PromptLook(model), len(picture.tokens)
+    prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens)
+    grids = [[grid.patches.numpy() for grid in picture.grids]]
+    towers: list[float] = []
+    costs: dict[str, list[float]] = defaultdict(list)
+    for _round in range(rounds + 1):
+        begun = time.thread_time()
+        vision.see([{"pixels": pixels}], frozenset(), clip=False)
+        towers.append(time.thread_time() - begun)
+        for name in names:
+            pruner = PRUNERS[name]()
+            begun = time.thread_time()
+            look.prune(prompt, grids, pruner, _quarter(pruner), _ANSWER)
+            costs[name].append(time.thread_time() - begun)
+    return {name: Share.of(towers[1:], costs[name][1:]) for name in names}

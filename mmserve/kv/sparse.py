@@ -75,6 +75,11 @@ class Selection:
     row_block: int
     kv_block: int
 
+    def mask(self, estimate_ABC: Tensor, rows: Rows) -> Tensor:
+        """The blocks that are chosen by what the builder estimates, ``[A, B, C]``."""
+        least = LEAST.get(self.builder, 1)
+        return estimates.densest(estimate_ABC, rows, density=self.density, mass=self.mass, least=least)
+
 
 class Sparse:
     """The sparse attention of one model over one store; ``prefill`` and ``decode`` are None where a stage is dense."""
@@ -150,7 +155,7 @@ class Sparse:
                 partial(self._pages, layer, table, length),
                 rows,
             )
-            mask = estimates.densest(build(view), rows, density=s.density, mass=s.mass, least=LEAST.get(s.builder, 1))
+            mask = s.mask(build(view), rows)
             masks.append(mask.expand(groups, -1, -1) if len(mask) == 1 else mask)
         return block_index(masks, s.row_block, s.kv_block)
 

@@ -18,9 +18,7 @@ from mmserve_kernels.sparse_attention import builders
 from mmserve_kernels.sparse_attention.builders import Rows
 
 
-def densest(
-    estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0, least: int = 1
-) -> Tensor:
+def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0, least: int = 1) -> Tensor:
     """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
     rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound), but ``least`` of them.
 

@@ -112,6 +112,7 @@ class Sparse:
         if selection is None and self._bounds is None:
             return None
         dense = frozenset() if selection is None else self.dense_layers(selection)
+        choosing = choosing_layers(self._layers)
         touched = None if self._bounds is None else self._bounds.touched(ragged)
         positions = [torch.from_numpy(r).to(self._store.device) for r in rows]
         kept: list[BlockIndex] = []  # of the layer that chose last
@@ -119,7 +120,7 @@ class Sparse:
         def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
             if self._bounds is not None and touched is not None:
                 self._bounds.update(layer, k_PSGK, *touched)
-            if selection is not None and (selection.builder != "tidal" or layer in self._choosing()):
+            if selection is not None and (selection.builder != "tidal" or layer in choosing):
                 kept[:] = [self._index(selection, layer, q_THK, k_PSGK, ragged, positions)]
             if selection is None or layer in dense:
                 return self._store.dense(q_THK, k_PSGK, v_PSGK, ragged)
@@ -132,10 +133,7 @@ class Sparse:
         """Layers that see everything all the same: TidalDecode's first, and those that choose for others."""
         if selection.builder != "tidal":
             return frozenset()
-        return frozenset({*range(_DENSE_LAYERS), *self._choosing()} & {*range(self._layers)})
-
-    def _choosing(self) -> tuple[int, int]:
-        return _DENSE_LAYERS, _DENSE_LAYERS + round((self._layers - _DENSE_LAYERS) * _AGAIN)
+        return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
 
     def _index(
         self, s: Selection, layer: int, q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, positions: list[Tensor]
@@ -163,6 +161,11 @@ class Sparse:
         assert self._bounds is not None, "only `quest` asks for them, and then there are some"
         pages = table[: -(-length // self._store.page_size)]
         return self._bounds.low[layer][pages], self._bounds.high[layer][pages]
+
+
+def choosing_layers(layers: int) -> tuple[int, int]:
+    """Layers, counted from 0, at which TidalDecode chooses, of a model of so many: 2 and 13 of 32."""
+    return _DENSE_LAYERS, _DENSE_LAYERS + round((layers - _DENSE_LAYERS) * _AGAIN)
 
 
 def _gathered(k_PSGK: Tensor, table: Tensor, length: int) -> Tensor:

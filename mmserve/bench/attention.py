@@ -2,7 +2,7 @@
 
 Each way of choosing is measured alone, in prefill or in decode, beside blocks at random and beside dense attention, on
 the same fresh items. Blocks have 16 positions: the default tasks' rows of the bundled models have eight to fourteen of
-them. ``oracle`` takes the blocks that hold most of the attention as it is: no builder finds better ones.
+them. ``oracle`` takes the blocks that hold most of the attention as it is: no builder can hold more.
 """
 
 from __future__ import annotations

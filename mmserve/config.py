@@ -222,8 +222,8 @@ def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 
 #: What ``sparse_prefill`` and ``sparse_decode`` may be: the names of ``kv/sparse.py``, which loads torch.
-SPARSE_PREFILL = ("", "vertical_slash", "query_aware", "segments", "sink_window", "random")
-SPARSE_DECODE = ("", "quest", "double_sparse", "tidal", "sink_window", "random")
+SPARSE_PREFILL = ("", "vertical_slash", "query_aware", "segments", "sink_window", "random", "oracle")
+SPARSE_DECODE = ("", "quest", "double_sparse", "tidal", "sink_window", "random", "oracle")
 
 
 def _check_sparse(engine: EngineConfig, where: str) -> None:

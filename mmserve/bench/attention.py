@@ -1,7 +1,8 @@
 """What looking at fewer keys and values, or at coarser ones, does to logits and answers: ``mmserve bench attention``.
 
 Each way of choosing is measured alone, in prefill or in decode, beside blocks at random and beside dense attention, on
-the same fresh items. Blocks have 16 positions: prompts of the bundled models have five to twenty of them.
+the same fresh items. Blocks have 16 positions: the default tasks' rows of the bundled models have eight to fourteen of
+them. ``oracle`` takes the blocks that hold most of the attention as it is: no builder can hold more.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmserve_kernels.sparse_attention import Rows
 from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
+from mmserve.bench.attention_rows import Kept, plot
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Options
 from mmserve.config import EngineConfig, resolve
@@ -26,6 +29,7 @@ from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.state import DeepStack
 from mmserve.encode.encoder import Encoder
+from mmserve.encode.keys import weights_digest
 from mmserve.errors import ConfigError
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import DECODE, PREFILL, Sparse
@@ -35,8 +39,9 @@ from mmserve.models.registry import load_model
 from mmserve.reference.evaluate import canvas, evaluate, item, shown
 from mmserve.reference.tasks import TASKS
 
-DEFAULT_TASKS = ("count", "differs", "arithmetic")
-DENSITIES = (1.0, 0.5, 0.25, 0.125)
+#: Two pictures, what differs between two pictures, and a clip: the prompts with the most positions.
+DEFAULT_TASKS = ("which", "differs", "order")
+DENSITIES = (0.5, 0.25, 0.125)
 PAGE = 16
 #: Rows of a next-token model's prompt, from its end, whose logits are compared.
 _LAST = 16
@@ -67,8 +72,11 @@ class Prompt:
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """A row for each variant: how far its logits are from dense ones in nats, how often the best token is the same, and
-    the accuracy of ``--limit`` items of each task."""
+    """A row for each variant: how far its logits are from dense ones in nats, how often the best token is the same, the
+    accuracy of ``--limit`` items of each task, and of a choice of blocks the share that it takes.
+
+    A row that ``--resume`` has is not measured again.
+    """
     tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
     if unknown := set(tasks) - set(TASKS):
         raise ConfigError(f"no task is called {min(unknown)!r}; there are {', '.join(TASKS)}")
@@ -79,40 +87,42 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     engine = resolve(config.engine)
     torch.set_num_threads(engine.torch_threads)
     prompts = list(_prompts(model, tasks, arguments.limit, arguments.seed, config.media))
+    settings = {
+        "model": model.spec.name,
+        "weights": weights_digest(model.decoder).hex()[:12],
+        "tasks": tasks,
+        "items": arguments.limit * len(tasks),
+        "seed": arguments.seed,
+        "recompute": arguments.recompute,
+        "commit": arguments.commit,
+        "positions": round(statistics.mean(len(p.rows) for p in prompts), 1),
+    }
     floor = row_floor(model)
     exact = [_logits(model, Variant({}).engine(engine), p, floor, decoding=False) for p in prompts]
-    options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
-    rows = []
-    for variant in variants():
-        settings = variant.engine(config.engine)
-        made = [_logits(model, settings, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
+
+    def measured(variant: Variant) -> dict[str, Any]:
+        wanted = variant.engine(config.engine)
+        made = [_logits(model, wanted, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
         figures = _differences(exact, made)
-        with BackgroundServer(replace(config, engine=settings)) as server, Client(server.address) as client:
+        options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+        with BackgroundServer(replace(config, engine=wanted)) as server, Client(server.address) as client:
             client.wait_ready()
-            answers = evaluate(
-                server.address,
-                tasks=tasks,
-                limit=arguments.limit,
-                seed=arguments.seed,
-                options=options,
-                progress=lambda _text: None,
-            )
+            asked = {"tasks": tasks, "limit": arguments.limit, "seed": arguments.seed, "options": options}
+            answers = evaluate(server.address, **asked, progress=lambda _text: None)
         by_task = {row.task: row.accuracy for row in answers}
         accuracy = round(statistics.mean(by_task.values()), 4)
-        rows.append({**variant.row, **figures, "accuracy": accuracy, "accuracy_by_task": by_task})
+        share = _share(model, wanted, prompts)
+        return {**variant.row, **share, **figures, "accuracy": accuracy, "accuracy_by_task": by_task}
+
+    kept = Kept(arguments.resume, settings)
+    rows = []
+    for variant in variants():
+        rows.append(kept.row(variant.row) or kept.add(measured(variant)))
         progress(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
-    return {
-        "rows": rows,
-        "settings": {
-            "model": model.spec.name,
-            "tasks": tasks,
-            "items": arguments.limit * len(tasks),
-            "seed": arguments.seed,
-            "recompute": arguments.recompute,
-            "commit": arguments.commit,
-            "positions": round(statistics.mean(len(p.rows) for p in prompts), 1),
-        },
-    }
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
+        progress(f"wrote {arguments.plot}")
+    return {"rows": rows, "settings": settings}
 
 
 def variants() -> Iterator[Variant]:
@@ -123,8 +133,9 @@ def variants() -> Iterator[Variant]:
             for density in DENSITIES:
                 row = {"measured": builder, "stage": stage, "density": density}
                 yield Variant(row, {f"sparse_{stage}": builder, "sparse_density": density})
-    for bits, kept in ((8, 0.0), (4, 0.0), (4, 0.25)):
-        yield Variant({"measured": f"{bits} bits", "kept": kept}, {"kv_bits": bits, "kv_kept": kept})
+    for bits in (8, 4):
+        for kept in (0.0, 0.25):
+            yield Variant({"measured": f"{bits} bits", "kept": kept}, {"kv_bits": bits, "kv_kept": kept})
 
 
 def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media: Any) -> Iterator[Prompt]:
@@ -180,6 +191,26 @@ def _logits(model: LoadedModel, engine: EngineConfig, p: Prompt, floor: int, *, 
         [found] = forward(model, store, [one], floor, sparse=sparse, selection=selection)
         made = found.whole()
     return made
+
+
+def _share(model: LoadedModel, engine: EngineConfig, prompts: list[Prompt]) -> dict[str, float]:
+    """What share of the blocks that could be seen passes look at, on average over prompts and layers, or nothing where
+    nothing is chosen: densities are rounded up to whole blocks, and some layers see everything."""
+    if not (engine.sparse_prefill or engine.sparse_decode):
+        return {}
+    c = model.decoder.config
+    sparse = Sparse(model, KVStore(c, pages=1, page_size=PAGE, dtype=model.dtype, device=model.device), engine)
+    selection = sparse.prefill or sparse.decode
+    assert selection is not None
+    dense = len(sparse.dense_layers(selection)) / c.num_layers
+    shares = []
+    for p in prompts:
+        at = torch.from_numpy(p.rows if sparse.prefill else p.wanted)
+        rows = Rows(at, len(p.rows), at + 1 if model.spec.causal else None, selection.row_block, selection.kv_block)
+        visible = rows.visible()
+        chosen = selection.mask(torch.ones(1, *visible.shape), rows)
+        shares.append(float(chosen.sum() / visible.sum()))
+    return {"share": round(dense + (1 - dense) * statistics.mean(shares), 3)}
 
 
 def _differences(exact: list[Tensor], made: list[Tensor]) -> dict[str, float]:

@@ -63,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pruners of `scoring`, and with K/V reductions of `vision` (default all)",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="PNG of accuracy against speed, of `decode`, or tokens, of `vision`"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="PNG of accuracy against speed, of `decode`, tokens, of `vision`, or density, of `attention`",
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep rows of `attention` here, and take those that are there"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     add_config(parser)

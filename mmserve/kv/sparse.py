@@ -22,8 +22,8 @@ from mmserve.errors import ConfigError
 from mmserve.kv.store import KVStore, Read, written_pages
 from mmserve.models.base import LoadedModel
 
-#: Layers of TidalDecode that see everything, and the share of the depth at which it chooses again.
-_DENSE_LAYERS, _AGAIN = 2, 13 / 32
+#: TidalDecode's first layers see everything, the next one chooses, and so does the 14th of 32, once more.
+_DENSE_LAYERS, _AGAIN = 2, 11 / 30
 #: Share of a head's channels that DoubleSparse scores with.
 _CHANNELS = 4
 
@@ -40,13 +40,15 @@ class View:
 
 
 Builder = Callable[[View], Tensor]
-#: Builders by their name in the configuration; to add one: an estimate, and a line here.
+#: Builders by their name in the configuration; to add one: an estimate, and a line here. ``random`` and ``oracle``,
+#: which takes more than it spares, are there to be compared with.
 PREFILL: dict[str, Builder] = {
     "vertical_slash": lambda view: estimates.by_lines(view.q_RHK, view.keys(), view.rows),
     "query_aware": lambda view: estimates.by_means(view.q_RHK, view.keys(), view.rows),
     "segments": lambda view: estimates.by_segments(view.q_RHK, view.keys(), view.rows),
     "sink_window": lambda view: estimates.by_distance(view.rows),
     "random": lambda view: estimates.at_random(view.rows, view.layer),
+    "oracle": lambda view: estimates.by_attention(view.q_RHK, view.keys(), view.rows),
 }
 DECODE: dict[str, Builder] = {
     "quest": lambda view: estimates.by_bounds(view.q_RHK, *view.bounds(), view.rows),
@@ -56,7 +58,10 @@ DECODE: dict[str, Builder] = {
     "tidal": lambda view: estimates.by_attention(view.q_RHK, view.keys(), view.rows),
     "sink_window": lambda view: estimates.by_distance(view.rows),
     "random": lambda view: estimates.at_random(view.rows, view.layer),
+    "oracle": lambda view: estimates.by_attention(view.q_RHK, view.keys(), view.rows),
 }
+#: Blocks that a builder takes however low the density: the sink and the rows' own.
+LEAST = {"sink_window": 2}
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Selection:
     mass: float
     row_block: int
     kv_block: int
+
+    def mask(self, estimate_ABC: Tensor, rows: Rows) -> Tensor:
+        """The blocks that are chosen by what the builder estimates, ``[A, B, C]``."""
+        least = LEAST.get(self.builder, 1)
+        return estimates.densest(estimate_ABC, rows, density=self.density, mass=self.mass, least=least)
 
 
 class Sparse:
@@ -101,6 +111,8 @@ class Sparse:
         """
         if selection is None and self._bounds is None:
             return None
+        dense = frozenset() if selection is None else self.dense_layers(selection)
+        choosing = choosing_layers(self._layers)
         touched = None if self._bounds is None else self._bounds.touched(ragged)
         positions = [torch.from_numpy(r).to(self._store.device) for r in rows]
         kept: list[BlockIndex] = []  # of the layer that chose last
@@ -108,17 +120,20 @@ class Sparse:
         def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
             if self._bounds is not None and touched is not None:
                 self._bounds.update(layer, k_PSGK, *touched)
-            if selection is None or (selection.builder == "tidal" and layer < _DENSE_LAYERS):
-                return self._store.dense(q_THK, k_PSGK, v_PSGK, ragged)
-            if not kept or selection.builder != "tidal" or layer in self._choosing():
+            if selection is not None and (selection.builder != "tidal" or layer in choosing):
                 kept[:] = [self._index(selection, layer, q_THK, k_PSGK, ragged, positions)]
+            if selection is None or layer in dense:
+                return self._store.dense(q_THK, k_PSGK, v_PSGK, ragged)
             made: Tensor = self._op.run(q_THK, k_PSGK, v_PSGK, ragged, kept[0])
             return made
 
         return read
 
-    def _choosing(self) -> tuple[int, int]:
-        return _DENSE_LAYERS, max(_DENSE_LAYERS, round(self._layers * _AGAIN))
+    def dense_layers(self, selection: Selection) -> frozenset[int]:
+        """Layers that see everything all the same: TidalDecode's first, and those that choose for others."""
+        if selection.builder != "tidal":
+            return frozenset()
+        return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
 
     def _index(
         self, s: Selection, layer: int, q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, positions: list[Tensor]
@@ -138,7 +153,7 @@ class Sparse:
                 partial(self._pages, layer, table, length),
                 rows,
             )
-            mask = estimates.densest(build(view), rows, density=s.density, mass=s.mass)
+            mask = s.mask(build(view), rows)
             masks.append(mask.expand(groups, -1, -1) if len(mask) == 1 else mask)
         return block_index(masks, s.row_block, s.kv_block)
 
@@ -146,6 +161,11 @@ class Sparse:
         assert self._bounds is not None, "only `quest` asks for them, and then there are some"
         pages = table[: -(-length // self._store.page_size)]
         return self._bounds.low[layer][pages], self._bounds.high[layer][pages]
+
+
+def choosing_layers(layers: int) -> tuple[int, int]:
+    """Layers, counted from 0, at which TidalDecode chooses, of a model of so many: 2 and 13 of 32."""
+    return _DENSE_LAYERS, _DENSE_LAYERS + round((layers - _DENSE_LAYERS) * _AGAIN)
 
 
 def _gathered(k_PSGK: Tensor, table: Tensor, length: int) -> Tensor:

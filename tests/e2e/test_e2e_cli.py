@@ -281,14 +281,23 @@ def test_the_kernel_benchmark_measures_an_op_and_writes_a_table(
 
 @pytest.mark.slow
 def test_the_attention_benchmark_tells_what_fewer_and_coarser_keys_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     few = ("vertical_slash", "8 bits")
-    chosen = [v for v in attention.variants() if v.row["measured"] in few and v.row.get("density", 0.25) == 0.25]
+    chosen = [
+        v
+        for v in attention.variants()
+        if v.row["measured"] in few and v.row.get("density", 0.25) == 0.25 and not v.row.get("kept")
+    ]
     monkeypatch.setattr(attention, "variants", lambda: chosen)
     given = ("--tasks", "what", "--limit", "1", "--set", "engine.torch_threads=1", "--json")
-    assert main(["bench", "attention", *given]) == 0
+    rows = tmp_path / "rows"
+    assert main(["bench", "attention", *given, "--resume", str(rows)]) == 0
     sparse, coarse = one_json(capsys.readouterr().out)["rows"]
+    monkeypatch.setattr(attention, "evaluate", None)  # all is there
+    assert main(["bench", "attention", *given, "--resume", str(rows)]) == 0
+    assert one_json(capsys.readouterr().out)["rows"] == [sparse, coarse]
+    assert 0.25 < sparse["share"] < 0.4
     assert sparse["nats"] > coarse["nats"] >= 0
     assert sparse["largest"] > coarse["largest"] > 0
     assert {sparse["accuracy"], coarse["accuracy"]} <= {0, 1}

@@ -17,7 +17,7 @@ from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, EngineConfig, from_map
 from mmserve.core.request import Policy
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.errors import ConfigError, Unimplemented
-from mmserve.kv.sparse import DECODE, PREFILL, Sparse
+from mmserve.kv.sparse import DECODE, PREFILL, Sparse, choosing_layers
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel
 
@@ -143,6 +143,11 @@ def test_a_request_has_its_own_tokens_in_any_batch(bench: Make, prefill: str, de
     alone = [b.ask(request).text for request in requests("alone")]  # type: ignore[arg-type]
     together = [call.finished().text for call in b.submit(*requests("batch"))]  # type: ignore[arg-type]
     assert alone == together
+
+
+def test_tidal_decode_chooses_twice_wherever_there_are_layers_between() -> None:
+    assert choosing_layers(32) == (2, 13), "as the paper has it"
+    assert choosing_layers(6) == (2, 3)
 
 
 def test_what_runs_is_told(bench: Make) -> None:

@@ -28,6 +28,10 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
             for rows in (1, 32):
                 name = f"{model}, batch {batch}, {rows} rows over {length}"
                 yield from _orders(name, [(rows, length)] * batch, heads, device, dtype)
+        if not gpu:
+            yield _case(
+                f"{model}, batch 1, 32 rows over 4096, in order", [(32, 4096)], heads, device, dtype, in_order=True
+            )
         uneven = [(1, length), (32, length // 3), (32, 63), (7, 100)]
         yield _case(f"{model}, uneven", uneven, heads, device, dtype)
         yield _case(f"{model}, causal prefill of {2 * length}", [(2 * length,) * 2], heads, device, dtype, causal=True)

@@ -76,25 +76,39 @@ def cached_attention(
     """
     if isinstance(ragged, FixedBatch):
         return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH)
+    # Whatever can be is done once for all requests: with views of its own for each, 16 requests of 32 rows over 512
+    # positions of 8 heads of 32 took 6% longer than SDPA on keys in one piece.
+    share, dtype = q_THK.shape[1] // k_PSGK.shape[2], q_THK.dtype
+    q_1TGUK = q_THK.unsqueeze(0) if share == 1 else q_THK.unflatten(1, (-1, share)).unsqueeze(0)
+    of_request = q_1TGUK.transpose(1, 2).split(ragged.row_counts, 2)
+    k_1GNK, v_1GNK = _as_they_lie(k_PSGK), _as_they_lie(v_PSGK)
     out: list[Tensor] = []
     start = 0
-    requests = zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, ragged.runs, strict=True)
-    for rows, length, pages, run in requests:
+    requests = zip(ragged.row_counts, of_request, ragged.kv_lengths, ragged.page_tables, ragged.runs, strict=True)
+    for rows, q_1GRUK, length, pages, run in requests:
         if rows == 0:
             continue
-        here = slice(start, start + rows)
-        q_RHK = q_THK[here]
-        k_LGK, v_LGK = (_read(x, pages, run, length, q_THK.dtype) for x in (k_PSGK, v_PSGK))
+        if run is None or k_1GNK is None or v_1GNK is None:
+            k_1GLK, v_1GLK = _gathered(k_PSGK, pages, length), _gathered(v_PSGK, pages, length)
+        else:
+            first = run * k_PSGK.shape[1]
+            k_1GLK, v_1GLK = k_1GNK.narrow(2, first, length), v_1GNK.narrow(2, first, length)
+        if k_1GLK.dtype != dtype or v_1GLK.dtype != dtype:
+            k_1GLK, v_1GLK = k_1GLK.to(dtype), v_1GLK.to(dtype)
         mask = None
         if ragged.kv_limit is not None:
-            mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[here, None]
+            mask = torch.arange(length, device=q_THK.device) < ragged.kv_limit[start : start + rows, None]
         if lse_TH is not None:
-            lse_TH[here] = _log_sum_exp(q_RHK, k_LGK, mask)
-        out.append(_attend(q_RHK, k_LGK, v_LGK, mask))
+            here = slice(start, start + rows)
+            lse_TH[here] = _log_sum_exp(q_THK[here], k_1GLK[0].transpose(0, 1), mask)
+        if share == 1:
+            out.append(F.scaled_dot_product_attention(q_1GRUK, k_1GLK, v_1GLK, mask).transpose(1, 2))
+        else:
+            out.append(_shared(q_1GRUK, k_1GLK, v_1GLK, mask))
         start += rows
-    if len(out) == 1:
-        return out[0]
-    return torch.cat(out) if out else torch.empty_like(q_THK)
+    if not out:
+        return torch.empty_like(q_THK)
+    return (out[0] if len(out) == 1 else torch.cat(out, 1)).reshape(q_THK.shape)
 
 
 def _fixed(
@@ -112,7 +126,9 @@ def _fixed(
     own = torch.searchsorted(batch.row_counts.cumsum(0), rows, right=True).clamp_max(requests - 1)
     seen_TL = torch.arange(length, device=q_THK.device) < batch.kv_limit[:, None]
     k_TLGK, v_TLGK = (
-        _read(x, batch.page_tables.flatten(), None, requests * length, torch.float32)
+        _gathered(x, batch.page_tables.flatten(), requests * length)[0]
+        .transpose(0, 1)
+        .float()
         .unflatten(0, (requests, length))[own]
         .masked_fill(~seen_TL[:, :, None, None], 0.0)  # what nobody wrote may be no number
         for x in (k_PSGK, v_PSGK)
@@ -127,31 +143,29 @@ def _fixed(
     return torch.einsum("tgul,tlgk->tguk", weights, v_TLGK).flatten(1, 2).to(q_THK.dtype)
 
 
-def _attend(q_RHK: Tensor, k_LGK: Tensor, v_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:
-    """Attention ``[R, H, K]`` of one request.
+def _shared(q_1GRUK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_RL: Tensor | None) -> Tensor:
+    """Attention ``[1, R, G, H / G, K]`` of one request whose query heads share keys.
 
-    Query heads that share keys become rows of one head: a row of 28 heads over 4 takes half as long as with SDPA's own
-    sharing, which reads the keys once for each query head.
+    They become rows of one head: a row of 28 heads over 4 takes half as long as with SDPA's own sharing, which reads
+    the keys once for each query head.
     """
-    groups = k_LGK.shape[1]
-    share = q_RHK.shape[1] // groups
-    k_GLK, v_GLK = k_LGK.transpose(0, 1), v_LGK.transpose(0, 1)
-    if share == 1:
-        made = F.scaled_dot_product_attention(q_RHK.transpose(0, 1)[None], k_GLK[None], v_GLK[None], mask_RL)
-        return made[0].transpose(0, 1)
-    q_GMK = q_RHK.unflatten(1, (groups, share)).transpose(0, 1).flatten(1, 2)
-    mask_ML = None if mask_RL is None else mask_RL.repeat_interleave(share, 0)
-    made = F.scaled_dot_product_attention(q_GMK[None], k_GLK[None], v_GLK[None], mask_ML)
-    return made[0].unflatten(1, (-1, share)).transpose(0, 1).flatten(1, 2)
+    mask_ML = None if mask_RL is None else mask_RL.repeat_interleave(q_1GRUK.shape[3], 0)
+    made = F.scaled_dot_product_attention(q_1GRUK.flatten(2, 3), k_1GLK, v_1GLK, mask_ML)
+    return made.view(q_1GRUK.shape).transpose(1, 2)
 
 
-def _read(source: Tensor | QuantizedPages, pages: Tensor, run: int | None, length: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values ``[length, G, K]`` of ``pages``, in their order."""
+def _as_they_lie(source: Tensor | QuantizedPages) -> Tensor | None:
+    """Keys or values ``[1, G, P · S, K]`` of all pages; None where attention cannot read what is stored."""
     if isinstance(source, QuantizedPages):
-        return dequantize(source.select(pages)).flatten(0, 1)[:length].to(dtype)
-    if run is None:
-        return source.index_select(0, pages).flatten(0, 1).narrow(0, 0, length).to(dtype)
-    return source.flatten(0, 1).narrow(0, run * source.shape[1], length).to(dtype)
+        return None
+    _pages, _positions, groups, size = source.shape
+    return source.reshape(1, -1, groups, size).transpose(1, 2)
+
+
+def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int) -> Tensor:
+    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order."""
+    found = dequantize(source.select(pages)) if isinstance(source, QuantizedPages) else source.index_select(0, pages)
+    return found.flatten(0, 1).narrow(0, 0, length).transpose(0, 1).unsqueeze(0)
 
 
 def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:

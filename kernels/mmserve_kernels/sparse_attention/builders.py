@@ -46,6 +46,11 @@ class Rows:
         highest = _by_block(self.limits(), self.q_block).amax(1)
         return self.block_starts() < highest[:, None]
 
+    def seen_by_all(self) -> Tensor:
+        """Boolean ``[B, C]``: blocks of which every row sees a position."""
+        lowest = _by_block(self.limits(), self.q_block).amin(1)
+        return self.block_starts() < lowest[:, None]
+
     def block_starts(self) -> Tensor:
         """int64 ``[C]``: first position of each block."""
         return torch.arange(0, self.length, self.kv_block, device=self.positions.device)

@@ -18,39 +18,57 @@ from mmserve_kernels.sparse_attention import builders
 from mmserve_kernels.sparse_attention.builders import Rows
 
 
-def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0) -> Tensor:
+def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0, least: int = 1) -> Tensor:
     """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
-    rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound).
+    rows sees, rounded up, and the fewest that hold ``mass`` of its estimate (1 = no bound), but ``least`` of them.
 
-    The first block, which every row sees, comes before all others and is always there: no row sees nothing.
+    Nothing but the estimate says which: of few blocks, one that is always there takes the place of a better one. Only
+    where some row would see none of them, the first block is there too, which every row sees.
     """
     visible = rows.visible()
-    scores = estimate_ABC.masked_fill(~visible, -1)
-    scores[..., 0] = torch.inf
-    order = scores.argsort(dim=-1, descending=True, stable=True)
+    order = estimate_ABC.masked_fill(~visible, -1).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
-    chosen = rank < (visible.sum(-1) * density).ceil()[:, None]
+    chosen = rank < (visible.sum(-1) * density).ceil().clamp_min(least)[:, None]
     if mass < 1:
         held = estimate_ABC.masked_fill(~visible, 0).gather(-1, order)
         before = held.cumsum(-1) - held
-        chosen &= (before < mass * held.sum(-1, keepdim=True)).gather(-1, rank)
-    chosen[..., 0] = True
-    return chosen & visible
+        chosen &= (before < mass * held.sum(-1, keepdim=True)).gather(-1, rank) | (rank < least)
+    chosen &= visible
+    chosen[..., 0] |= ~(chosen & rows.seen_by_all()).any(-1) & visible[:, 0]
+    return chosen
 
 
 def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
-    """``[H, B, C]``: what the columns and diagonals through a block weigh in the attention of some rows (MInference,
-    arXiv 2407.02490)."""
-    columns_HL, diagonals_HO = builders._lines(*builders._probed(q_RHK, k_LGK, rows, _probes(rows)))
-    first, last = rows.spans()
+    """``[H, B, C]``: what the columns and diagonals through a block give it, as some rows' attention shows them
+    (MInference, arXiv 2407.02490).
+
+    A weight is its column's or its diagonal's, whichever has the larger mean, so that none counts twice: a first
+    position that everyone looks at is no diagonal. Every position of a line is expected to weigh what the line's
+    positions in those rows weigh on average, however many they are, and a diagonal that cuts a corner of a block counts
+    for that corner. Columns count for all rows of a block, whether they see them or not, which favours a row's own.
+    """
+    probes, length = _probes(rows), rows.length
+    weights_HRL, positions = builders._probed(q_RHK, k_LGK, rows, probes)
+    seen_RL = torch.arange(length, device=positions.device) < rows.limits()[probes, None]
+    number_RL = builders._diagonals(positions, length)
+    of_column, of_diagonal = (x.clamp_min(1) for x in builders._lines(seen_RL[None].float(), positions))
+    columns_HL, diagonals_HO = builders._lines(weights_HRL, positions)
+    vertical = (columns_HL / of_column)[:, None] >= (diagonals_HO / of_diagonal)[:, number_RL]
+    columns_HL = builders._lines(weights_HRL * vertical, positions)[0] / of_column
+    diagonals_HO = builders._lines(weights_HRL * ~vertical, positions)[1] / of_diagonal
+
+    first, last = (x[:, None] for x in rows.spans())
     starts = rows.block_starts()
-    ends = (starts + rows.kv_block).clamp(max=rows.length) - 1
-    low = first[:, None] - ends + rows.length - 1
-    high = last[:, None] - starts + rows.length - 1
-    before = F.pad(diagonals_HO.cumsum(1), (1, 0))
-    crossing = before[:, high + 1] - before[:, low]
-    columns_HC = builders._padded_blocks(columns_HL, rows.kv_block).sum(-1)
-    return _shares(columns_HC[:, None] + crossing.clamp_min(0), rows)
+    ends = (starts + rows.kv_block).clamp(max=length)
+    # Sums of sums: of a row's diagonals through a block, and of those over the rows. fp64: they are taken apart again.
+    rows_HO = F.pad(F.pad(diagonals_HO.double().cumsum(1), (1, 0)).cumsum(1), (1, 0))
+
+    def over_rows(offset_C: Tensor) -> Tensor:
+        return rows_HO[:, last + offset_C + 1] - rows_HO[:, first + offset_C]
+
+    slash_HBC = over_rows(length - starts) - over_rows(length - ends)
+    column_HC = builders._padded_blocks(columns_HL, rows.kv_block).sum(-1)
+    return _shares(column_HC[:, None] * (last - first + 1) + slash_HBC.clamp_min(0).float(), rows)
 
 
 def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.1) -> Tensor:
@@ -105,18 +123,20 @@ def by_attention(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
 
 
 def by_distance(rows: Rows) -> Tensor:
-    """``[1, B, C]``: near blocks before far ones, behind the first (StreamingLLM, arXiv 2309.17453)."""
+    """``[1, B, C]``: the first block and the rows' own, then near ones before far ones (StreamingLLM, arXiv
+    2309.17453)."""
     first, last = rows.spans()
     starts = rows.block_starts()
     away = (first[:, None] - starts - rows.kv_block + 1).clamp_min(0) + (starts - last[:, None]).clamp_min(0)
+    away[:, 0] = 0
     return _shares(1.0 / (1 + away)[None], rows)
 
 
 def at_random(rows: Rows, seed: int) -> Tensor:
-    """``[1, B, C]`` of random numbers: what every builder must be better than."""
-    visible = rows.visible()
-    drawn = torch.rand(1, *visible.shape, generator=torch.Generator().manual_seed(seed)).to(visible.device)
-    return _shares(drawn, rows)
+    """``[1, B, C]``: the rows' own blocks, then random ones: what every builder must be better than."""
+    own = builders.sink_and_window(rows, 0, 1)
+    drawn = torch.rand(own.shape, generator=torch.Generator().manual_seed(seed)).to(own.device)
+    return _shares(drawn + own, rows)
 
 
 def _probes(rows: Rows) -> Tensor:

@@ -1,0 +1,84 @@
+"""Rows of ``mmserve bench attention``: kept on disk as they are measured, and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import ConfigError
+
+#: What says which row it is.
+_KEYS = ("measured", "stage", "density", "kept")
+_BASELINES = {"random": "--", "oracle": ":"}
+
+
+class Kept:
+    """Rows measured with ``settings``, and those that ``path`` has of earlier runs; None = of this run alone.
+
+    One JSON object a line. ``ConfigError`` for a file that holds something else, or rows of other settings.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self._path, self._settings = path, dict(settings)
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        try:
+            found = [(line["settings"], line["row"]) for line in map(json.loads, lines)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--resume: {path} holds no rows of `bench attention`; name a new file") from error
+        for theirs, _row in found:
+            if other := [name for name in self._settings if theirs.get(name) != self._settings[name]]:
+                raise ConfigError(
+                    f"--resume: {path} has rows with another {other[0]} ({theirs.get(other[0])!r}, and now "
+                    f"{self._settings[other[0]]!r}); name a new file, or give the same settings"
+                )
+        self._rows = {_key(row): row for _settings, row in found}
+
+    def row(self, of: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The row that has the names and numbers of ``of``, if there is one."""
+        return self._rows.get(_key(of))
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Keep a row, and give it back."""
+        self._rows[_key(row)] = row
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"settings": self._settings, "row": row}) + "\n")
+        return row
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _KEYS)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Distance of the logits and accuracy against density, a line a builder, prefill beside decode, as PNG."""
+    try:
+        import matplotlib.figure  # an extra: only this needs it
+        import matplotlib.ticker
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
+    figure = matplotlib.figure.Figure(figsize=(9, 6.5), layout="constrained", dpi=110)
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    dense = next(row["accuracy"] for row in rows if row["measured"] == "dense")
+    for column, stage in enumerate(("prefill", "decode")):
+        there = [row for row in rows if row.get("stage") == stage]
+        for name in dict.fromkeys(row["measured"] for row in there):
+            line = sorted((row for row in there if row["measured"] == name), key=lambda row: row["density"])
+            style = {"color": "black"} if name in _BASELINES else {}
+            for place, figure_of in enumerate(("nats", "accuracy")):
+                densities, made = [row["density"] for row in line], [row[figure_of] for row in line]
+                axes[place][column].plot(densities, made, f"o{_BASELINES.get(name, '-')}", ms=4, label=name, **style)
+        axes[0][column].set(title=stage, yscale="log")
+        axes[1][column].axhline(dense, color="#999999", linewidth=1)
+        axes[1][column].set(xscale="log", xlabel="density", ylim=(0, 1.03))
+        axes[0][column].legend(fontsize=8)
+        densities = sorted({row["density"] for row in there})
+        axes[1][column].set_xticks(densities, [f"{100 * density:g}%" for density in densities])
+        axes[1][column].xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes[0][0].set_ylabel("nats from dense logits")
+    axes[1][0].set_ylabel("accuracy (grey: dense)")
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+    figure.savefig(path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,7 +49,6 @@ class _Fork:
     text: bytes  # forks with the same bytes behind them are at the same place of the parser
     last: _Fork | None = field(default=None, repr=False)
     token: int = -1
-    ended: bool = False
     on_witness: bool = False
 
     def tokens(self) -> list[int]:
@@ -67,40 +66,22 @@ class OutOfTime(Exception):
 
 
 def best_path(matcher: Matcher, f: Field, closing: Closing, beam: Beam, in_time: Callable[[], bool]) -> Path | None:
-    """The best path found through ``f`` and on to the end of the text, the old witness if there is no other way.
+    """The best path found through ``f`` and on to the end of the text, the old witness if there is no better way.
 
-    None where other ways were begun and none of them could be brought to its end.
+    None where the old witness is the only path that was found, and it is not known that there is no better one: ways
+    that might have been better were begun, and none of them could be brought to its end.
 
     ``matcher`` stands in front of the field's first position.
 
     Raises:
         OutOfTime: ``in_time`` said no; asked once a position.
     """
+    if f.stayed[0] >= f.most[0]:
+        return Path(f.old_content, f.stayed[0])
     straight = _straight(matcher, f, closing)
     if straight is not None:
         return straight
-    forks = [_Fork(0.0, matcher, b"", on_witness=True)]
-    trail: list[tuple[int, list[_Fork]]] = []
-    p = 0
-    while p < f.size and forks:
-        if not in_time():
-            raise OutOfTime
-        if f.fixed[p] is not None:
-            run = f.run[p]
-            forks = [grown for fork in forks if (grown := _through(fork, run, f)) is not None]
-            p += len(run)
-            continue
-        trail.append((p, forks))
-        forks = _expand(forks, p, f, closing, beam)
-        p += 1
-    old = Path(f.old_content, f.score(0, f.old_content))
-    found = _closed(forks, f, closing)
-    closing.cut = closing.cramped  # from here on the ways are shorter ones
-    found = found or _salvaged(trail, f, closing, beam)
-    if found is None:
-        alone = all(fork.on_witness for _p, forks in trail for fork in forks)
-        return old if alone else None
-    return max(found, old, key=lambda path: path.score)
+    return _Search(f, closing, beam).run(matcher, in_time)
 
 
 def _straight(matcher: Matcher, f: Field, closing: Closing) -> Path | None:
@@ -117,106 +98,168 @@ def _straight(matcher: Matcher, f: Field, closing: Closing) -> Path | None:
     return None if tail is None else Path([*tokens, *tail], f.first_score)
 
 
-def _through(fork: _Fork, run: list[int], f: Field) -> _Fork | None:
-    """The fork behind a run of committed tokens; None if they may not follow it."""
-    content = f.content(run)
-    if fork.ended:
-        return None if content else fork
-    if fork.matcher.valid(content) < len(content):
-        return None
-    behind = after(fork.matcher, content)
-    if behind is None:
-        return None
-    text = fork.text + f.lexicon.text(content)
-    for token in content:
-        fork = _Fork(fork.score, behind, text, fork, token, False, fork.on_witness)
-    if len(content) == len(run):
-        return fork
-    return _Fork(fork.score, behind, text, fork, -1, True, fork.on_witness) if behind.accepting else None
+@dataclass(slots=True)
+class _Search:
+    """A search under way: the best whole path so far, and what it has left open."""
 
+    f: Field
+    closing: Closing
+    beam: Beam
+    best: Path = field(init=False)
+    others: bool = False  # whether any whole path was found besides the old witness
+    given_up: float = -math.inf  # the most that any way that was given up might have scored
 
-def _expand(forks: list[_Fork], p: int, f: Field, closing: Closing, beam: Beam) -> list[_Fork]:
-    """The forks one masked position on: the best of all that the position's options give, and the old witness's."""
-    following = f.content(f.run[p + 1]) if p + 1 < f.size else []
-    ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
-    grown: list[tuple[float, float, _Fork, int, bytes]] = []
-    behind, reach, least = ahead or following, len(ahead or following), len(following)
-    ranks: list[float] = []  # the best so far, as many as forks are kept
+    def __post_init__(self) -> None:
+        self.best = Path(self.f.old_content, self.f.stayed[0])
 
-    def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
-        text = fork.text + f.lexicon.spelled[token] if token >= 0 else fork.text
-        grown.append((score - penalty, score, fork, token, text))
-        insort(ranks, score - penalty)
-        del ranks[: -beam.width]
-
-    for fork in forks:
-        if fork.ended:
-            add(0.0, fork.score + f.end_score[p], fork, -1)
-            continue
-        begun = len(grown)
-        if fork.matcher.accepting:
-            add(0.0, fork.score + f.end_score[p], fork, -1)
-        enough = -math.inf  # below this no option is tried any more
-        for token, log_probability in f.options[p]:
-            score = fork.score + log_probability
-            if (log_probability < enough or (len(ranks) == beam.width and score < ranks[0])) and not (
-                fork.on_witness and token == f.old[p]
-            ):
-                begun = -1  # there may be a way, but not one that would be kept
+    def run(self, matcher: Matcher, in_time: Callable[[], bool]) -> Path | None:
+        """As ``best_path``."""
+        f = self.f
+        forks = [_Fork(0.0, matcher, b"", on_witness=True)]
+        trail: list[tuple[int, list[_Fork]]] = []
+        p = 0
+        while p < f.size and forks:
+            if not in_time():
+                raise OutOfTime
+            if f.fixed[p] is not None:
+                run = f.run[p]
+                forks = [grown for fork in forks if (grown := self._through(fork, p, run)) is not None]
+                p += len(run)
                 continue
-            far = fork.matcher.valid([token, *behind])
-            if far <= reach:
-                if far > least:
-                    add(beam.broken * beam.decay ** (far - 1), score, fork, token)
-            else:
-                add(0.0, score, fork, token)
-                enough = max(enough, log_probability - beam.clear)
-        if len(grown) == begun:
-            for token in closing.next_tokens(fork.matcher):
-                if fork.matcher.valid([token, *following]) > least:
-                    add(beam.broken, fork.score + f.floor[p], fork, token)
-    grown.sort(key=lambda g: -g[0])
-    kept: list[_Fork] = []
-    seen: set[tuple[bytes, bool]] = set()
-    for _rank, score, fork, token, text in grown:
-        on_witness = fork.on_witness and (token == f.old[p] if token >= 0 else f.old[p] in f.ends)
-        if (text, token < 0) in seen or (len(kept) >= beam.width and not on_witness):
-            continue
-        seen.add((text, token < 0))
-        matcher = fork.matcher
-        if token >= 0:
-            grown_matcher = after(matcher, [token])
-            if grown_matcher is None:
-                continue
-            matcher = grown_matcher
-        kept.append(_Fork(score, matcher, text, fork, token, token < 0, on_witness))
-    return kept
+            trail.append((p, forks))
+            forks = self._expanded(forks, p)
+            p += 1
+        self._close(forks)
+        if not self.others and self.given_up > self.best.score:
+            self.closing.cut = self.closing.cramped  # from here on the ways are shorter ones
+            self._salvage(trail)
+        return self.best if self.others or self.given_up <= self.best.score else None
 
+    def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
+        """Take note of a whole path."""
+        self.others = True
+        if score > self.best.score:
+            self.best = Path([*fork.tokens(), *tail], score)
 
-def _closed(forks: list[_Fork], f: Field, closing: Closing) -> Path | None:
-    """The best fork at the horizon that can be brought to its end; None if only the old witness can."""
-    for fork in sorted((fork for fork in forks if not fork.on_witness), key=lambda fork: -fork.score):
-        tail = () if fork.ended else closing.tail(fork.matcher, f.start + f.size)
-        if tail is not None:
-            return Path([*fork.tokens(), *tail], fork.score)
-    return None
+    def _give_up(self, most: float) -> None:
+        """Take note of a way that is not gone any farther."""
+        self.given_up = max(self.given_up, most)
 
+    def _through(self, fork: _Fork, p: int, run: list[int]) -> _Fork | None:
+        """The fork behind a run of committed tokens from ``p`` on; None if they may not follow it, or it ends there."""
+        content = self.f.content(run)
+        if fork.matcher.valid(content) < len(content):
+            return None
+        behind = after(fork.matcher, content)
+        if behind is None:
+            return None
+        text, grown = fork.text + self.f.lexicon.text(content), fork
+        for token in content:
+            grown = _Fork(fork.score, behind, text, grown, token, fork.on_witness)
+        if len(content) == len(run):
+            return grown
+        if not fork.on_witness and behind.accepting:
+            self._found(grown, (), fork.score + self.f.ended[p + len(content)])
+        return None
 
-def _salvaged(trail: list[tuple[int, list[_Fork]]], f: Field, closing: Closing, beam: Beam) -> Path | None:
-    """The best of the deepest forks that led nowhere, brought to its end by the old witness or a short completion."""
-    found: list[Path] = []
-    for p, forks in reversed(trail):
+    def _expanded(self, forks: list[_Fork], p: int) -> list[_Fork]:
+        """The forks one masked position on: the best of all that the position's options give, and the old witness's."""
+        f, beam, closing = self.f, self.beam, self.closing
+        following = f.content(f.run[p + 1]) if p + 1 < f.size else []
+        ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
+        behind = ahead or following
+        reach, least = len(behind), len(following)
+        grown: list[tuple[float, float, _Fork, int]] = []
+        ranks: list[float] = []  # the best so far, as many as forks are kept
+        most = f.most[p + 1]
+
+        def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
+            grown.append((score - penalty, score, fork, token))
+            insort(ranks, score - penalty)
+            del ranks[: -beam.width]
+
         for fork in forks:
-            if fork.on_witness or fork.ended:
+            if fork.matcher.accepting and (not fork.on_witness or f.old[p] not in f.ends):
+                ended = fork.score + f.ended[p]
+                if ended > -math.inf:
+                    self._found(fork, (), ended)
+            begun = len(grown)
+            enough = -math.inf  # below this no option is tried any more
+            for token, log_probability in f.options[p]:
+                score = fork.score + log_probability
+                if score + most <= self.best.score:
+                    begun = -1  # there may be a way, but none that would be better
+                    continue
+                if (log_probability < enough or (len(ranks) == beam.width and score < ranks[0])) and not (
+                    fork.on_witness and token == f.old[p]
+                ):
+                    begun = -1  # there may be a way, but not one that would be kept
+                    self._give_up(score + most)
+                    continue
+                far = fork.matcher.valid([token, *behind])
+                if far <= reach:
+                    if far > least:
+                        add(beam.broken * beam.decay ** (far - 1), score, fork, token)
+                else:
+                    add(0.0, score, fork, token)
+                    enough = max(enough, log_probability - beam.clear)
+            if len(grown) == begun and fork.score + f.floor[p] + most > self.best.score:
+                for token in closing.next_tokens(fork.matcher):
+                    if fork.matcher.valid([token, *following]) > least:
+                        add(beam.broken, fork.score + f.floor[p], fork, token)
+        grown.sort(key=lambda g: -g[0])
+        return self._kept(grown, p)
+
+    def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
+        """The first of the ways ``grown``, ranked, but for those with the same text."""
+        f, kept, seen = self.f, list[_Fork](), set[bytes]()
+        for _rank, score, fork, token in grown:
+            if score + f.most[p + 1] <= self.best.score:
                 continue
-            tail: tuple[int, ...] | None = tuple(f.old_content[p:])
-            if not completes(fork.matcher, f.old_content[p:]):
-                tail = closing.tail(fork.matcher, f.start + p, partial(f.agrees, p))
+            on_witness = fork.on_witness and token == f.old[p]
+            if len(kept) >= self.beam.width and not on_witness:
+                self._give_up(score + f.most[p + 1])
+                continue
+            text = fork.text + f.lexicon.spelled[token]
+            if text in seen:
+                continue
+            seen.add(text)
+            matcher = after(fork.matcher, [token])
+            if matcher is None:
+                continue
+            one = _Fork(score, matcher, text, fork, token, on_witness)
+            kept.append(one)
+            joined = score + f.stayed[p + 1]
+            if not on_witness and joined > self.best.score and completes(matcher, f.old_content[p + 1 :]):
+                self._found(one, f.old_content[p + 1 :], joined)
+        return kept
+
+    def _close(self, forks: list[_Fork]) -> None:
+        """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
+        for fork in sorted((fork for fork in forks if not fork.on_witness), key=lambda fork: -fork.score):
+            if fork.score <= self.best.score:
+                break
+            tail = self.closing.tail(fork.matcher, self.f.start + self.f.size)
             if tail is not None:
-                found.append(Path([*fork.tokens(), *tail], fork.score + f.score(p, tail)))
-        if len(found) >= beam.salvaged:
-            break
-    return max(found, key=lambda path: path.score, default=None)
+                self._found(fork, tail, fork.score)
+                break
+            self._give_up(fork.score)
+
+    def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
+        """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
+        f, found = self.f, 0
+        for p, forks in reversed(trail):
+            for fork in forks:
+                if fork.on_witness:
+                    continue
+                tail: tuple[int, ...] | None = tuple(f.old_content[p:])
+                if not completes(fork.matcher, f.old_content[p:]):
+                    tail = self.closing.tail(fork.matcher, f.start + p, partial(f.agrees, p))
+                if tail is not None:
+                    found += 1
+                    self._found(fork, tail, fork.score + f.score(p, tail))
+            if found >= self.beam.salvaged:
+                break
 
 
 def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:

@@ -19,6 +19,7 @@ from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Places
 from mmserve.decode.paths.search import Beam, OutOfTime, best_path, fits
 
 #: Ways to the end that a request remembers.
@@ -117,6 +118,7 @@ def improve(
     lexicon: Lexicon,
     *,
     beam: Beam | None = None,
+    places: Places | None = None,
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Witness, Outcome]:
@@ -129,6 +131,8 @@ def improve(
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         top: the model's candidates for masked positions.
         block_end: the first position behind the block, or behind the answer where the policy looks at all of it.
+        places: what earlier searches of this answer have learned; they change the time that this one takes, not what it
+            finds.
     """
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
@@ -137,9 +141,11 @@ def improve(
     answer = witness.tokens[: witness.length].tolist()
     field = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     closing = Closing(answer, len(known), lexicon, witness.closes)
+    places = places or Places(lexicon)
+    root = places.behind(lexicon.text(answer[: witness.known]), witness.matcher)
     deadline = clock() + seconds
     try:
-        path = best_path(witness.matcher, field, closing, beam or Beam(), lambda: clock() < deadline)
+        path = best_path(root, places, field, closing, beam or Beam(), lambda: clock() < deadline)
     except OutOfTime:
         return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)

@@ -8,8 +8,9 @@ from itertools import islice
 
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.least import Effort, quick_close, shortest_close
+from mmserve.decode.paths.least import Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Place
 
 #: For a way that a walk of the parser did not find.
 SOME = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
@@ -32,23 +33,27 @@ class Closing:
     cut: bool = False  # a better path than the one taken was given up for want of room
 
     def tail(
-        self, matcher: Matcher, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
+        self, place: Place, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
     ) -> tuple[int, ...] | None:
-        """Tokens that bring ``matcher``, at ``position`` of the answer, to its end within the budget; None if none.
+        """Tokens that lead from ``place``, at ``position`` of the answer, to its end within the budget; None if none.
 
         ``agrees``: whether such tokens agree with what is committed.
         """
-        if matcher.accepting and agrees(()):
+        if place.accepting and agrees(()):
             return ()
-        room = self.size - position
+        matcher = place.matcher
+        room, cramped = self.size - position, False
         for way in self._known(position):
-            if len(way) <= room and agrees(way) and completes(matcher, way):
+            if len(way) > room:
+                cramped = cramped or completes(matcher, way)
+            elif agrees(way) and completes(matcher, way):
                 return way
-        if not self.searches:
+        self.cramped |= cramped
+        if not self.searches or cramped:  # what leads to the end from here is known, and too long
             return None
         self.searches -= 1
-        new = quick_close(matcher, self.lexicon, self.places)
-        if (new is None or len(new) > room) and self.thorough:
+        new = place.close(self.lexicon, self.places)
+        if new is None and self.thorough:
             self.thorough -= 1
             close = shortest_close(matcher, self.lexicon, SOME, within=room)
             new = new if close is None else close.tokens

@@ -16,22 +16,22 @@ from functools import partial
 
 import numpy as np
 
-from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.closing import Closing
-from mmserve.decode.paths.completion import after, completes
+from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import Field
+from mmserve.decode.paths.places import Place, Places
 
 
 @dataclass(frozen=True)
 class Beam:
     """Numbers of the search."""
 
-    width: int = 6
-    ahead: int = 10  # first choices that are tried behind a token
+    width: int = 5
+    ahead: int = 5  # first choices that are tried behind a token
     broken: float = 4.0  # nats that it costs when none of them may follow
     decay: float = 0.75  # how much less it costs with each one that may
     clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
-    salvaged: int = 4  # completions of dead forks that are compared
+    salvaged: int = 12  # dead forks for which a completion is looked for
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,10 @@ class Path:
 @dataclass(slots=True)
 class _Fork:
     score: float
-    matcher: Matcher
-    text: bytes  # forks with the same bytes behind them are at the same place of the parser
+    place: Place
     last: _Fork | None = field(default=None, repr=False)
     token: int = -1
-    on_witness: bool = False
+    on_witness: bool = False  # whether the old witness goes on from here
 
     def tokens(self) -> list[int]:
         found: list[int] = []
@@ -65,31 +64,32 @@ class OutOfTime(Exception):
     """The step's time was over before the search was."""
 
 
-def best_path(matcher: Matcher, f: Field, closing: Closing, beam: Beam, in_time: Callable[[], bool]) -> Path | None:
+def best_path(
+    root: Place, places: Places, f: Field, closing: Closing, beam: Beam, in_time: Callable[[], bool]
+) -> Path | None:
     """The best path found through ``f`` and on to the end of the text, the old witness if there is no better way.
 
     None where the old witness is the only path that was found, and it is not known that there is no better one: ways
     that might have been better were begun, and none of them could be brought to its end.
 
-    ``matcher`` stands in front of the field's first position.
+    ``root`` is the place in front of the field's first position, one of ``places``.
 
     Raises:
         OutOfTime: ``in_time`` said no; asked once a position.
     """
     if f.stayed[0] >= f.most[0]:
         return Path(f.old_content, f.stayed[0])
-    straight = _straight(matcher, f, closing)
-    if straight is not None:
-        return straight
-    return _Search(f, closing, beam).run(matcher, in_time)
+    return _straight(root, places, f, closing) or _Search(places, f, closing, beam).run(root, in_time)
 
 
-def _straight(matcher: Matcher, f: Field, closing: Closing) -> Path | None:
+def _straight(root: Place, places: Places, f: Field, closing: Closing) -> Path | None:
     """The path of the first choices everywhere, if it is one."""
     tokens = f.first[: f.first_end]
-    if (f.first_end < f.size and not f.ends_first) or matcher.valid(tokens) < len(tokens):
+    if f.first_end < f.size and not f.ends_first:
         return None
-    fork = after(matcher, tokens)
+    if places.reach(root, tokens) < len(tokens):
+        return None
+    fork = places.through(root, tokens) if tokens else root
     if fork is None:
         return None
     if f.first_end < f.size:
@@ -102,6 +102,7 @@ def _straight(matcher: Matcher, f: Field, closing: Closing) -> Path | None:
 class _Search:
     """A search under way: the best whole path so far, and what it has left open."""
 
+    places: Places
     f: Field
     closing: Closing
     beam: Beam
@@ -112,10 +113,10 @@ class _Search:
     def __post_init__(self) -> None:
         self.best = Path(self.f.old_content, self.f.stayed[0])
 
-    def run(self, matcher: Matcher, in_time: Callable[[], bool]) -> Path | None:
+    def run(self, root: Place, in_time: Callable[[], bool]) -> Path | None:
         """As ``best_path``."""
         f = self.f
-        forks = [_Fork(0.0, matcher, b"", on_witness=True)]
+        forks = [_Fork(0.0, root, on_witness=True)]
         trail: list[tuple[int, list[_Fork]]] = []
         p = 0
         while p < f.size and forks:
@@ -123,11 +124,11 @@ class _Search:
                 raise OutOfTime
             if f.fixed[p] is not None:
                 run = f.run[p]
-                forks = [grown for fork in forks if (grown := self._through(fork, p, run)) is not None]
+                forks = self._through(forks, p, run)
                 p += len(run)
                 continue
             trail.append((p, forks))
-            forks = self._expanded(forks, p)
+            forks = self._kept(self._grown(forks, p), p)
             p += 1
         self._close(forks)
         if not self.others and self.given_up > self.best.score:
@@ -141,37 +142,35 @@ class _Search:
         if score > self.best.score:
             self.best = Path([*fork.tokens(), *tail], score)
 
-    def _give_up(self, most: float) -> None:
-        """Take note of a way that is not gone any farther."""
-        self.given_up = max(self.given_up, most)
+    def _through(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
+        """The forks behind a run of committed tokens from ``p`` on that may follow them and does not end them."""
+        content, kept = self.f.content(run), dict[Place, _Fork]()
+        for fork in forks:  # the best first
+            behind = self.places.through(fork.place, content) if content else fork.place
+            if behind is None:
+                continue
+            grown = fork
+            for token in content:
+                grown = _Fork(fork.score, behind, grown, token, fork.on_witness)
+            if len(content) < len(run):
+                if behind.accepting and not fork.on_witness:
+                    self._found(grown, (), fork.score + self.f.ended[p + len(content)])
+            elif behind in kept:
+                kept[behind].on_witness |= fork.on_witness
+            else:
+                kept[behind] = grown
+        return list(kept.values())
 
-    def _through(self, fork: _Fork, p: int, run: list[int]) -> _Fork | None:
-        """The fork behind a run of committed tokens from ``p`` on; None if they may not follow it, or it ends there."""
-        content = self.f.content(run)
-        if fork.matcher.valid(content) < len(content):
-            return None
-        behind = after(fork.matcher, content)
-        if behind is None:
-            return None
-        text, grown = fork.text + self.f.lexicon.text(content), fork
-        for token in content:
-            grown = _Fork(fork.score, behind, text, grown, token, fork.on_witness)
-        if len(content) == len(run):
-            return grown
-        if not fork.on_witness and behind.accepting:
-            self._found(grown, (), fork.score + self.f.ended[p + len(content)])
-        return None
-
-    def _expanded(self, forks: list[_Fork], p: int) -> list[_Fork]:
-        """The forks one masked position on: the best of all that the position's options give, and the old witness's."""
-        f, beam, closing = self.f, self.beam, self.closing
+    def _grown(self, forks: list[_Fork], p: int) -> list[tuple[float, float, _Fork, int]]:
+        """What the options of a masked position make of ``forks``: rank, score, fork and token of each."""
+        f, beam, places = self.f, self.beam, self.places
         following = f.content(f.run[p + 1]) if p + 1 < f.size else []
         ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
         behind = ahead or following
         reach, least = len(behind), len(following)
         grown: list[tuple[float, float, _Fork, int]] = []
         ranks: list[float] = []  # the best so far, as many as forks are kept
-        most = f.most[p + 1]
+        most, options, floor, old = f.most[p + 1], f.options[p], f.floor[p], f.old[p]
 
         def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
             grown.append((score - penalty, score, fork, token))
@@ -179,87 +178,101 @@ class _Search:
             del ranks[: -beam.width]
 
         for fork in forks:
-            if fork.matcher.accepting and (not fork.on_witness or f.old[p] not in f.ends):
+            if fork.place.accepting and not (fork.on_witness and old in f.ends):
                 ended = fork.score + f.ended[p]
                 if ended > -math.inf:
                     self._found(fork, (), ended)
-            begun = len(grown)
+            begun, bound = len(grown), self.best.score - most - fork.score
             enough = -math.inf  # below this no option is tried any more
-            for token, log_probability in f.options[p]:
-                score = fork.score + log_probability
-                if score + most <= self.best.score:
+            followed = not fork.on_witness or old in f.ends
+            for token, log_probability in options:
+                if log_probability <= bound:
                     begun = -1  # there may be a way, but none that would be better
-                    continue
-                if (log_probability < enough or (len(ranks) == beam.width and score < ranks[0])) and not (
-                    fork.on_witness and token == f.old[p]
-                ):
+                    break
+                score = fork.score + log_probability
+                if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
                     begun = -1  # there may be a way, but not one that would be kept
-                    self._give_up(score + most)
-                    continue
-                far = fork.matcher.valid([token, *behind])
+                    self.given_up = max(self.given_up, score + most)
+                    if followed:
+                        break
+                    if token != old:
+                        continue
+                followed = followed or token == old
+                far = places.reach(fork.place, [token, *behind])
                 if far <= reach:
                     if far > least:
                         add(beam.broken * beam.decay ** (far - 1), score, fork, token)
                 else:
                     add(0.0, score, fork, token)
                     enough = max(enough, log_probability - beam.clear)
-            if len(grown) == begun and fork.score + f.floor[p] + most > self.best.score:
-                for token in closing.next_tokens(fork.matcher):
-                    if fork.matcher.valid([token, *following]) > least:
-                        add(beam.broken, fork.score + f.floor[p], fork, token)
+            if len(grown) == begun and floor > bound:
+                for token in self.closing.next_tokens(fork.place.matcher):
+                    if places.reach(fork.place, [token, *following]) > least:
+                        add(beam.broken, fork.score + floor, fork, token)
         grown.sort(key=lambda g: -g[0])
-        return self._kept(grown, p)
+        return grown
 
     def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
-        """The first of the ways ``grown``, ranked, but for those with the same text."""
-        f, kept, seen = self.f, list[_Fork](), set[bytes]()
+        """The first of the ways ``grown``, one a place: what the constraint cannot tell apart goes on in one way."""
+        f, kept = self.f, dict[Place, _Fork]()
+        most, stayed, old = f.most[p + 1], f.stayed[p + 1], f.old[p]
         for _rank, score, fork, token in grown:
-            if score + f.most[p + 1] <= self.best.score:
+            if score + most <= self.best.score:
                 continue
-            on_witness = fork.on_witness and token == f.old[p]
+            on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self._give_up(score + f.most[p + 1])
+                self.given_up = max(self.given_up, score + most)
                 continue
-            text = fork.text + f.lexicon.spelled[token]
-            if text in seen:
+            place = self.places.after(fork.place, token)
+            if place is None:
                 continue
-            seen.add(text)
-            matcher = after(fork.matcher, [token])
-            if matcher is None:
+            other = kept.get(place)
+            if other is not None and other.score >= score:
+                if on_witness and not other.on_witness:
+                    other.on_witness = True
+                    self._found(other, f.old_content[p + 1 :], other.score + stayed)
+                self.others |= other.on_witness
                 continue
-            one = _Fork(score, matcher, text, fork, token, on_witness)
-            kept.append(one)
-            joined = score + f.stayed[p + 1]
-            if not on_witness and joined > self.best.score and completes(matcher, f.old_content[p + 1 :]):
-                self._found(one, f.old_content[p + 1 :], joined)
-        return kept
+            one = kept[place] = _Fork(score, place, fork, token, on_witness)
+            joins = other is not None and other.on_witness
+            if not on_witness and score + stayed > self.best.score and (joins or self._completes(one, p + 1)):
+                self._found(one, f.old_content[p + 1 :], score + stayed)
+            one.on_witness |= joins
+        return sorted(kept.values(), key=lambda fork: -fork.score)
+
+    def _completes(self, fork: _Fork, p: int) -> bool:
+        """Whether the old witness goes on from ``fork``, at ``p``."""
+        return completes(fork.place.matcher, self.f.old_content[p:])
 
     def _close(self, forks: list[_Fork]) -> None:
         """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
-        for fork in sorted((fork for fork in forks if not fork.on_witness), key=lambda fork: -fork.score):
+        for fork in forks:
+            if fork.on_witness:
+                continue
             if fork.score <= self.best.score:
                 break
-            tail = self.closing.tail(fork.matcher, self.f.start + self.f.size)
+            tail = self.closing.tail(fork.place, self.f.start + self.f.size)
             if tail is not None:
                 self._found(fork, tail, fork.score)
                 break
-            self._give_up(fork.score)
+            self.given_up = max(self.given_up, fork.score)
 
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
         """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
-        f, found = self.f, 0
+        f, tried = self.f, 0
         for p, forks in reversed(trail):
             for fork in forks:
                 if fork.on_witness:
                     continue
-                tail: tuple[int, ...] | None = tuple(f.old_content[p:])
-                if not completes(fork.matcher, f.old_content[p:]):
-                    tail = self.closing.tail(fork.matcher, f.start + p, partial(f.agrees, p))
-                if tail is not None:
-                    found += 1
-                    self._found(fork, tail, fork.score + f.score(p, tail))
-            if found >= self.beam.salvaged:
-                break
+                tried += 1
+                if self._completes(fork, p):
+                    self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
+                elif fork.score + f.most[p] > self.best.score:
+                    tail = self.closing.tail(fork.place, f.start + p, partial(f.agrees, p))
+                    if tail is not None:
+                        self._found(fork, tail, fork.score + f.score(p, tail))
+                if tried == self.beam.salvaged:
+                    return
 
 
 def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:

@@ -8,6 +8,7 @@ fork has died, the deepest from which the old witness or a short completion stil
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ class Beam:
     broken: float = 4.0  # nats that it costs when none of them may follow
     decay: float = 0.75  # how much less it costs with each one that may
     clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
+    again: int = 60  # ways that are gone after all where no other path was found
     salvaged: int = 12  # dead forks for which a completion is looked for
 
 
@@ -58,6 +60,17 @@ class _Fork:
                 found.append(fork.token)
             fork = fork.last
         return found[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A way that was not gone: from ``fork``, at ``p``, by an option of that position or by those behind it, too."""
+
+    most: float  # that any path by it can score
+    p: int
+    fork: _Fork
+    option: int
+    alone: bool = False
 
 
 class OutOfTime(Exception):
@@ -108,17 +121,21 @@ class _Search:
     beam: Beam
     best: Path = field(init=False)
     others: bool = False  # whether any whole path was found besides the old witness
-    given_up: float = -math.inf  # the most that any way that was given up might have scored
+    along: dict[Place, list[int]] = field(default_factory=dict)  # places of the old witness, and its tokens in front
+    left: list[_Left] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.best = Path(self.f.old_content, self.f.stayed[0])
 
     def run(self, root: Place, in_time: Callable[[], bool]) -> Path | None:
         """As ``best_path``."""
-        f = self.f
-        forks = [_Fork(0.0, root, on_witness=True)]
-        trail: list[tuple[int, list[_Fork]]] = []
-        p = 0
+        f, place, q = self.f, root, 0
+        while place is not None:
+            self.along.setdefault(place, []).append(q)
+            if q == min(f.size, len(f.old_content)):
+                break
+            place, q = self.places.after(place, f.old_content[q]), q + 1
+        forks, trail, p = [_Fork(0.0, root, on_witness=True)], list[tuple[int, list[_Fork]]](), 0
         while p < f.size and forks:
             if not in_time():
                 raise OutOfTime
@@ -131,10 +148,16 @@ class _Search:
             forks = self._kept(self._grown(forks, p), p)
             p += 1
         self._close(forks)
-        if not self.others and self.given_up > self.best.score:
+        if not self.others and self._open():
+            self._look_again()
+        if not self.others and self._open():
             self.closing.cut = self.closing.cramped  # from here on the ways are shorter ones
             self._salvage(trail)
-        return self.best if self.others or self.given_up <= self.best.score else None
+        return self.best if self.others or not self._open() else None
+
+    def _open(self) -> bool:
+        """Whether a way that was left might be better than the best path."""
+        return any(left.most > self.best.score for left in self.left)
 
     def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
         """Take note of a whole path."""
@@ -161,6 +184,28 @@ class _Search:
                 kept[behind] = grown
         return list(kept.values())
 
+    def _ended(self, fork: _Fork, p: int) -> None:
+        """Take note of the path that ends with ``fork``, in front of position ``p``."""
+        if fork.place.accepting and not (fork.on_witness and p == len(self.f.old_content)):
+            score = fork.score + self.f.ended[p]
+            if score > -math.inf:
+                self._found(fork, (), score)
+
+    def _joined(self, fork: _Fork, p: int) -> bool:
+        """Take note of the paths that go on from ``fork``, in front of ``p``, as the old witness does; whether it does
+        so with the same tokens at the same positions."""
+        f = self.f
+        for q in self.along.get(fork.place, ()):
+            tail = f.old_content[q:]
+            if q == p:
+                self._found(fork, tail, fork.score + f.stayed[p])
+                return True
+            if f.start + p + len(tail) <= self.closing.size and f.agrees(p, tail):
+                self._found(fork, tail, fork.score + f.score(p, tail))
+        if fork.score + f.stayed[p] > self.best.score and completes(fork.place.matcher, f.old_content[p:]):
+            self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
+        return False
+
     def _grown(self, forks: list[_Fork], p: int) -> list[tuple[float, float, _Fork, int]]:
         """What the options of a masked position make of ``forks``: rank, score, fork and token of each."""
         f, beam, places = self.f, self.beam, self.places
@@ -178,21 +223,21 @@ class _Search:
             del ranks[: -beam.width]
 
         for fork in forks:
-            if fork.place.accepting and not (fork.on_witness and old in f.ends):
-                ended = fork.score + f.ended[p]
-                if ended > -math.inf:
-                    self._found(fork, (), ended)
+            self._ended(fork, p)
             begun, bound = len(grown), self.best.score - most - fork.score
             enough = -math.inf  # below this no option is tried any more
             followed = not fork.on_witness or old in f.ends
-            for token, log_probability in options:
+            left = False
+            for i, (token, log_probability) in enumerate(options):
                 if log_probability <= bound:
                     begun = -1  # there may be a way, but none that would be better
                     break
                 score = fork.score + log_probability
                 if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
                     begun = -1  # there may be a way, but not one that would be kept
-                    self.given_up = max(self.given_up, score + most)
+                    if not left:
+                        self.left.append(_Left(score + most, p, fork, i))
+                        left = True
                     if followed:
                         break
                     if token != old:
@@ -215,34 +260,57 @@ class _Search:
     def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
         """The first of the ways ``grown``, one a place: what the constraint cannot tell apart goes on in one way."""
         f, kept = self.f, dict[Place, _Fork]()
-        most, stayed, old = f.most[p + 1], f.stayed[p + 1], f.old[p]
+        most, old = f.most[p + 1], f.old[p]
         for _rank, score, fork, token in grown:
             if score + most <= self.best.score:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self.given_up = max(self.given_up, score + most)
+                option = next((i for i, (other, _score) in enumerate(f.options[p]) if other == token), len(f.options[p]))
+                self.left.append(_Left(score + most, p, fork, option, alone=True))
                 continue
             place = self.places.after(fork.place, token)
             if place is None:
                 continue
             other = kept.get(place)
-            if other is not None and other.score >= score:
-                if on_witness and not other.on_witness:
-                    other.on_witness = True
-                    self._found(other, f.old_content[p + 1 :], other.score + stayed)
-                self.others |= other.on_witness
-                continue
-            one = kept[place] = _Fork(score, place, fork, token, on_witness)
-            joins = other is not None and other.on_witness
-            if not on_witness and score + stayed > self.best.score and (joins or self._completes(one, p + 1)):
-                self._found(one, f.old_content[p + 1 :], score + stayed)
-            one.on_witness |= joins
+            if other is None or other.score < score:
+                kept[place] = one = _Fork(score, place, fork, token, on_witness)
+                one.on_witness = on_witness or self._joined(one, p + 1)
         return sorted(kept.values(), key=lambda fork: -fork.score)
 
-    def _completes(self, fork: _Fork, p: int) -> bool:
-        """Whether the old witness goes on from ``fork``, at ``p``."""
-        return completes(fork.place.matcher, self.f.old_content[p:])
+    def _look_again(self) -> None:
+        """Go on with what was left, the most promising first, until a path is found or there is nothing better."""
+        f, serial = self.f, len(self.left)
+        heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
+        heapq.heapify(heap)
+        for _ in range(self.beam.again):
+            if self.others or not heap or -heap[0][0] <= self.best.score:
+                break
+            _most, _serial, left = heapq.heappop(heap)
+            p, fork, options = left.p, left.fork, f.options[left.p]
+            if left.option >= len(options):
+                continue
+            token, log_probability = options[left.option]
+            following: list[_Left] = []
+            if not left.alone and left.option + 1 < len(options):
+                following.append(_Left(fork.score + options[left.option + 1][1] + f.most[p + 1], p, fork, left.option + 1))
+            place = self.places.after(fork.place, token)
+            if place is not None and not (fork.on_witness and token == f.old[p]):
+                one, p = _Fork(fork.score + log_probability, place, fork, token), p + 1
+                if not self._joined(one, p):
+                    forks = [one]
+                    if p < f.size and f.fixed[p] is not None:
+                        forks, p = self._through(forks, p, f.run[p]), p + len(f.run[p])
+                    if p == f.size:
+                        self._close(forks)
+                    else:
+                        for grown in forks:
+                            self._ended(grown, p)
+                            following.append(_Left(grown.score + f.options[p][0][1] + f.most[p + 1], p, grown, 0))
+            for more in following:
+                serial += 1
+                heapq.heappush(heap, (-more.most, serial, more))
+        self.left = [left for _most, _serial, left in heap]
 
     def _close(self, forks: list[_Fork]) -> None:
         """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
@@ -255,7 +323,7 @@ class _Search:
             if tail is not None:
                 self._found(fork, tail, fork.score)
                 break
-            self.given_up = max(self.given_up, fork.score)
+            self.left.append(_Left(fork.score, self.f.size - 1, fork, 1 << 30, alone=True))
 
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
         """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
@@ -265,7 +333,7 @@ class _Search:
                 if fork.on_witness:
                     continue
                 tried += 1
-                if self._completes(fork, p):
+                if completes(fork.place.matcher, f.old_content[p:]):
                     self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
                 elif fork.score + f.most[p] > self.best.score:
                     tail = self.closing.tail(fork.place, f.start + p, partial(f.agrees, p))

@@ -13,6 +13,7 @@ from enum import Enum
 
 import numpy as np
 
+from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import completes
@@ -55,6 +56,7 @@ class Witness:
     known: int  # positions before the first masked one
     ends: frozenset[int]
     closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
+    kinds: Callable[[], Kinds] = Texts  # of the texts of its language
     cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
 
     def resized(self, size: int) -> Witness:
@@ -86,7 +88,7 @@ def begun(constraint: Constraint, budget: int, close: Close | None) -> Witness:
         raise Infeasible(len(close.tokens), exact=close.exact)
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
-    return Witness(tokens, len(close.tokens), constraint.start(), 0, constraint.end_ids)
+    return Witness(tokens, len(close.tokens), constraint.start(), 0, constraint.end_ids, kinds=constraint.kinds)
 
 
 def follow(witness: Witness, known: np.ndarray) -> Witness:
@@ -141,7 +143,7 @@ def improve(
     answer = witness.tokens[: witness.length].tolist()
     field = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     closing = Closing(answer, len(known), lexicon, witness.closes)
-    places = places or Places(lexicon)
+    places = places or Places(lexicon, witness.kinds)
     root = places.behind(lexicon.text(answer[: witness.known]), witness.matcher)
     deadline = clock() + seconds
     try:

@@ -28,6 +28,7 @@ class Closing:
     shift: int = 6  # positions that the old witness's own way may be moved
     searches: int = 6  # new ways looked for in one search
     thorough: int = 1  # of these, with more effort: where what comes first leads nowhere, as in `a+b`
+    patient: bool = False  # whether another way is looked for where one that is known is too long
     found: list[tuple[int, ...]] = field(default_factory=list)
     cramped: bool = False  # a new way was found, and there was no room for it
     cut: bool = False  # a better path than the one taken was given up for want of room
@@ -49,11 +50,11 @@ class Closing:
             elif agrees(way) and completes(matcher, way):
                 return way
         self.cramped |= cramped
-        if not self.searches or cramped:  # what leads to the end from here is known, and too long
+        if not self.searches or (cramped and not self.patient):  # a way to the end is known, and too long
             return None
-        self.searches -= 1
+        self.searches -= not place.asked
         new = place.close(self.lexicon, self.places)
-        if new is None and self.thorough:
+        if (new is None or (self.patient and len(new) > room)) and self.thorough:
             self.thorough -= 1
             close = shortest_close(matcher, self.lexicon, SOME, within=room)
             new = new if close is None else close.tokens
@@ -62,6 +63,13 @@ class Closing:
         self.found.append(new)
         self.cramped |= len(new) > room
         return new if len(new) <= room and agrees(new) else None
+
+    def shortest(self, place: Place) -> tuple[int, ...] | None:
+        """A short way from ``place`` to the end, if one is known or may still be looked for."""
+        if not self.searches:
+            return None
+        self.searches -= not place.asked
+        return place.close(self.lexicon, self.places)
 
     def next_tokens(self, matcher: Matcher) -> list[int]:
         """A token or two for a fork that none of the model's candidates may follow."""

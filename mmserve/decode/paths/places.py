@@ -30,6 +30,11 @@ class Place:
         self.next: dict[int | tuple[int, ...], Place | bool | None] = {}
         self._close: tuple[int, ...] | bool | None = False
 
+    @property
+    def asked(self) -> bool:
+        """Whether its ``close`` is known."""
+        return not isinstance(self._close, bool)
+
     def close(self, lexicon: Lexicon, places: int) -> tuple[int, ...] | None:
         """As ``quick_close``."""
         if isinstance(self._close, bool):

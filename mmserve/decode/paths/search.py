@@ -150,7 +150,7 @@ class _Search:
         self._close(forks)
         if not self.others and self._open():
             self._look_again()
-        if not self.others and self._open():
+        if self.best.score == f.stayed[0] and not (self.others and forks):
             self.closing.cut = self.closing.cramped  # from here on the ways are shorter ones
             self._salvage(trail)
         return self.best if self.others or not self._open() else None
@@ -327,18 +327,18 @@ class _Search:
 
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
         """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
-        f, tried = self.f, 0
+        f, tried, deepest = self.f, 0, self.f.size
+        room = next((p for p in range(f.size) if f.fixed[p] in f.ends), self.closing.size - f.start)
         for p, forks in reversed(trail):
             for fork in forks:
-                if fork.on_witness:
+                if fork.on_witness or p > deepest or fork.score + f.most[p] <= self.best.score:
                     continue
                 tried += 1
-                if completes(fork.place.matcher, f.old_content[p:]):
-                    self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
-                elif fork.score + f.most[p] > self.best.score:
-                    tail = self.closing.tail(fork.place, f.start + p, partial(f.agrees, p))
-                    if tail is not None:
-                        self._found(fork, tail, fork.score + f.score(p, tail))
+                tail = self.closing.tail(fork.place, f.start + p, partial(f.agrees, p))
+                if tail is not None:
+                    self._found(fork, tail, fork.score + f.score(p, tail))
+                elif (way := self.closing.shortest(fork.place)) is not None:
+                    deepest = min(deepest, room - len(way))  # ways that are longer have no room either
                 if tried == self.beam.salvaged:
                     return
 

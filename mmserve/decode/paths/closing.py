@@ -52,11 +52,11 @@ class Closing:
         self.cramped |= cramped
         if not self.searches or (cramped and not self.patient):  # a way to the end is known, and too long
             return None
-        self.searches -= not place.asked
-        new = place.close(self.lexicon, self.places)
-        if (new is None or (self.patient and len(new) > room)) and self.thorough:
+        new = self.shortest(place)
+        if (new is None or (self.patient and len(new) > room)) and self.thorough and not place.hopeless:
             self.thorough -= 1
             close = shortest_close(matcher, self.lexicon, SOME, within=room)
+            place.hopeless = close is None
             new = new if close is None else close.tokens
         if new is None:
             return None

@@ -21,13 +21,14 @@ _KEPT = 1000
 class Place:
     """What may follow texts of one kind. ``matcher`` stands behind one of them, and is never moved."""
 
-    __slots__ = ("_close", "accepting", "kind", "matcher", "next")
+    __slots__ = ("_close", "accepting", "hopeless", "kind", "matcher", "next")
 
     def __init__(self, matcher: Matcher, kind: Hashable | None) -> None:
         self.matcher, self.kind = matcher, kind
         self.accepting = matcher.accepting
         #: What is behind a token or a row of them, as far as it was asked: a place, None, or that there is one.
         self.next: dict[int | tuple[int, ...], Place | bool | None] = {}
+        self.hopeless = False  # whether a thorough search for an end has found none that was near
         self._close: tuple[int, ...] | bool | None = False
 
     @property

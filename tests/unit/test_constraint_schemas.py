@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mmserve.constraint.findings import Refused
+from mmserve.constraint.schema import rewrite
 from mmserve.core.constraint import JsonSchema
 
 KINDS = {"enum": ["a", "b"]}

@@ -1,9 +1,12 @@
 """The best valid path through part of a canvas: a beam of parser forks, from the first masked position on.
 
 Committed positions are forced; a masked one tries the model's candidates, the old witness's token and the end of text.
-Three things keep the beam alive where a plain one dies. A token in front of committed ones counts only if they may
-follow. Forks are ranked by how far the model's own first choices may follow them, not by score alone. And where every
-fork has died, the deepest from which the old witness or a short completion still leads to the end is taken.
+What keeps the beam small is that the old witness is a whole path from the start: a way that could not score more than
+the best whole path, if all behind it were the model's first choices, is not gone on. What keeps it alive: a token in
+front of committed ones counts only if they may follow; forks are ranked by how far the model's own first choices may
+follow them, not by score alone; of those that the constraint cannot tell apart one goes on; each may join the old
+witness again, at the same position or a few farther on or back; and where every fork has died, those that were left and
+then the deepest are looked at again.
 """
 
 from __future__ import annotations
@@ -129,12 +132,14 @@ class _Search:
 
     def run(self, root: Place, in_time: Callable[[], bool]) -> Path | None:
         """As ``best_path``."""
-        f, place, q = self.f, root, 0
-        while place is not None:
-            self.along.setdefault(place, []).append(q)
-            if q == min(f.size, len(f.old_content)):
+        f, at = self.f, root
+        self.along[root] = [0]
+        for q, token in enumerate(f.old_content[: f.size], 1):
+            place = self.places.after(at, token)
+            if place is None:  # the parser's limits
                 break
-            place, q = self.places.after(place, f.old_content[q]), q + 1
+            at = place
+            self.along.setdefault(at, []).append(q)
         forks, trail, p = [_Fork(0.0, root, on_witness=True)], list[tuple[int, list[_Fork]]](), 0
         while p < f.size and forks:
             if not in_time():
@@ -266,8 +271,7 @@ class _Search:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                option = next((i for i, (other, _score) in enumerate(f.options[p]) if other == token), len(f.options[p]))
-                self.left.append(_Left(score + most, p, fork, option, alone=True))
+                self.left.append(_Left(score + most, p, fork, _index(f.options[p], token), alone=True))
                 continue
             place = self.places.after(fork.place, token)
             if place is None:
@@ -283,17 +287,20 @@ class _Search:
         f, serial = self.f, len(self.left)
         heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
         heapq.heapify(heap)
+        stuck: list[_Left] = []  # by tokens that are no options, or to no end that was found
         for _ in range(self.beam.again):
             if self.others or not heap or -heap[0][0] <= self.best.score:
                 break
             _most, _serial, left = heapq.heappop(heap)
             p, fork, options = left.p, left.fork, f.options[left.p]
             if left.option >= len(options):
+                stuck.append(left)
                 continue
             token, log_probability = options[left.option]
             following: list[_Left] = []
             if not left.alone and left.option + 1 < len(options):
-                following.append(_Left(fork.score + options[left.option + 1][1] + f.most[p + 1], p, fork, left.option + 1))
+                score = fork.score + options[left.option + 1][1]
+                following.append(_Left(score + f.most[p + 1], p, fork, left.option + 1))
             place = self.places.after(fork.place, token)
             if place is not None and not (fork.on_witness and token == f.old[p]):
                 one, p = _Fork(fork.score + log_probability, place, fork, token), p + 1
@@ -306,11 +313,12 @@ class _Search:
                     else:
                         for grown in forks:
                             self._ended(grown, p)
-                            following.append(_Left(grown.score + f.options[p][0][1] + f.most[p + 1], p, grown, 0))
+                            if f.options[p]:
+                                following.append(_Left(grown.score + f.options[p][0][1] + f.most[p + 1], p, grown, 0))
             for more in following:
                 serial += 1
                 heapq.heappush(heap, (-more.most, serial, more))
-        self.left = [left for _most, _serial, left in heap]
+        self.left = [*stuck, *(left for _most, _serial, left in heap)]
 
     def _close(self, forks: list[_Fork]) -> None:
         """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
@@ -341,6 +349,11 @@ class _Search:
                     deepest = min(deepest, room - len(way))  # ways that are longer have no room either
                 if tried == self.beam.salvaged:
                     return
+
+
+def _index(options: list[tuple[int, float]], token: int) -> int:
+    """Where ``token`` stands among ``options``; behind them if it is none."""
+    return next((i for i, (other, _score) in enumerate(options) if other == token), len(options))
 
 
 def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:

@@ -19,12 +19,15 @@ _ALONE = ("anyOf", "$ref")
 def with_finite_numbers(schema: Any) -> Any:
     """``schema``, of ``mmserve.constraint.recursion``, whose open values have numbers within ±``LARGEST``.
 
-    Where schemas are joined it stays as it is: llguidance does not join a definition that refers to itself.
+    Where schemas are joined, all of it is joined with a schema that says no more than that. llguidance cannot join two
+    definitions that refer to themselves: a schema that does so, and joins others, stays as it is.
     """
-    if any(_joins(node) for node in _subschemas(schema)):
-        return schema
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
+    if any(_joins(node) for node in _subschemas(schema)):
+        if _recurs(definitions):
+            return schema
+        return {"allOf": [root, _REFERENCE], "$defs": {**definitions, _NAME: _ANY}}
     opened = {name: _narrowed(each) for name, each in definitions.items()}
     return {**_narrowed(root), "$defs": {**opened, _NAME: _ANY}}
 
@@ -44,6 +47,20 @@ def _subschemas(schema: Any) -> Iterator[Schema]:
         yield from _subschemas(schema.get(keyword))
 
 
+def _recurs(definitions: dict[str, Any]) -> bool:
+    """Whether any definition comes to itself by references."""
+    left = {name: _referred(each) for name, each in definitions.items()}
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    return bool(left)
+
+
+def _referred(schema: Any) -> set[str]:
+    """The definitions that ``schema`` refers to."""
+    return {node["$ref"].rpartition("/")[2] for node in _subschemas(schema) if "$ref" in node}
+
+
 def _joins(node: Schema) -> bool:
     return "allOf" in node or any(keyword in node and node.keys() - {keyword, "$defs"} for keyword in _ALONE)
 
@@ -56,7 +73,7 @@ def _narrowed(node: Any) -> Any:
     if "anyOf" in node:
         return {"anyOf": [_narrowed(each) for each in node["anyOf"]]}
     kinds, made = types_of(node), dict(node)
-    if "integer" in kinds and "multipleOf" not in node:  # which comes with "number", too
+    if "integer" in kinds:  # which comes with "number", too
         made = {**FINITE, **made}
     for keyword in ("properties", "patternProperties"):
         if keyword in made:

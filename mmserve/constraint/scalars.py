@@ -48,8 +48,7 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
 
     Without bounds, llguidance writes numbers with exponents, such as 1e999, and with any number of digits: many readers
-    make an infinity of those. So numbers end at ±``LARGEST``, and have no exponents. Multiples do not end there, which
-    would take an automaton too many states; they are written in digits.
+    make an infinity of those. So numbers, multiples too, end at ±``LARGEST``, and have no exponents.
     """
     part: Schema = {}
     for keyword, bound, strictly in (
@@ -67,7 +66,7 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
         tighter = min if bound == "maximum" else max
         part[bound] = tighter(part[bound], value) if bound in part else value
     given = {"type": node["type"]} if "type" in node else {}
-    if (part or (given and "multipleOf" not in node)) and "integer" in types_of(given):
+    if (part or given or "multipleOf" in node) and "integer" in types_of(given):
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)

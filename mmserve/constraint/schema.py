@@ -88,6 +88,8 @@ class _Rewriter:
         for keyword in node:
             if keyword not in KNOWN:
                 self._notes.warn(pointer, keyword, "is no known keyword and has no effect")
+        if len(set(node.get("required", ()))) < len(node.get("required", ())):
+            self._notes.warn(pointer, "required", "repeats names; each counts once")
         if "$id" in node and pointer:
             raise Refused.at(
                 child(pointer, "$id"), "$id", "may stand only at the root: references would change meaning"

@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mmserve.constraint.findings import Refused
+from mmserve.constraint.schema import rewrite
 from mmserve.core.constraint import JsonSchema
 
 KINDS = {"enum": ["a", "b"]}
@@ -292,6 +293,12 @@ def test_integers_without_bounds_have_as_many_digits_as_64_bits_hold() -> None:
         {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "array"}}]},
         {"type": "object", "patternProperties": {"^x": {}}},
         {"$ref": "#/$defs/r0", "$defs": {"r0": {"type": "array", "items": {}}, "any": {"type": "null"}}},
+        {"multipleOf": 0.5},
+        {"type": "array", "items": {"type": "integer", "multipleOf": 7}},
+        {"allOf": [{"minItems": 1}, {"maxItems": 3}]},
+        {"type": "object", "properties": {"a": True}, "allOf": [{"required": ["a"]}]},
+        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["x"]}], "minProperties": 1},
+        {"$ref": "#/$defs/x", "properties": {"b": {}}, "$defs": {"x": {"required": ["a"], "type": "object"}}},
     ],
 )
 def test_no_number_is_read_as_an_infinity(schema: Any) -> None:
@@ -301,3 +308,10 @@ def test_no_number_is_read_as_an_infinity(schema: Any) -> None:
     for number in ("1e999", "-1E400", "0.1e5", "1" * 400, "-" + "9" * 20):
         assert not any(accepts(at, form.format(number)) for form in forms)
     assert any(accepts(at, form.format("7")) for form in forms)
+
+
+def test_names_that_are_required_twice_are_required_once() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a", "a"]}
+    found = rewrite(schema)
+    assert found.schema == rewrite(schema | {"required": ["a"]}).schema
+    assert [(warning.pointer, warning.keyword) for warning in found.warnings] == [("/required", "required")]

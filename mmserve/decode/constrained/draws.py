@@ -15,6 +15,7 @@ from mmserve.decode.constrained.meter import Meter, metered
 from mmserve.decode.constrained.rejection import Draw, draw
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.witness import Witness
+from mmserve.decode.paths import places
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.lexicon import Lexicon
@@ -171,7 +172,8 @@ def _way(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) 
     room = size - witness.known - 1
     if fork is None or (not room and not fork.accepting):
         return None
-    way = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1).tail(fork, witness.known + 1)
+    closing = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1, patient=True)
+    way = closing.tail(places.Place(fork, None), witness.known + 1)
     return None if way is None else _Way(fork, way)
 
 

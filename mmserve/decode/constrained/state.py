@@ -25,6 +25,7 @@ from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.field import TopK
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Places
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -55,6 +56,10 @@ class Constrained:
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # of a template's answer into what fills its holes
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
+    places: Places = field(init=False)  # where searches have been
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.lexicon, self.witness.kinds)
 
     @property
     def content(self) -> np.ndarray:
@@ -122,7 +127,7 @@ class Constrained:
         end = min(end, before.known + HORIZON)
         kept = (before, Outcome.KEPT)
         self.witness, outcome = self._guarded(
-            lambda: improve(before, known, top, end, self.lexicon, seconds=SECONDS), kept
+            lambda: improve(before, known, top, end, self.lexicon, places=self.places, seconds=SECONDS), kept
         )
         self.meter.searched(outcome)
 

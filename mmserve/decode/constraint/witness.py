@@ -13,12 +13,14 @@ from enum import Enum
 
 import numpy as np
 
+from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Places
 from mmserve.decode.paths.search import Beam, OutOfTime, best_path, fits
 
 #: Ways to the end that a request remembers.
@@ -54,6 +56,7 @@ class Witness:
     known: int  # positions before the first masked one
     ends: frozenset[int]
     closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
+    kinds: Callable[[], Kinds] = Texts  # of the texts of its language
     cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
 
     def resized(self, size: int) -> Witness:
@@ -85,7 +88,7 @@ def begun(constraint: Constraint, budget: int, close: Close | None) -> Witness:
         raise Infeasible(len(close.tokens), exact=close.exact)
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
-    return Witness(tokens, len(close.tokens), constraint.start(), 0, constraint.end_ids)
+    return Witness(tokens, len(close.tokens), constraint.start(), 0, constraint.end_ids, kinds=constraint.kinds)
 
 
 def follow(witness: Witness, known: np.ndarray) -> Witness:
@@ -117,6 +120,7 @@ def improve(
     lexicon: Lexicon,
     *,
     beam: Beam | None = None,
+    places: Places | None = None,
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Witness, Outcome]:
@@ -129,6 +133,8 @@ def improve(
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         top: the model's candidates for masked positions.
         block_end: the first position behind the block, or behind the answer where the policy looks at all of it.
+        places: what earlier searches of this answer have learned; they change the time that this one takes, not what it
+            finds.
     """
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
@@ -137,9 +143,11 @@ def improve(
     answer = witness.tokens[: witness.length].tolist()
     field = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     closing = Closing(answer, len(known), lexicon, witness.closes)
+    places = places or Places(lexicon, witness.kinds)
+    root = places.behind(lexicon.text(answer[: witness.known]), witness.matcher)
     deadline = clock() + seconds
     try:
-        path = best_path(witness.matcher, field, closing, beam or Beam(), lambda: clock() < deadline)
+        path = best_path(root, places, field, closing, beam or Beam(), lambda: clock() < deadline)
     except OutOfTime:
         return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)

@@ -8,8 +8,9 @@ from itertools import islice
 
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.least import Effort, quick_close, shortest_close
+from mmserve.decode.paths.least import Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Place
 
 #: For a way that a walk of the parser did not find.
 SOME = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
@@ -27,36 +28,48 @@ class Closing:
     shift: int = 6  # positions that the old witness's own way may be moved
     searches: int = 6  # new ways looked for in one search
     thorough: int = 1  # of these, with more effort: where what comes first leads nowhere, as in `a+b`
+    patient: bool = False  # whether another way is looked for where one that is known is too long
     found: list[tuple[int, ...]] = field(default_factory=list)
     cramped: bool = False  # a new way was found, and there was no room for it
     cut: bool = False  # a better path than the one taken was given up for want of room
 
     def tail(
-        self, matcher: Matcher, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
+        self, place: Place, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
     ) -> tuple[int, ...] | None:
-        """Tokens that bring ``matcher``, at ``position`` of the answer, to its end within the budget; None if none.
+        """Tokens that lead from ``place``, at ``position`` of the answer, to its end within the budget; None if none.
 
         ``agrees``: whether such tokens agree with what is committed.
         """
-        if matcher.accepting and agrees(()):
+        if place.accepting and agrees(()):
             return ()
-        room = self.size - position
+        matcher = place.matcher
+        room, cramped = self.size - position, False
         for way in self._known(position):
-            if len(way) <= room and agrees(way) and completes(matcher, way):
+            if len(way) > room:
+                cramped = cramped or completes(matcher, way)
+            elif agrees(way) and completes(matcher, way):
                 return way
-        if not self.searches:
+        self.cramped |= cramped
+        if not self.searches or (cramped and not self.patient):  # a way to the end is known, and too long
             return None
-        self.searches -= 1
-        new = quick_close(matcher, self.lexicon, self.places)
-        if (new is None or len(new) > room) and self.thorough:
+        new = self.shortest(place)
+        if (new is None or (self.patient and len(new) > room)) and self.thorough and not place.hopeless:
             self.thorough -= 1
             close = shortest_close(matcher, self.lexicon, SOME, within=room)
+            place.hopeless = close is None
             new = new if close is None else close.tokens
         if new is None:
             return None
         self.found.append(new)
         self.cramped |= len(new) > room
         return new if len(new) <= room and agrees(new) else None
+
+    def shortest(self, place: Place) -> tuple[int, ...] | None:
+        """A short way from ``place`` to the end, if one is known or may still be looked for."""
+        if not self.searches:
+            return None
+        self.searches -= not place.asked
+        return place.close(self.lexicon, self.places)
 
     def next_tokens(self, matcher: Matcher) -> list[int]:
         """A token or two for a fork that none of the model's candidates may follow."""

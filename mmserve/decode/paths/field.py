@@ -44,6 +44,9 @@ class Field:
     first_end: int  # of the first choices, how many stand before an end token
     ends_first: bool  # whether the first choices behind that are all end tokens
     first_score: float
+    most: list[float]  # [size + 1] the most that all from here to the field's end may score
+    ended: list[float]  # [size + 1] what only ends from here on score; -inf where a committed token is none
+    stayed: list[float]  # [size + 1] what the old witness scores from here on
     last_fixed: int  # the last committed position; -1 if none
     old: list[int]  # the old witness
     old_content: list[int]  # the old witness up to its end, farther than the field
@@ -66,12 +69,15 @@ class Field:
         return True
 
     def score(self, begin: int, tokens: Sequence[int]) -> float:
-        """Sum of log-probabilities of ``tokens`` and the end of text behind them, from ``begin`` to the field's end."""
-        total = 0.0
-        for p in range(begin, self.size):
+        """Sum of log-probabilities of ``tokens`` and the end of text behind them, from ``begin`` to the field's end.
+
+        They agree with what is committed.
+        """
+        last = min(begin + len(tokens), self.size)
+        total = self.ended[last]
+        for p in range(begin, last):
             if self.fixed[p] is None:
-                i = p - begin
-                total += self.end_score[p] if i >= len(tokens) else self.of(p, tokens[i])
+                total += self.of(p, tokens[p - begin])
         return total
 
     def of(self, p: int, token: int) -> float:
@@ -98,41 +104,53 @@ def lay_out(
     size, default_end = horizon - start, min(ends)
     fixed: list[int | None] = [token if token >= 0 else None for token in known[start:horizon].tolist()]
     old = witness[start:horizon].tolist()
-    asked = {p - start: i for i, p in enumerate(top.positions.tolist())}
-    tokens, scores = top.tokens.tolist(), top.log_probabilities.tolist()
+    tried = _tried(top)
+    asked = dict(zip((top.positions - start).tolist(), tried, strict=True))
     options: list[list[tuple[int, float]]] = []
     floor, end_score, end_token, first = [], [], [], []
     first_score, spelled, known_tokens = 0.0, lexicon.spelled, len(lexicon.spelled)
-    for p in range(size):
-        committed, at = fixed[p], asked.get(p)
+    for p, committed in enumerate(fixed):
         mine: list[tuple[int, float]] = []
-        end, lowest, best, best_score = None, UNASKED, old[p], UNASKED
         if committed is not None:
-            best, best_score = committed, 0.0
-        elif at is not None:
-            for rank, (token, score) in enumerate(zip(tokens[at], scores[at], strict=True)):
-                if score == -math.inf or (rank and score < best_score - _WINDOW):
-                    break
-                if not rank:
-                    best, best_score = token, score
-                lowest = score - _UNLISTED
+            options.append(mine)
+            floor.append(UNASKED)
+            end_score.append(0.0 if committed in ends else -math.inf)
+            end_token.append(default_end)
+            first.append(committed)
+            continue
+        end, lowest, best, best_score = None, UNASKED, old[p], UNASKED
+        listed = asked.get(p)
+        if listed:
+            best, best_score = listed[0]
+            lowest = listed[-1][1] - _UNLISTED
+            for option in listed:
+                token = option[0]
                 if token in ends:
-                    end = end or (token, score)
+                    end = end or option
                 elif 0 <= token < known_tokens and spelled[token]:
-                    mine.append((token, score))
-        if committed is None and old[p] not in ends and all(t != old[p] for t, _s in mine):
+                    mine.append(option)
+        if old[p] not in ends and all(token != old[p] for token, _score in mine):
             mine.append((old[p], lowest))
         options.append(mine)
         floor.append(lowest)
-        end_score.append(0.0 if committed is not None else end[1] if end else lowest)
+        end_score.append(end[1] if end else lowest)
         end_token.append(end[0] if end else default_end)
         first.append(best)
         first_score += best_score
     first_end = next((i for i, token in enumerate(first) if token in ends), size)
     run: list[list[int]] = [[] for _ in range(size + 1)]
+    most, ended, stayed = [0.0] * (size + 1), [0.0] * (size + 1), [0.0] * (size + 1)
     for p in range(size - 1, -1, -1):
         token = fixed[p]
-        run[p] = [] if token is None else [token, *run[p + 1]]
+        ended[p] = ended[p + 1] + end_score[p]
+        if token is not None:
+            run[p] = [token, *run[p + 1]]
+            most[p], stayed[p] = most[p + 1], stayed[p + 1]
+            continue
+        best_score = max(options[p][0][1] if options[p] else floor[p], end_score[p], floor[p])
+        most[p] = most[p + 1] + best_score
+        mine_old = end_score[p] if old[p] in ends else next(s for t, s in options[p] if t == old[p])
+        stayed[p] = stayed[p + 1] + mine_old
     return Field(
         start,
         size,
@@ -146,9 +164,24 @@ def lay_out(
         first_end,
         all(token in ends for token in first[first_end:]),
         first_score,
+        most,
+        ended,
+        stayed,
         max((p for p in range(size) if fixed[p] is not None), default=-1),
         old,
         witness[start:length].tolist(),
         ends,
         lexicon,
     )
+
+
+def _tried(top: TopK) -> list[list[tuple[int, float]]]:
+    """For each position the candidates that are worth a try, and their log-probabilities; the best first."""
+    if not len(top.positions):
+        return []
+    scores = top.log_probabilities
+    worth = np.isfinite(scores) & (scores >= scores[:, :1] - _WINDOW)
+    counts = np.where(worth.all(-1), scores.shape[1], worth.argmin(-1)).tolist()
+    most = max(counts)
+    rows = zip(top.tokens[:, :most].tolist(), scores[:, :most].tolist(), counts, strict=True)
+    return [list(zip(tokens[:n], mine[:n], strict=True)) for tokens, mine, n in rows]

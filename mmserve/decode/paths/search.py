@@ -1,37 +1,42 @@
 """The best valid path through part of a canvas: a beam of parser forks, from the first masked position on.
 
 Committed positions are forced; a masked one tries the model's candidates, the old witness's token and the end of text.
-Three things keep the beam alive where a plain one dies. A token in front of committed ones counts only if they may
-follow. Forks are ranked by how far the model's own first choices may follow them, not by score alone. And where every
-fork has died, the deepest from which the old witness or a short completion still leads to the end is taken.
+What keeps the beam small is that the old witness is a whole path from the start: a way that could not score more than
+the best whole path, if all behind it were the model's first choices, is not gone on. What keeps it alive: a token in
+front of committed ones counts only if they may follow; forks are ranked by how far the model's own first choices may
+follow them, not by score alone; of those that the constraint cannot tell apart one goes on; each may join the old
+witness again, at the same position or a few farther on or back; and where every fork has died, those that were left and
+then the deepest are looked at again.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.closing import Closing
-from mmserve.decode.paths.completion import after, completes
+from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import Field
+from mmserve.decode.paths.places import Place, Places
 
 
 @dataclass(frozen=True)
 class Beam:
     """Numbers of the search."""
 
-    width: int = 6
-    ahead: int = 10  # first choices that are tried behind a token
+    width: int = 5
+    ahead: int = 5  # first choices that are tried behind a token
     broken: float = 4.0  # nats that it costs when none of them may follow
     decay: float = 0.75  # how much less it costs with each one that may
     clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
-    salvaged: int = 4  # completions of dead forks that are compared
+    again: int = 60  # ways that are gone after all where no other path was found
+    salvaged: int = 12  # dead forks for which a completion is looked for
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,10 @@ class Path:
 @dataclass(slots=True)
 class _Fork:
     score: float
-    matcher: Matcher
-    text: bytes  # forks with the same bytes behind them are at the same place of the parser
+    place: Place
     last: _Fork | None = field(default=None, repr=False)
     token: int = -1
-    ended: bool = False
-    on_witness: bool = False
+    on_witness: bool = False  # whether the old witness goes on from here
 
     def tokens(self) -> list[int]:
         found: list[int] = []
@@ -62,53 +65,47 @@ class _Fork:
         return found[::-1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A way that was not gone: from ``fork``, at ``p``, by an option of that position or by those behind it, too."""
+
+    most: float  # that any path by it can score
+    p: int
+    fork: _Fork
+    option: int
+    alone: bool = False
+
+
 class OutOfTime(Exception):
     """The step's time was over before the search was."""
 
 
-def best_path(matcher: Matcher, f: Field, closing: Closing, beam: Beam, in_time: Callable[[], bool]) -> Path | None:
-    """The best path found through ``f`` and on to the end of the text, the old witness if there is no other way.
+def best_path(
+    root: Place, places: Places, f: Field, closing: Closing, beam: Beam, in_time: Callable[[], bool]
+) -> Path | None:
+    """The best path found through ``f`` and on to the end of the text, the old witness if there is no better way.
 
-    None where other ways were begun and none of them could be brought to its end.
+    None where the old witness is the only path that was found, and it is not known that there is no better one: ways
+    that might have been better were begun, and none of them could be brought to its end.
 
-    ``matcher`` stands in front of the field's first position.
+    ``root`` is the place in front of the field's first position, one of ``places``.
 
     Raises:
         OutOfTime: ``in_time`` said no; asked once a position.
     """
-    straight = _straight(matcher, f, closing)
-    if straight is not None:
-        return straight
-    forks = [_Fork(0.0, matcher, b"", on_witness=True)]
-    trail: list[tuple[int, list[_Fork]]] = []
-    p = 0
-    while p < f.size and forks:
-        if not in_time():
-            raise OutOfTime
-        if f.fixed[p] is not None:
-            run = f.run[p]
-            forks = [grown for fork in forks if (grown := _through(fork, run, f)) is not None]
-            p += len(run)
-            continue
-        trail.append((p, forks))
-        forks = _expand(forks, p, f, closing, beam)
-        p += 1
-    old = Path(f.old_content, f.score(0, f.old_content))
-    found = _closed(forks, f, closing)
-    closing.cut = closing.cramped  # from here on the ways are shorter ones
-    found = found or _salvaged(trail, f, closing, beam)
-    if found is None:
-        alone = all(fork.on_witness for _p, forks in trail for fork in forks)
-        return old if alone else None
-    return max(found, old, key=lambda path: path.score)
+    if f.stayed[0] >= f.most[0]:
+        return Path(f.old_content, f.stayed[0])
+    return _straight(root, places, f, closing) or _Search(places, f, closing, beam).run(root, in_time)
 
 
-def _straight(matcher: Matcher, f: Field, closing: Closing) -> Path | None:
+def _straight(root: Place, places: Places, f: Field, closing: Closing) -> Path | None:
     """The path of the first choices everywhere, if it is one."""
     tokens = f.first[: f.first_end]
-    if (f.first_end < f.size and not f.ends_first) or matcher.valid(tokens) < len(tokens):
+    if f.first_end < f.size and not f.ends_first:
         return None
-    fork = after(matcher, tokens)
+    if places.reach(root, tokens) < len(tokens):
+        return None
+    fork = places.through(root, tokens) if tokens else root
     if fork is None:
         return None
     if f.first_end < f.size:
@@ -117,106 +114,246 @@ def _straight(matcher: Matcher, f: Field, closing: Closing) -> Path | None:
     return None if tail is None else Path([*tokens, *tail], f.first_score)
 
 
-def _through(fork: _Fork, run: list[int], f: Field) -> _Fork | None:
-    """The fork behind a run of committed tokens; None if they may not follow it."""
-    content = f.content(run)
-    if fork.ended:
-        return None if content else fork
-    if fork.matcher.valid(content) < len(content):
-        return None
-    behind = after(fork.matcher, content)
-    if behind is None:
-        return None
-    text = fork.text + f.lexicon.text(content)
-    for token in content:
-        fork = _Fork(fork.score, behind, text, fork, token, False, fork.on_witness)
-    if len(content) == len(run):
-        return fork
-    return _Fork(fork.score, behind, text, fork, -1, True, fork.on_witness) if behind.accepting else None
+@dataclass(slots=True)
+class _Search:
+    """A search under way: the best whole path so far, and what it has left open."""
 
+    places: Places
+    f: Field
+    closing: Closing
+    beam: Beam
+    best: Path = field(init=False)
+    others: bool = False  # whether any whole path was found besides the old witness
+    along: dict[Place, list[int]] = field(default_factory=dict)  # places of the old witness, and its tokens in front
+    left: list[_Left] = field(default_factory=list)
 
-def _expand(forks: list[_Fork], p: int, f: Field, closing: Closing, beam: Beam) -> list[_Fork]:
-    """The forks one masked position on: the best of all that the position's options give, and the old witness's."""
-    following = f.content(f.run[p + 1]) if p + 1 < f.size else []
-    ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
-    grown: list[tuple[float, float, _Fork, int, bytes]] = []
-    behind, reach, least = ahead or following, len(ahead or following), len(following)
-    ranks: list[float] = []  # the best so far, as many as forks are kept
+    def __post_init__(self) -> None:
+        self.best = Path(self.f.old_content, self.f.stayed[0])
 
-    def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
-        text = fork.text + f.lexicon.spelled[token] if token >= 0 else fork.text
-        grown.append((score - penalty, score, fork, token, text))
-        insort(ranks, score - penalty)
-        del ranks[: -beam.width]
-
-    for fork in forks:
-        if fork.ended:
-            add(0.0, fork.score + f.end_score[p], fork, -1)
-            continue
-        begun = len(grown)
-        if fork.matcher.accepting:
-            add(0.0, fork.score + f.end_score[p], fork, -1)
-        enough = -math.inf  # below this no option is tried any more
-        for token, log_probability in f.options[p]:
-            score = fork.score + log_probability
-            if (log_probability < enough or (len(ranks) == beam.width and score < ranks[0])) and not (
-                fork.on_witness and token == f.old[p]
-            ):
-                begun = -1  # there may be a way, but not one that would be kept
+    def run(self, root: Place, in_time: Callable[[], bool]) -> Path | None:
+        """As ``best_path``."""
+        f, at = self.f, root
+        self.along[root] = [0]
+        for q, token in enumerate(f.old_content[: f.size], 1):
+            place = self.places.after(at, token)
+            if place is None:  # the parser's limits
+                break
+            at = place
+            self.along.setdefault(at, []).append(q)
+        forks, trail, p = [_Fork(0.0, root, on_witness=True)], list[tuple[int, list[_Fork]]](), 0
+        while p < f.size and forks:
+            if not in_time():
+                raise OutOfTime
+            if f.fixed[p] is not None:
+                run = f.run[p]
+                forks = self._through(forks, p, run)
+                p += len(run)
                 continue
-            far = fork.matcher.valid([token, *behind])
-            if far <= reach:
-                if far > least:
-                    add(beam.broken * beam.decay ** (far - 1), score, fork, token)
+            trail.append((p, forks))
+            forks = self._kept(self._grown(forks, p), p)
+            p += 1
+        self._close(forks)
+        if not self.others and self._open():
+            self._look_again()
+        if self.best.score == f.stayed[0] and not (self.others and forks):
+            self.closing.cut = self.closing.cramped  # from here on the ways are shorter ones
+            self._salvage(trail)
+        return self.best if self.others or not self._open() else None
+
+    def _open(self) -> bool:
+        """Whether a way that was left might be better than the best path."""
+        return any(left.most > self.best.score for left in self.left)
+
+    def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
+        """Take note of a whole path."""
+        self.others = True
+        if score > self.best.score:
+            self.best = Path([*fork.tokens(), *tail], score)
+
+    def _through(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
+        """The forks behind a run of committed tokens from ``p`` on that may follow them and does not end them."""
+        content, kept = self.f.content(run), dict[Place, _Fork]()
+        for fork in forks:  # the best first
+            behind = self.places.through(fork.place, content) if content else fork.place
+            if behind is None:
+                continue
+            grown = fork
+            for token in content:
+                grown = _Fork(fork.score, behind, grown, token, fork.on_witness)
+            if len(content) < len(run):
+                if behind.accepting and not fork.on_witness:
+                    self._found(grown, (), fork.score + self.f.ended[p + len(content)])
+            elif behind in kept:
+                kept[behind].on_witness |= fork.on_witness
             else:
-                add(0.0, score, fork, token)
-                enough = max(enough, log_probability - beam.clear)
-        if len(grown) == begun:
-            for token in closing.next_tokens(fork.matcher):
-                if fork.matcher.valid([token, *following]) > least:
-                    add(beam.broken, fork.score + f.floor[p], fork, token)
-    grown.sort(key=lambda g: -g[0])
-    kept: list[_Fork] = []
-    seen: set[tuple[bytes, bool]] = set()
-    for _rank, score, fork, token, text in grown:
-        on_witness = fork.on_witness and (token == f.old[p] if token >= 0 else f.old[p] in f.ends)
-        if (text, token < 0) in seen or (len(kept) >= beam.width and not on_witness):
-            continue
-        seen.add((text, token < 0))
-        matcher = fork.matcher
-        if token >= 0:
-            grown_matcher = after(matcher, [token])
-            if grown_matcher is None:
-                continue
-            matcher = grown_matcher
-        kept.append(_Fork(score, matcher, text, fork, token, token < 0, on_witness))
-    return kept
+                kept[behind] = grown
+        return list(kept.values())
 
+    def _ended(self, fork: _Fork, p: int) -> None:
+        """Take note of the path that ends with ``fork``, in front of position ``p``."""
+        if fork.place.accepting and not (fork.on_witness and p == len(self.f.old_content)):
+            score = fork.score + self.f.ended[p]
+            if score > -math.inf:
+                self._found(fork, (), score)
 
-def _closed(forks: list[_Fork], f: Field, closing: Closing) -> Path | None:
-    """The best fork at the horizon that can be brought to its end; None if only the old witness can."""
-    for fork in sorted((fork for fork in forks if not fork.on_witness), key=lambda fork: -fork.score):
-        tail = () if fork.ended else closing.tail(fork.matcher, f.start + f.size)
-        if tail is not None:
-            return Path([*fork.tokens(), *tail], fork.score)
-    return None
+    def _joined(self, fork: _Fork, p: int) -> bool:
+        """Take note of the paths that go on from ``fork``, in front of ``p``, as the old witness does; whether it does
+        so with the same tokens at the same positions."""
+        f = self.f
+        for q in self.along.get(fork.place, ()):
+            tail = f.old_content[q:]
+            if q == p:
+                self._found(fork, tail, fork.score + f.stayed[p])
+                return True
+            if f.start + p + len(tail) <= self.closing.size and f.agrees(p, tail):
+                self._found(fork, tail, fork.score + f.score(p, tail))
+        if fork.score + f.stayed[p] > self.best.score and completes(fork.place.matcher, f.old_content[p:]):
+            self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
+        return False
 
+    def _grown(self, forks: list[_Fork], p: int) -> list[tuple[float, float, _Fork, int]]:
+        """What the options of a masked position make of ``forks``: rank, score, fork and token of each."""
+        f, beam, places = self.f, self.beam, self.places
+        following = f.content(f.run[p + 1]) if p + 1 < f.size else []
+        ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
+        behind = ahead or following
+        reach, least = len(behind), len(following)
+        grown: list[tuple[float, float, _Fork, int]] = []
+        ranks: list[float] = []  # the best so far, as many as forks are kept
+        most, options, floor, old = f.most[p + 1], f.options[p], f.floor[p], f.old[p]
 
-def _salvaged(trail: list[tuple[int, list[_Fork]]], f: Field, closing: Closing, beam: Beam) -> Path | None:
-    """The best of the deepest forks that led nowhere, brought to its end by the old witness or a short completion."""
-    found: list[Path] = []
-    for p, forks in reversed(trail):
+        def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
+            grown.append((score - penalty, score, fork, token))
+            insort(ranks, score - penalty)
+            del ranks[: -beam.width]
+
         for fork in forks:
-            if fork.on_witness or fork.ended:
+            self._ended(fork, p)
+            begun, bound = len(grown), self.best.score - most - fork.score
+            enough = -math.inf  # below this no option is tried any more
+            followed = not fork.on_witness or old in f.ends
+            left = False
+            for i, (token, log_probability) in enumerate(options):
+                if log_probability <= bound:
+                    begun = -1  # there may be a way, but none that would be better
+                    break
+                score = fork.score + log_probability
+                if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
+                    begun = -1  # there may be a way, but not one that would be kept
+                    if not left:
+                        self.left.append(_Left(score + most, p, fork, i))
+                        left = True
+                    if followed:
+                        break
+                    if token != old:
+                        continue
+                followed = followed or token == old
+                far = places.reach(fork.place, [token, *behind])
+                if far <= reach:
+                    if far > least:
+                        add(beam.broken * beam.decay ** (far - 1), score, fork, token)
+                else:
+                    add(0.0, score, fork, token)
+                    enough = max(enough, log_probability - beam.clear)
+            if len(grown) == begun and floor > bound:
+                for token in self.closing.next_tokens(fork.place.matcher):
+                    if places.reach(fork.place, [token, *following]) > least:
+                        add(beam.broken, fork.score + floor, fork, token)
+        grown.sort(key=lambda g: -g[0])
+        return grown
+
+    def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
+        """The first of the ways ``grown``, one a place: what the constraint cannot tell apart goes on in one way."""
+        f, kept = self.f, dict[Place, _Fork]()
+        most, old = f.most[p + 1], f.old[p]
+        for _rank, score, fork, token in grown:
+            if score + most <= self.best.score:
                 continue
-            tail: tuple[int, ...] | None = tuple(f.old_content[p:])
-            if not completes(fork.matcher, f.old_content[p:]):
-                tail = closing.tail(fork.matcher, f.start + p, partial(f.agrees, p))
+            on_witness = fork.on_witness and token == old
+            if len(kept) >= self.beam.width and not on_witness:
+                self.left.append(_Left(score + most, p, fork, _index(f.options[p], token), alone=True))
+                continue
+            place = self.places.after(fork.place, token)
+            if place is None:
+                continue
+            other = kept.get(place)
+            if other is None or other.score < score:
+                kept[place] = one = _Fork(score, place, fork, token, on_witness)
+                one.on_witness = on_witness or self._joined(one, p + 1)
+        return sorted(kept.values(), key=lambda fork: -fork.score)
+
+    def _look_again(self) -> None:
+        """Go on with what was left, the most promising first, until a path is found or there is nothing better."""
+        f, serial = self.f, len(self.left)
+        heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
+        heapq.heapify(heap)
+        stuck: list[_Left] = []  # by tokens that are no options, or to no end that was found
+        for _ in range(self.beam.again):
+            if self.others or not heap or -heap[0][0] <= self.best.score:
+                break
+            _most, _serial, left = heapq.heappop(heap)
+            p, fork, options = left.p, left.fork, f.options[left.p]
+            if left.option >= len(options):
+                stuck.append(left)
+                continue
+            token, log_probability = options[left.option]
+            following: list[_Left] = []
+            if not left.alone and left.option + 1 < len(options):
+                score = fork.score + options[left.option + 1][1]
+                following.append(_Left(score + f.most[p + 1], p, fork, left.option + 1))
+            place = self.places.after(fork.place, token)
+            if place is not None and not (fork.on_witness and token == f.old[p]):
+                one, p = _Fork(fork.score + log_probability, place, fork, token), p + 1
+                if not self._joined(one, p):
+                    forks = [one]
+                    if p < f.size and f.fixed[p] is not None:
+                        forks, p = self._through(forks, p, f.run[p]), p + len(f.run[p])
+                    if p == f.size:
+                        self._close(forks)
+                    else:
+                        for grown in forks:
+                            self._ended(grown, p)
+                            if f.options[p]:
+                                following.append(_Left(grown.score + f.options[p][0][1] + f.most[p + 1], p, grown, 0))
+            for more in following:
+                serial += 1
+                heapq.heappush(heap, (-more.most, serial, more))
+        self.left = [*stuck, *(left for _most, _serial, left in heap)]
+
+    def _close(self, forks: list[_Fork]) -> None:
+        """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
+        for fork in forks:
+            if fork.on_witness:
+                continue
+            if fork.score <= self.best.score:
+                break
+            tail = self.closing.tail(fork.place, self.f.start + self.f.size)
             if tail is not None:
-                found.append(Path([*fork.tokens(), *tail], fork.score + f.score(p, tail)))
-        if len(found) >= beam.salvaged:
-            break
-    return max(found, key=lambda path: path.score, default=None)
+                self._found(fork, tail, fork.score)
+                break
+            self.left.append(_Left(fork.score, self.f.size - 1, fork, 1 << 30, alone=True))
+
+    def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
+        """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
+        f, tried, deepest = self.f, 0, self.f.size
+        room = next((p for p in range(f.size) if f.fixed[p] in f.ends), self.closing.size - f.start)
+        for p, forks in reversed(trail):
+            for fork in forks:
+                if fork.on_witness or p > deepest or fork.score + f.most[p] <= self.best.score:
+                    continue
+                tried += 1
+                tail = self.closing.tail(fork.place, f.start + p, partial(f.agrees, p))
+                if tail is not None:
+                    self._found(fork, tail, fork.score + f.score(p, tail))
+                elif (way := self.closing.shortest(fork.place)) is not None:
+                    deepest = min(deepest, room - len(way))  # ways that are longer have no room either
+                if tried == self.beam.salvaged:
+                    return
+
+
+def _index(options: list[tuple[int, float]], token: int) -> int:
+    """Where ``token`` stands among ``options``; behind them if it is none."""
+    return next((i for i, (other, _score) in enumerate(options) if other == token), len(options))
 
 
 def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
     "quality": "mmserve.bench.quality",
+    "reuse": "mmserve.bench.reuse",
     "serving": "mmserve.bench.serving",
     "vision": "mmserve.bench.vision",
 }
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         default="",
         metavar="A,B,…",
-        help="tasks of `quality`, `decode`, `attention` and `vision`; of `constraint` scenes, schemas and search; of "
+        help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and search; of "
         "`kernels` ops (default all)",
     )
     parser.add_argument(

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         default="",
         metavar="A,B,…",
-        help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and search; of "
-        "`kernels` ops (default all)",
+        help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and "
+        "search; of `kernels` ops (default all)",
     )
     parser.add_argument(
         "--recompute",

@@ -30,8 +30,6 @@ from mmserve.models.alone import kv_alone
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 
-#: Layers whose K/V a rule that looks is shown: those of the first are the same in every prompt.
-_LOOKED_AT = 2
 #: Of an entry of the cache: both ``[N, L, G, K]``, keys before rotation.
 _NAMES = ("keys", "values")
 
@@ -115,8 +113,8 @@ class Blender:
             found = [[entry[name][:, :n] for entry, n in zip(entries, sizes, strict=True)] for name in _NAMES]
             taken_NLGK = [torch.cat(of_each, 1) for of_each in found]
         deviation = np.zeros(0)
-        if policy.looks and policy.count(sizes):
-            deviation = self._look(taken_NLGK, rows, len(encoded.ids), canvas, embeddings, deep)
+        if policy.layers and policy.count(sizes):
+            deviation = self._look(policy.layers, taken_NLGK, rows, canvas, embeddings, deep)
         self._write(taken_NLGK, rows, canvas, pages)
         held[rows] = True
         held[rows[policy.choose(sizes, deviation)]] = False
@@ -124,29 +122,28 @@ class Blender:
 
     def _look(
         self,
+        layers: int,
         taken_NLGK: list[Tensor],
         rows: np.ndarray,
-        prompt: int,
         canvas: Canvas,
         embeddings: Tensor,
         deep: DeepStack | None,
     ) -> np.ndarray:
-        """How far the K/V of ``rows`` at the second layer are from what they are in this prompt, squared: float64.
+        """How far the K/V of ``rows`` at the last of ``layers`` are from what they are in this prompt, squared: fp32.
 
-        To know that they were computed, so they are taken from here on.
+        To know that, those of all these layers were computed: they are taken from here on.
         """
         decoder = self._model.decoder
-        layers = min(_LOOKED_AT, len(decoder.layers))
-        added = deep_rows([(np.arange(prompt), deep)])
-        fresh = kv_alone(
-            decoder, embeddings[:prompt], self._positions(canvas, np.arange(prompt)), layers=layers, deep=added
-        )
+        layers = min(layers, len(decoder.layers))
+        before = np.arange(rows[-1] + 1)
+        positions = self._positions(canvas, before)
+        fresh = kv_alone(decoder, embeddings[: len(before)], positions, layers=layers, deep=deep_rows([(before, deep)]))
         at = torch.from_numpy(rows).to(self._model.device)
-        apart = torch.zeros(len(rows), dtype=torch.float64, device=at.device)
+        apart = torch.zeros(len(rows), device=at.device)
         for taken, found in zip(taken_NLGK, fresh, strict=True):
-            own = found[-1, at]
-            apart += (own.double() - taken[layers - 1].double()).square().sum((1, 2))
-            taken[layers - 1] = own
+            own = found[:, at]
+            apart += (own[-1].float() - taken[layers - 1].float()).square().sum((1, 2))
+            taken[:layers] = own
         return apart.cpu().numpy()
 
     def _write(self, taken_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:

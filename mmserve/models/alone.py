@@ -36,9 +36,8 @@ def kv_alone(
             x_LD = x_LD.index_add(0, deep.rows, deep.features_LnD[index])
     last = decoder.layers[layers - 1]
     assert isinstance(last, DecoderLayer)
-    keys.append(last.queries_and_keys(x_LD)[1])
-    values.append(last.values(x_LD))
-    return torch.stack(keys), torch.stack(values)
+    k, v = last.keys_and_values(x_LD)
+    return torch.stack([*keys, k]), torch.stack([*values, v])
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -177,9 +177,10 @@ class VisualCache:
 @dataclass(frozen=True)
 class Blend:
     """CacheBlend (arXiv 2405.16444): of the images' positions the ``recompute`` share is run again whose keys and
-    values this prompt changes most; 1 = no reuse."""
+    values this prompt changes most at the last of the first ``layers``, at least 2; share 1 = no reuse."""
 
     recompute: float = 0.15
+    layers: int = 2
 
 
 @dataclass(frozen=True)

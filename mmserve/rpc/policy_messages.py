@@ -41,6 +41,7 @@ _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "expected_attention.future": ("must be in [1, 65536]", lambda value: 1 <= value <= 1 << 16),
     "visual_cache.outputs": _AT_LEAST_1,
     "blend.recompute": _SHARE,
+    "blend.layers": ("must be at least 2", lambda value: value >= 2),
     "lego_link.recompute": _SHARE,
     "random_reuse.recompute": _SHARE,
     "edit.passes": ("must be at most 64", lambda value: value <= 64),

@@ -530,10 +530,12 @@ class ImageReuse(_message.Message):
     def __init__(self, blend: _Optional[_Union[Blend, _Mapping]] = ..., lego_link: _Optional[_Union[LegoLink, _Mapping]] = ..., random_reuse: _Optional[_Union[RandomReuse, _Mapping]] = ...) -> None: ...
 
 class Blend(_message.Message):
-    __slots__ = ("recompute",)
+    __slots__ = ("recompute", "layers")
     RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     recompute: float
-    def __init__(self, recompute: _Optional[float] = ...) -> None: ...
+    layers: int
+    def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class LegoLink(_message.Message):
     __slots__ = ("recompute",)

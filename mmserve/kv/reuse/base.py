@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,8 +19,10 @@ _ROUNDING = 1e-9
 class Reuse(Protocol):
     """One rule with its numbers; it holds no state of a request."""
 
-    #: Whether it asks how far keys and values are from what they are in this prompt.
-    looks: ClassVar[bool]
+    @property
+    def layers(self) -> int:
+        """How many of the decoder's first layers it must see this prompt in, at least 2; 0 = it looks at nothing."""
+        ...
 
     def count(self, sizes: Sequence[int]) -> int:
         """How many positions of images of these ``sizes`` are run again, which is known before any is chosen."""
@@ -29,7 +31,8 @@ class Reuse(Protocol):
     def choose(self, sizes: Sequence[int], deviation: np.ndarray) -> np.ndarray:
         """Which: int64, ascending, counted through all images.
 
-        ``deviation``: float64, of each position, where the rule ``looks``; else empty.
+        ``deviation``: float32, of each position, how far keys and values of the last of its ``layers`` are from what
+        they are in this prompt, squared; empty where it looks at nothing.
         """
         ...
 

@@ -16,7 +16,7 @@ from mmserve.kv.reuse.base import check_share, share_of
 class LegoLink:
     """The first ``recompute`` share of each image's positions. The paper has a number of them: 16, say."""
 
-    looks: ClassVar[bool] = False
+    layers: ClassVar[int] = 0
     recompute: float = 0.15
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from mmserve.kv.reuse.base import check_share, share_of
 class RandomReuse:
     """The ``recompute`` share of all images' positions, drawn by ``seed``."""
 
-    looks: ClassVar[bool] = False
+    layers: ClassVar[int] = 0
     recompute: float = 0.15
     seed: int = 0
 

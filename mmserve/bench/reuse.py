@@ -12,7 +12,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ from mmserve.rpc.policies import ImageReuse
 
 DEFAULT_TASKS = ("which", "differs", *SHORT_TASKS)
 SHARES = (0.05, 0.15, 0.3)
+LAYERS = (2, 4)
 #: Pictures of the long prompts, and how many of those there are.
 MANY, LONG_PROMPTS = 8, 5
 _PAGE = 16
@@ -63,12 +64,16 @@ class Setting:
     @property
     def row(self) -> dict[str, Any]:
         """How a row of figures begins."""
-        return {"measured": self.name or "plain", **({"recompute": self.reuse.recompute} if self.reuse else {})}
+        return {"measured": self.name or "plain", **self._numbers}
 
     @property
     def policy(self) -> Policy | None:
         """As a core request has it."""
-        return None if self.reuse is None else Policy(name=self.name, options={"recompute": self.reuse.recompute})
+        return None if self.reuse is None else Policy(name=self.name, options=self._numbers)
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        return {} if self.reuse is None else asdict(self.reuse)
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,8 @@ def settings() -> Iterator[Setting]:
     yield Setting()
     yield Setting("blend", Blend(0.0))
     for share in SHARES:
-        yield Setting("blend", Blend(share))
+        for layers in LAYERS:
+            yield Setting("blend", Blend(share, layers))
         yield Setting("lego_link", LegoLink(share))
         yield Setting("random_reuse", RandomReuse(share))
     yield Setting("blend", Blend(1.0))
@@ -178,7 +184,9 @@ class _Logits:
     def __init__(self, model: LoadedModel, media: MediaConfig) -> None:
         self._model, self._floor = model, row_floor(model)
         self._encoder = Encoder(model, media, max_tokens=model.spec.max_tokens)
-        self._kept = TensorCache(_ALL)
+        pages, config = pages_for(model.spec.max_tokens, _PAGE), model.decoder.config
+        self._store = KVStore(config, pages=pages, page_size=_PAGE, dtype=model.dtype, device=model.device)
+        self._blender = Blender(model, self._store, TensorCache(_ALL))
 
     @torch.inference_mode()
     def of(self, one: Item, setting: Setting) -> Tensor:
@@ -200,16 +208,14 @@ class _Logits:
             encoded.ids, new_tokens=1, block_length=1, mask_id=model.spec.mask_id, places=encoded.places
         )
         pages = np.arange(pages_for(made.size, _PAGE))
-        store = KVStore(model.decoder.config, pages=len(pages), page_size=_PAGE, dtype=model.dtype, device=model.device)
         embeddings, deep = embedded(model, made.tokens, encoded)
         rows = np.arange(size)
         wanted = rows[len(prompt.ids) - 1 :]
         if (reuse := reuse_of(request)) is not None:
-            blender = Blender(model, store, self._kept)
-            encoded = replace(encoded, span_keys=blender.keys(encoded))
-            rows = rows[~blender.take(reuse, encoded, made, embeddings, deep, pages)[:size]]
+            encoded = replace(encoded, span_keys=self._blender.keys(encoded))
+            rows = rows[~self._blender.take(reuse, encoded, made, embeddings, deep, pages)[:size]]
         one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, size, deep)
-        [found] = forward(model, store, [one_pass], self._floor)
+        [found] = forward(model, self._store, [one_pass], self._floor)
         return found.whole().log_softmax(-1)
 
 

@@ -222,7 +222,7 @@ class Stages:
 
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
         """Encode each request, once for all of its samples; what the engine must know of its prompt."""
-        outcomes = run_isolated(self.encoder.encode, batch)
+        outcomes = run_isolated(self._encoded, batch)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[int | BaseException | None]:
@@ -354,13 +354,18 @@ class Stages:
             self._admitted[request.id] = self._admission.admit(request.constraint, request.sampling.max_new_tokens)
         return [None] * len(batch)
 
+    def _encoded(self, batch: list[Request]) -> list[Encoded]:
+        return [
+            replace(one, span_keys=self.decoder.blender.keys(one)) if reused(reuse_of(request), one) else one
+            for request, one in zip(batch, self.encoder.encode(batch), strict=True)
+        ]
+
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
         keys = self._keys(encoded) if shares else ()
         taken = reused(reuse_of(request), encoded)
         if taken:  # what stands behind an image that was not run is of this request alone
             keys = keys[: encoded.spans[0].start // self.store.page_size]
-            encoded = replace(encoded, span_keys=self.decoder.blender.keys(encoded))
         admitted = self._admitted.pop(request.id, None)
         for sample in samples(request):  # they share it: whatever stands in it is read, never changed
             self.to_prefill.send(sample.id, encoded)

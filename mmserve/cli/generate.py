@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--image-reuse",
         type=float,
         metavar="SHARE",
-        help="take images' K/V from where they stood alone, and run this share of them again (CacheBlend, such as 0.15)",
+        help="take images' K/V from where they stood alone, and run this share of them again (CacheBlend; say 0.15)",
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")

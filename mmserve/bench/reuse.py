@@ -64,7 +64,8 @@ class Setting:
     @property
     def row(self) -> dict[str, Any]:
         """How a row of figures begins."""
-        return {"measured": self.name or "plain", **self._numbers}
+        numbers = {"share" if name == "recompute" else name: value for name, value in self._numbers.items()}
+        return {"measured": self.name or "plain", **numbers}
 
     @property
     def policy(self) -> Policy | None:

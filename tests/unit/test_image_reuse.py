@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clips import clip
 from helpers import ask, picture, tiny_model
 from plain_reuse import blended_logits, plain_kv, with_three_layers
 from qwen_vl_checkpoints import KINDS, Qwen
 
 from mmserve.config import MediaConfig
 from mmserve.core.canvas import Canvas
-from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, Vision
+from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.decode.blending import Blender, reused
 from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward
@@ -172,12 +173,18 @@ def test_a_later_layer_decides_where_that_is_asked_for(model: LoadedModel) -> No
 def test_an_image_that_begins_its_chat_loses_nothing(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With rows and columns of positions, and features for several layers; behind text its first layer is the same."""
     qwen = Qwen(tmp_path_factory.mktemp(kind), kind).load()
-    found = encode(qwen, ImagePart(picture(1, (40, 30))), TextPart("what is it?"))
-    p = Prompt(qwen, found)
-    held = p.take(Blend(recompute=0.0))
-    assert held.sum() > 5
-    blended = p.run(np.flatnonzero(~held))
-    torch.testing.assert_close(blended, Prompt(qwen, found).run(np.arange(p.size)), rtol=1e-4, atol=1e-4)
+    image, text = ImagePart(picture(1, (40, 30))), TextPart("what is it?")
+    half = Vision(pruner="fastv", amount=Amount("keep_ratio", 0.5))
+    for found in (
+        encode(qwen, image, text),
+        encode(qwen, image, text, vision=half),
+        encode(qwen, VideoPart(clip(frames=20, rate=4)), text),
+    ):
+        p = Prompt(qwen, found)
+        held = p.take(Blend(recompute=0.0))
+        assert held.sum() > 5 and set(found.image_rows) <= set(np.flatnonzero(held))
+        blended = p.run(np.flatnonzero(~held))
+        torch.testing.assert_close(blended, Prompt(qwen, found).run(np.arange(p.size)), rtol=1e-4, atol=1e-4)
     found = encode(qwen, TextPart("look: "), ImagePart(picture(1, (40, 30))), TextPart("what is it?"))
     p = Prompt(qwen, found)
     rows = np.flatnonzero(p.take(Blend(recompute=0.0)))

@@ -89,6 +89,7 @@ class EncoderCacheConfig:
 
     token_bytes: int = 256 << 20  # visual tokens
     pixel_bytes: int = 64 << 20  # pixels as towers take them: for the same media under another pruner
+    kv_bytes: int = 256 << 20  # keys and values, for requests that ask for ``image_reuse``; on the models' devices
     disk_folder: str = ""  # visual tokens are also kept here, over restarts; one server a folder; "" = nowhere
     disk_bytes: int = 1 << 30
 
@@ -266,7 +267,7 @@ def _check(config: Config, source: str) -> None:
             raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
     _check_sparse(config.engine, f"{source}: [engine]")
     _check_quantized(config.engine, f"{source}: [engine]")
-    for key in ("token_bytes", "pixel_bytes", "disk_bytes"):
+    for key in ("token_bytes", "pixel_bytes", "kv_bytes", "disk_bytes"):
         if getattr(config.encoder_cache, key) < 0:
             raise ConfigError(f"{source}: [encoder_cache] {key} must be at least 0, which means that nothing is kept")
     if not 0 <= config.server.port <= 65535:

@@ -184,6 +184,7 @@ class Engine:
             *steps,
             token_cache=cache.tokens.stats(),
             pixel_cache=cache.pixels.stats(),
+            kv_cache=cache.kv.stats(),
         )
 
     # --- the loop: the engine's thread only ---

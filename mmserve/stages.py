@@ -7,7 +7,7 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, RequestId, TextPart
 from mmserve.core.samples import samples
+from mmserve.decode.blending import Blender, check_reuse, reused
 from mmserve.decode.commit import (
     ACCOMPANIED,
     CAUSAL_COMMIT,
@@ -44,12 +45,13 @@ from mmserve.decode.recompute import (
 from mmserve.decode.renoise import CanvasDecoder, check_renoising
 from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Encoded, Stepped
-from mmserve.encode.cache import EncoderCache
+from mmserve.encode.cache import EncoderCache, TensorCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
+from mmserve.kv.reuse import reuse_of
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
@@ -108,7 +110,7 @@ class Stages:
         self._offered = Offered.by(model, schedulers)
         self.encoder = Encoder(model, media, max_tokens=self.max_tokens, cache=cache)
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
-        self.decoder: Any = _decoder(model, engine, self._offered)
+        self.decoder: Any = _decoder(model, engine, self._offered, self.encoder.cache.kv)
         # Chunks that begin within a page would make its last bits depend on where a request began to run.
         whole_pages = not model.spec.causal or not 0 < engine.prefill_tokens < engine.page_size
         # A renoising model's network keeps its K/V to itself: nothing is ever written to the pages of its requests.
@@ -181,6 +183,7 @@ class Stages:
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
         self._check_reduction(request)
+        check_reuse(request, self.model, reads_pages=self._reducible)
         asked = request.constraint
         if self.model.spec.renoising is not None:
             if asked is not None and (asked.scaffold or isinstance(asked.kind, Template)):
@@ -220,7 +223,7 @@ class Stages:
 
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
         """Encode each request, once for all of its samples; what the engine must know of its prompt."""
-        outcomes = run_isolated(self.encoder.encode, batch)
+        outcomes = run_isolated(self._encoded, batch)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[int | BaseException | None]:
@@ -352,16 +355,26 @@ class Stages:
             self._admitted[request.id] = self._admission.admit(request.constraint, request.sampling.max_new_tokens)
         return [None] * len(batch)
 
+    def _encoded(self, batch: list[Request]) -> list[Encoded]:
+        return [
+            replace(one, span_keys=self.decoder.blender.keys(one)) if reused(reuse_of(request), one) else one
+            for request, one in zip(batch, self.encoder.encode(batch), strict=True)
+        ]
+
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
         keys = self._keys(encoded) if shares else ()
+        taken = reused(reuse_of(request), encoded)
+        if taken:  # what stands behind an image that was not run is of this request alone
+            keys = keys[: encoded.spans[0].start // self.store.page_size]
         admitted = self._admitted.pop(request.id, None)
         for sample in samples(request):  # they share it: whatever stands in it is read, never changed
             self.to_prefill.send(sample.id, encoded)
             if admitted is not None:
                 self._admitted[sample.id] = admitted
         rows, visual = len(encoded.ids), len(encoded.image_rows)
-        return EncodedPrompt(Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned), keys)
+        usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
+        return EncodedPrompt(usage, keys)
 
     def _keys(self, encoded: Encoded) -> tuple[bytes, ...]:
         """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""
@@ -399,7 +412,7 @@ class Stages:
         return outcomes
 
 
-def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionDecoder | CanvasDecoder:
+def _decoder(model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache) -> DiffusionDecoder | CanvasDecoder:
     chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
         if chosen or engine.kv_bits:
@@ -419,6 +432,7 @@ def _decoder(model: Model, engine: EngineConfig, offered: Offered) -> DiffusionD
         offered=offered,
         sparse=sparse,
         graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
+        blender=Blender(model, store, kv),
     )
 
 

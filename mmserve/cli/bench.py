@@ -18,6 +18,7 @@ BENCHMARKS = {
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
     "quality": "mmserve.bench.quality",
+    "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
     "serving": "mmserve.bench.serving",
     "vision": "mmserve.bench.vision",
@@ -40,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         default="",
         metavar="A,B,…",
-        help="tasks of `quality`, `decode`, `attention` and `vision`; of `constraint` scenes, schemas and search; of "
-        "`kernels` ops (default all)",
+        help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and "
+        "search; of `kernels` ops (default all)",
     )
     parser.add_argument(
         "--recompute",

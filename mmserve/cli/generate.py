@@ -14,6 +14,7 @@ from typing import Any
 from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import (
+    Blend,
     ExpectedAttention,
     Finished,
     HeavyHitters,
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which K/V an autoregressive model keeps while it decodes (default all); with --kv-budget",
     )
     parser.add_argument("--kv-budget", type=int, metavar="N", help="K/V positions that --kv-reduction keeps")
+    parser.add_argument(
+        "--image-reuse",
+        type=float,
+        metavar="SHARE",
+        help="take images' K/V from where they stood alone, and run this share of them again (CacheBlend; say 0.15)",
+    )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
     kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
@@ -93,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         "token_budget": arguments.token_budget,
         "attention_mass": arguments.attention_mass,
         "kv_reduction": _reduction(arguments),
+        "image_reuse": None if arguments.image_reuse is None else Blend(arguments.image_reuse),
         "template": _template(arguments.template),
     }
     screen = CanvasLine()

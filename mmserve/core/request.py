@@ -126,6 +126,7 @@ class Request:
     streaming: Streaming = Streaming()
     constraint: ConstraintSpec | None = None
     kv_reduction: Policy | None = None  # which K/V are dropped while a next-token model decodes
+    image_reuse: Policy | None = None  # which K/V of images are taken from where they stood alone
     deadline: float | None = None
 
 

@@ -44,4 +44,5 @@ class Stats:
     constraint_fallbacks: int = field(default=0, compare=False)  # those after which the answer known before stayed, and
     constraint_late: int = field(default=0, compare=False)  # those of these that had no time left
     token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
-    pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from
+    pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from,
+    kv_cache: CacheStats = field(default=CacheStats(), compare=False)  # and images' K/V, for ``image_reuse``

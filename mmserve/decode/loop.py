@@ -15,6 +15,7 @@ from torch import Tensor
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
+from mmserve.decode.blending import Blender
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
 from mmserve.decode.commit.base import Partial, Proposing
 from mmserve.decode.companion import Companion
@@ -35,6 +36,7 @@ from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepp
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.kv.reducer import Reducer, Reducing
 from mmserve.kv.reduction import reduction_of
+from mmserve.kv.reuse import reuse_of
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
@@ -47,7 +49,7 @@ class DiffusionDecoder:
     ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``companion``
     drafts or judges for the requests whose commit policy asks for it. ``offered``: what their policies may ask for;
     None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything. ``graphs`` run
-    passes of decode where they can; None = none do.
+    passes of decode where they can; None = none do. ``blender`` takes K/V of images for the requests that ask for it.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class DiffusionDecoder:
         offered: Offered | None = None,
         sparse: Sparse | None = None,
         graphs: Graphs | None = None,
+        blender: Blender | None = None,
     ) -> None:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
-        self._sparse, self._graphs = sparse, graphs
+        self._sparse, self._graphs, self.blender = sparse, graphs, blender
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
         self._scores = scores_for(model, store)
@@ -86,7 +89,7 @@ class DiffusionDecoder:
             self._companion.read([(begun, p.rows) for (_request, begun), p in zip(batch, passes, strict=True)])
         results: list[Prefilled | None] = []
         for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
-            begun.run += len(p.rows)
+            begun.run = p.visible
             if begun.reducing is not None and p.observation is not None:
                 begun.reducing.absorb(p.observation)
             if found is None:
@@ -280,6 +283,10 @@ class DiffusionDecoder:
         reduction = reduction_of(request)
         if reduction is not None:
             begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
+        reuse = reuse_of(request)
+        if reuse is not None and self.blender is not None:
+            begun.taken = self.blender.take(reuse, encoded, canvas, embeddings, deep, ids_of_pages)
+            begun.reused += int(begun.taken.sum())
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -293,11 +300,14 @@ class DiffusionDecoder:
         whole = self._pass(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
         whole = replace(whole, deep=p.deep)
         rows = whole.rows[p.run :]
-        before = int(whole.wanted[0]) - p.run  # rows left in front of the first whose logits are wanted
-        size = self._whole_pages(p.run, min(self._chunk, before))
-        if self._chunk and self.model.spec.causal and len(rows) > self._chunk and size:
-            chunk, none = rows[:size], rows[:0]
-            return replace(whole, rows=chunk, targets=none, wanted=none, visible=p.run + len(chunk))
+        if p.taken is not None:
+            rows = rows[~p.taken[rows]]
+        if self._chunk and self.model.spec.causal and len(rows) > self._chunk:
+            most = min(rows[self._chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
+            end = p.run + self._whole_pages(p.run, int(most))
+            chunk, none = rows[rows < end], rows[:0]
+            if len(chunk):
+                return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
         return replace(whole, rows=rows)
 
     def _whole_pages(self, start: int, size: int) -> int:

@@ -29,6 +29,28 @@ class Stepped:
 
 
 @dataclass(frozen=True)
+class Span:
+    """The rows of a prompt that an image or a clip became, and what of it pruning left."""
+
+    start: int
+    stop: int
+    place: int  # where it begins for the rotary embedding: its first row stands there, unless that was pruned
+    clip: bool
+
+    def places_of(self, encoded: Encoded) -> np.ndarray:
+        """Where its rows stand, counted from where it begins: int64 ``[n]``, or ``[axes, n]``."""
+        if encoded.places is None:
+            return np.arange(self.stop - self.start)
+        return encoded.places[..., self.start : self.stop] - self.place
+
+    def visual_of(self, encoded: Encoded) -> tuple[np.ndarray, Tensor | None]:
+        """Which of its rows are visual tokens (int64, ascending), and those tokens ``[n, visual width]``."""
+        first, end = np.searchsorted(encoded.image_rows, [self.start, self.stop]).tolist()
+        features = None if encoded.features is None else encoded.features[first:end]
+        return encoded.image_rows[first:end] - self.start, features
+
+
+@dataclass(frozen=True)
 class Encoded:
     """Encode → prefill: the prompt as ids, and the visual tokens that stand at ``image_rows`` instead of embeddings."""
 
@@ -38,6 +60,8 @@ class Encoded:
     companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
     places: np.ndarray | None = None  # int64 [prompt + 1], or [axes, prompt + 1]: see ``Canvas.create``
     pruned: int = 0  # visual tokens that are gone
+    spans: tuple[Span, ...] = ()  # of each image and clip, in order
+    span_keys: tuple[bytes, ...] = ()  # of each, where its K/V are to be taken from elsewhere
 
 
 @dataclass(frozen=True)
@@ -70,6 +94,7 @@ class Prefilling:
     commit: Commit
     run: int = 0
     reused: int = 0  # positions, counted from the left, that earlier requests ran
+    taken: np.ndarray | None = None  # bool [canvas]: positions whose K/V are taken from elsewhere, and are not run
     companion: CompanionState | None = None  # for policies that ask for it
     constrained: Constrained | None = None
     deep: DeepStack | None = None

@@ -202,13 +202,15 @@ class TensorCache:
 
 @dataclass(frozen=True)
 class EncoderCache:
-    """What is kept of media, for all engines of a server: visual tokens, and the pixels that they are made from."""
+    """What is kept of media, for all engines of a server: visual tokens, the pixels that they are made from, and what
+    decoders make of the tokens where these stand alone."""
 
     tokens: TensorCache
     pixels: TensorCache
+    kv: TensorCache
 
     @classmethod
     def of(cls, config: EncoderCacheConfig) -> Self:
         """Empty but for what an earlier server left on disk; raises ``ConfigError`` where the folder cannot be used."""
         disk = DiskCache(Path(config.disk_folder), config.disk_bytes) if config.disk_folder else None
-        return cls(TensorCache(config.token_bytes, disk), TensorCache(config.pixel_bytes))
+        return cls(TensorCache(config.token_bytes, disk), TensorCache(config.pixel_bytes), TensorCache(config.kv_bytes))

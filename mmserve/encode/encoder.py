@@ -12,7 +12,7 @@ from torch import Tensor
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.commit import ACCOMPANIED
-from mmserve.decode.state import Encoded
+from mmserve.decode.state import Encoded, Span
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.encode.visual import VISUAL, Media, Viewer, Visual
@@ -38,6 +38,7 @@ class _Rows:
     grid: np.ndarray  # int64 [rows]: which grid (an image, a frame) each is a patch of; -1 = of none
     features: Tensor | None  # [visual rows, D]; None for text
     beside: Tensor | None = None  # the same by the companion's tower, where the request's policy asks for it
+    clip: bool = False
 
 
 class Encoder:
@@ -117,7 +118,7 @@ class Encoder:
         if seen.where is not None:
             places, span = seen.where[:, places], int(seen.where[0, -1])
         pruned = len(seen.ids_R) - len(ids)
-        return _Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD)
+        return _Rows(ids, places, span, pruned, visual, grid, seen.tokens_KD, seen.beside_KD, item.clip)
 
     def _splice(self, request: Request, ids: np.ndarray, media: list[tuple[Media, Visual]]) -> Encoded:
         """The prompt, with the rows of an image or video in the place of each placeholder."""
@@ -165,6 +166,7 @@ class Encoder:
             torch.cat(beside) if beside else None,
             _places(pieces, starts),
             sum(piece.pruned for piece in pieces),
+            _spans(pieces, starts),
         )
         if looks and self._look is not None and pruner is not None and amount is not None:
             encoded = self._look.prune(encoded, _grids(pieces), pruner, amount, request.sampling.max_new_tokens)
@@ -226,6 +228,16 @@ def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
     parts = [start + piece.places for start, piece in zip(starts, pieces, strict=False)]
     axes = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return np.concatenate([np.broadcast_to(p, (*axes, p.shape[-1])) for p in (*parts, np.array(starts[-1:]))], axis=-1)
+
+
+def _spans(pieces: list[_Rows], starts: list[int]) -> tuple[Span, ...]:
+    """Where each image and clip is. ``starts``: the places where the pieces begin."""
+    rows = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
+    return tuple(
+        Span(row, row + len(piece.ids), place, piece.clip)
+        for row, place, piece in zip(rows, starts, pieces, strict=False)
+        if piece.features is not None
+    )
 
 
 def _grids(pieces: list[_Rows]) -> list[list[np.ndarray]]:

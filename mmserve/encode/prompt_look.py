@@ -6,6 +6,7 @@ The towers' tokens are the same whatever is asked about them, so the cache keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ def _kept(encoded: Encoded, stays: np.ndarray) -> Encoded:
     visual = np.zeros(size, dtype=bool)
     visual[encoded.image_rows] = True
     chosen = torch.from_numpy(stays[visual])
+    left = np.concatenate([[0], np.cumsum(stays)])  # rows that stay before each
     features, beside = (
         None if tokens is None else tokens[chosen.to(tokens.device)]
         for tokens in (encoded.features, encoded.companion_features)
@@ -82,4 +84,5 @@ def _kept(encoded: Encoded, stays: np.ndarray) -> Encoded:
         beside,
         places[..., np.append(stays, True)],
         encoded.pruned + int((~stays).sum()),
+        tuple(replace(s, start=int(left[s.start]), stop=int(left[s.stop])) for s in encoded.spans),
     )

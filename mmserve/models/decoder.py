@@ -125,6 +125,12 @@ class DecoderLayer(nn.Module):
         q, k = (project(h_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj))
         return self.q_norm(q), self.k_norm(k)
 
+    def keys_and_values(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, not yet rotated, and values ``[..., G, K]`` that the layer makes of its input."""
+        h_TD = self.attn_norm(x_TD)
+        k, v = (project(h_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        return self.k_norm(k), v
+
     def values(self, x_TD: Tensor) -> Tensor:
         """Value vectors ``[..., G, K]`` that the layer makes of its input."""
         values: Tensor = self.v_proj(self.attn_norm(x_TD))

@@ -103,7 +103,8 @@ def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[B
 def _from_a_token(batch: Batch, cut: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     """Masked positions ``[B, T]`` from a token of each answer on, and their weights; ``cut [B, questions]`` in [0, 1).
 
-    The loss reaches ``AHEAD`` tokens, or to the answer's end where ``far [B, T]`` is True. The cut is uniform over the answer's own tokens; the padding behind them is always masked.
+    The loss reaches ``AHEAD`` tokens, or to the answer's end where ``far [B, T]`` is True. The cut is uniform over the
+    answer's own tokens; the padding behind them is always masked.
     """
     end = batch.share.shape[1]
     zeros = torch.zeros(cut.shape, dtype=torch.long, device=batch.share.device)

@@ -73,6 +73,7 @@ def to_request(
         streaming=_streaming(message.stream),
         constraint=asked_constraint(message),
         kv_reduction=chosen_policy(message.kv_reduction, "policy"),
+        image_reuse=chosen_policy(message.image_reuse, "policy"),
         deadline=deadline,
     )
 
@@ -190,7 +191,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
         *_wrong_answer(message, info),
         *wrong_constraint(message),
         *wrong_vision(message.vision),
-        *_wrong_reduction(message),
+        *_wrong_kv(message),
     ):
         yield FieldViolation(field, description)
 
@@ -283,10 +284,12 @@ def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
         yield "diffusion.early_commit.answer_length", f"must end within the {canvas} tokens of the canvas"
 
 
-def _wrong_reduction(message: pb.GenerateRequest) -> Wrong:
-    if message.HasField("kv_reduction") and message.kv_reduction.WhichOneof("policy") is None:
-        yield "kv_reduction", "must have a policy"
-    yield from wrong_policy(message.kv_reduction, "policy", "kv_reduction")
+def _wrong_kv(message: pb.GenerateRequest) -> Wrong:
+    for name in ("kv_reduction", "image_reuse"):
+        asked = getattr(message, name)
+        if _set(message, name) and asked.WhichOneof("policy") is None:
+            yield name, "must have a policy"
+        yield from wrong_policy(asked, "policy", name)
 
 
 def _set(message: ProtoMessage, field: str) -> bool:
@@ -361,6 +364,7 @@ def _finished(event: events.Finished) -> pb.Finished:
             cached_tokens=event.usage.cached_tokens,
             visual_tokens_before=event.usage.visual_tokens_before,
             kv_positions=event.usage.kv_positions,
+            reused_tokens=event.usage.reused_tokens,
         ),
         forwards=event.forwards,
         tokens_per_forward=event.tokens_per_forward,
@@ -399,6 +403,7 @@ def _from_finished(message: pb.Finished, sample: int) -> events.Finished:
             usage.cached_tokens,
             usage.visual_tokens_before,
             usage.kv_positions,
+            usage.reused_tokens,
         ),
         forwards=message.forwards,
         recomputed_tokens=message.recomputed_tokens,

@@ -22,7 +22,7 @@ from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Una
 from mmserve.rpc import request_id
 from mmserve.rpc.convert import role_number
 from mmserve.rpc.outgoing_constraint import Schema, Template, put_constraint, reader
-from mmserve.rpc.policies import Commit, KvReduction, Pruner, Recompute, put, put_policy
+from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Recompute, put, put_policy
 from mmserve.v1 import generation_pb2 as pb
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
@@ -69,6 +69,7 @@ class Options(TypedDict, total=False):
     token_budget: int | None  # so many of them
     attention_mass: float | None  # as many as draw this share of the attention
     kv_reduction: KvReduction | None  # which K/V an autoregressive model keeps while it decodes; default all
+    image_reuse: ImageReuse | None  # which K/V of images it takes from where they stood alone; default none
     constraint_mode: str | None  # for what no grammar can enforce: "strict" (default), "validate" or "lenient"
     constraint_sampling: str | None  # what drawn answers are draws from: "mask" (default), "awrs" or "asap"
 
@@ -188,6 +189,7 @@ def build_request(
     token_budget: int | None = None,
     attention_mass: float | None = None,
     kv_reduction: KvReduction | None = None,
+    image_reuse: ImageReuse | None = None,
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
 
@@ -221,6 +223,7 @@ def build_request(
         raise InvalidArgument.of("vision", f"at most one of {', '.join(amounts)} can be set")
     put(request.vision, "vision.", **amounts)
     put_policy(request.kv_reduction, "policy", kv_reduction, "kv_reduction.")
+    put_policy(request.image_reuse, "policy", image_reuse, "image_reuse.")
     request.stream.deltas, request.stream.snapshots, request.stream.tokens = deltas, snapshots, tokens
     return request
 

@@ -174,6 +174,29 @@ class VisualCache:
     outputs: int = 4
 
 
+@dataclass(frozen=True)
+class Blend:
+    """CacheBlend (arXiv 2405.16444): of the images' positions the ``recompute`` share is run again whose keys and
+    values this prompt changes most at the last of the first ``layers``, at least 2; share 1 = no reuse."""
+
+    recompute: float = 0.15
+    layers: int = 2
+
+
+@dataclass(frozen=True)
+class LegoLink:
+    """EPIC (arXiv 2410.15332): the first ``recompute`` share of each image's positions is run again."""
+
+    recompute: float = 0.15
+
+
+@dataclass(frozen=True)
+class RandomReuse:
+    """A baseline: the ``recompute`` share that is run again is drawn by the request's seed."""
+
+    recompute: float = 0.15
+
+
 Recompute = (
     Literal["none", "prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive", "block", "last"]
     | DkvDecode
@@ -199,6 +222,7 @@ Commit = (
     | Scheduler
 )
 KvReduction = HeavyHitters | ExpectedAttention | SinkWindow | VisualCache
+ImageReuse = Blend | LegoLink | RandomReuse
 Pruner = Literal[
     "none",
     "random",
@@ -233,6 +257,9 @@ _POLICIES: dict[type, str] = {
     ExpectedAttention: "expected_attention",
     SinkWindow: "sink_window",
     VisualCache: "visual_cache",
+    Blend: "blend",
+    LegoLink: "lego_link",
+    RandomReuse: "random_reuse",
 }
 #: Policies whose message goes by another name.
 _POLICY_FIELDS = {"none": "no_cache"}

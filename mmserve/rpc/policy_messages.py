@@ -16,6 +16,7 @@ _POLICY_NAMES = {"no_cache": "none"}
 _AT_LEAST_1 = ("must be at least 1", lambda value: value >= 1)
 _ABOVE_0 = ("must be a finite number above 0", lambda value: 0 < value < math.inf)
 _NUMBER = ("must be a number", lambda value: not math.isnan(value))
+_SHARE = ("must be in [0, 1]", lambda value: 0 <= value <= 1)
 #: Bytes of a text that a policy looks for.
 MAX_TEXT = 256
 _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -23,7 +24,7 @@ _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dkv_greedy.refresh": _AT_LEAST_1,
     "adaptive.prompt_refresh": _AT_LEAST_1,
     "adaptive.response_refresh": _AT_LEAST_1,
-    "adaptive.ratio": ("must be in [0, 1]", lambda value: 0 <= value <= 1),
+    "adaptive.ratio": _SHARE,
     "threshold.confidence": _ABOVE_0,
     "factor.factor": _ABOVE_0,
     "edit.confidence": _ABOVE_0,
@@ -34,11 +35,15 @@ _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ngram.length": ("must be in [1, 64]", lambda value: 1 <= value <= 64),
     "ngram.longest": ("must be in [1, 16]", lambda value: 1 <= value <= 16),
     "ngram.shortest": ("must be in [1, 16]", lambda value: 1 <= value <= 16),
-    "guided.ratio": ("must be in [0, 1]", lambda value: 0 <= value <= 1),
+    "guided.ratio": _SHARE,
     "draft_model.length": ("must be in [1, 64]", lambda value: 1 <= value <= 64),
-    "heavy_hitters.recent": ("must be in [0, 1]", lambda value: 0 <= value <= 1),
+    "heavy_hitters.recent": _SHARE,
     "expected_attention.future": ("must be in [1, 65536]", lambda value: 1 <= value <= 1 << 16),
     "visual_cache.outputs": _AT_LEAST_1,
+    "blend.recompute": _SHARE,
+    "blend.layers": ("must be at least 2", lambda value: value >= 2),
+    "lego_link.recompute": _SHARE,
+    "random_reuse.recompute": _SHARE,
     "edit.passes": ("must be at most 64", lambda value: value <= 64),
     "early_commit.early": _NUMBER,
     "early_commit.middle": _NUMBER,

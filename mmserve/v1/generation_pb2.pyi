@@ -52,7 +52,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class GenerateRequest(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     VISION_FIELD_NUMBER: _ClassVar[int]
     KV_REDUCTION_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_REUSE_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
@@ -69,7 +70,8 @@ class GenerateRequest(_message.Message):
     constraint: Constraint
     vision: VisionParams
     kv_reduction: KvReduction
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ...) -> None: ...
+    image_reuse: ImageReuse
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "sampling", "scaffold")
@@ -517,6 +519,36 @@ class VisualCache(_message.Message):
     outputs: int
     def __init__(self, budget: _Optional[int] = ..., outputs: _Optional[int] = ...) -> None: ...
 
+class ImageReuse(_message.Message):
+    __slots__ = ("blend", "lego_link", "random_reuse")
+    BLEND_FIELD_NUMBER: _ClassVar[int]
+    LEGO_LINK_FIELD_NUMBER: _ClassVar[int]
+    RANDOM_REUSE_FIELD_NUMBER: _ClassVar[int]
+    blend: Blend
+    lego_link: LegoLink
+    random_reuse: RandomReuse
+    def __init__(self, blend: _Optional[_Union[Blend, _Mapping]] = ..., lego_link: _Optional[_Union[LegoLink, _Mapping]] = ..., random_reuse: _Optional[_Union[RandomReuse, _Mapping]] = ...) -> None: ...
+
+class Blend(_message.Message):
+    __slots__ = ("recompute", "layers")
+    RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    recompute: float
+    layers: int
+    def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ...) -> None: ...
+
+class LegoLink(_message.Message):
+    __slots__ = ("recompute",)
+    RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    recompute: float
+    def __init__(self, recompute: _Optional[float] = ...) -> None: ...
+
+class RandomReuse(_message.Message):
+    __slots__ = ("recompute",)
+    RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    recompute: float
+    def __init__(self, recompute: _Optional[float] = ...) -> None: ...
+
 class StreamOptions(_message.Message):
     __slots__ = ("deltas", "snapshots", "tokens")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
@@ -632,20 +664,22 @@ class CommittedToken(_message.Message):
     def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before", "kv_positions")
+    __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before", "kv_positions", "reused_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VISUAL_TOKENS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     visual_tokens: int
     completion_tokens: int
     cached_tokens: int
     visual_tokens_before: int
     kv_positions: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., visual_tokens_before: _Optional[int] = ..., kv_positions: _Optional[int] = ...) -> None: ...
+    reused_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., visual_tokens_before: _Optional[int] = ..., kv_positions: _Optional[int] = ..., reused_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("queue_ms", "encode_ms", "prefill_ms", "decode_ms", "total_ms", "first_token_ms")

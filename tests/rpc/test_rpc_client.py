@@ -38,8 +38,9 @@ def test_public_names() -> None:
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
     commit += ["DraftModel", "Guided", "Scheduler"]
     commit += ["ExpectedAttention", "HeavyHitters", "SinkWindow", "VisualCache"]
+    reuse = ["Blend", "LegoLink", "RandomReuse"]
     others = ["AsyncClient", "Client", "ModelInfo", "Result"]
-    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *others])
+    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *others])
 
 
 def test_both_clients_have_the_same_methods() -> None:

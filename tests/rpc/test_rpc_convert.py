@@ -387,11 +387,23 @@ def test_reductions_and_their_numbers() -> None:
         assert wrong(kv_reduction={name: {"budget": 9, field: value}}) == [f"kv_reduction.{name}.{field}"]
 
 
+def test_reuses_and_their_numbers() -> None:
+    assert build().image_reuse is None
+    found = build(image_reuse={"blend": {"recompute": 0.0, "layers": 4}}).image_reuse
+    assert found == Policy(name="blend", options={"recompute": 0.0, "layers": 4})
+    assert build(image_reuse={"lego_link": {}}).image_reuse == Policy(name="lego_link")
+    assert wrong(image_reuse={}) == ["image_reuse"]
+    for name in ("blend", "lego_link", "random_reuse"):
+        for value in (-0.1, 1.1, float("nan")):
+            assert wrong(image_reuse={name: {"recompute": value}}) == [f"image_reuse.{name}.recompute"]
+    assert wrong(image_reuse={"blend": {"layers": 1}}) == ["image_reuse.blend.layers"]
+
+
 EVENTS = [
     Admitted(3),
     Snapshot("a▒", 1, 2, 1),
     Delta("é"),
-    Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
+    Finished("stop", "é", Usage(5, 2, 4, 3, 9, 8, 6), 2, 99, StageTimes(1, 2, 3, 4, 5, 6), ("w", "v")),
     Finished("length", "", Usage(1, 0, 0), 0, 0, StageTimes()),
     Finished(
         "end",

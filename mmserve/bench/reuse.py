@@ -1,0 +1,264 @@
+"""What taking an image's K/V from where it stood alone does to logits, answers and times: ``mmserve bench reuse``.
+
+Every rule at every share answers the same fresh items, by turns with plain prefill: pairs of pictures, and questions
+about one picture that stand both in front of it and behind it, so that no picture that counts begins its chat. All
+pictures were seen before: neither side runs the tower, and each image's K/V are kept. Beside that, the same for prompts
+of many pictures, which the bundled models cannot answer, but which show what prefill takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.assembly import BackgroundServer
+from mmserve.bench.settings import measured_config
+from mmserve.client import Blend, Client, LegoLink, RandomReuse, Result
+from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart
+from mmserve.decode.blending import Blender
+from mmserve.decode.embedding import embedded
+from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.state import Encoded
+from mmserve.encode.cache import TensorCache
+from mmserve.encode.encoder import Encoder
+from mmserve.errors import ConfigError
+from mmserve.kv.pool import pages_for
+from mmserve.kv.reuse import reuse_of
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+from mmserve.models.registry import load_model
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.images import SHORT_TASKS
+from mmserve.reference.items import Question
+from mmserve.reference.scenes import draw_scene, png
+from mmserve.reference.tasks import TASKS, correct
+from mmserve.rpc.policies import ImageReuse
+
+DEFAULT_TASKS = ("which", "differs", *SHORT_TASKS)
+SHARES = (0.05, 0.15, 0.3)
+LAYERS = (2, 4)
+#: Pictures of the long prompts, and how many of those there are.
+MANY, LONG_PROMPTS = 8, 5
+_PAGE = 16
+#: Bytes of K/V that are kept while logits are compared: all of them.
+_ALL = 1 << 40
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A rule and its share as a client and as a request name them; no name = plain prefill."""
+
+    name: str = ""
+    reuse: ImageReuse | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """How a row of figures begins."""
+        numbers = {"share" if name == "recompute" else name: value for name, value in self._numbers.items()}
+        return {"measured": self.name or "plain", **numbers}
+
+    @property
+    def policy(self) -> Policy | None:
+        """As a core request has it."""
+        return None if self.reuse is None else Policy(name=self.name, options=self._numbers)
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        return {} if self.reuse is None else asdict(self.reuse)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question as a chat message, and its canvas (tokens)."""
+
+    question: Question
+    message: Message
+    new_tokens: int
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each rule and share: how far its logits are from plain ones under the right answer (nats a token), and
+    accuracy, rows run and times (medians, milliseconds) of ``--limit`` items of each task."""
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
+    if unknown := {task for task in tasks if TASKS.get(task) not in ("image", "json", "pair")}:
+        raise ConfigError(f"no task about pictures is called {min(unknown)!r}")
+    config = replace(measured_config(arguments), encoder_cache=EncoderCacheConfig(kv_bytes=_ALL))
+    model = load_model(config.models[0])
+    if not isinstance(model, LoadedModel) or not model.spec.causal or model.vision is None:
+        raise ConfigError(f"{model.spec.name} has no image_reuse; try --model bundled-causal")
+    torch.set_num_threads(resolve(config.engine).torch_threads)
+    items = [_item(task, index, arguments.seed) for index in range(arguments.limit) for task in tasks]
+    chosen = list(settings())
+    logits = _Logits(model, config.media)
+    distances: dict[Setting, list[tuple[float, float]]] = {setting: [] for setting in chosen}
+    for one in items:
+        exact = logits.of(one, chosen[0])
+        for setting in chosen:
+            distances[setting].append(_distance(exact, logits.of(one, setting)))
+    progress(f"logits of {len(items)} items compared")
+    answers: dict[Setting, list[Result]] = {setting: [] for setting in chosen}
+    times: dict[Setting, list[float]] = {setting: [] for setting in chosen}
+    with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
+        client.wait_ready()
+        cold = [_ask(client, one, Blend(0.0)).times.prefill for one in items]  # which keeps what the others find
+        for i, one in enumerate(items):
+            progress(f"{i} of {len(items)} items, {len(chosen)} times each")
+            for setting in chosen:
+                answers[setting].append(_ask(client, one, setting.reuse))
+        for one in _long(arguments.seed):
+            _ask(client, one, Blend(0.0))
+            for setting in chosen:
+                times[setting].append(_ask(client, one, setting.reuse).times.first_token)
+    asked = [one.question for one in items]
+    rows = [
+        {
+            **setting.row,
+            **_logit_figures(distances[setting]),
+            **_answer_figures(asked, answers[setting], answers[chosen[0]]),
+            **_long_figures(times[setting], times[chosen[0]]),
+        }
+        for setting in chosen
+    ]
+    return {
+        "rows": rows,
+        "cold_prefill_ms": round(statistics.median(cold), 2),
+        "settings": {
+            "model": model.spec.name,
+            "tasks": tasks,
+            "items": len(items),
+            "seed": arguments.seed,
+            "pictures_of_long_prompts": MANY,
+            "long_prompts": LONG_PROMPTS,
+            "prefix_cache": False,
+            "torch_threads": resolve(config.engine).torch_threads,
+        },
+    }
+
+
+def settings() -> Iterator[Setting]:
+    """Plain prefill, reuse of everything, every rule at every share, and everything run again."""
+    yield Setting()
+    yield Setting("blend", Blend(0.0))
+    for share in SHARES:
+        for layers in LAYERS:
+            yield Setting("blend", Blend(share, layers))
+        yield Setting("lego_link", LegoLink(share))
+        yield Setting("random_reuse", RandomReuse(share))
+    yield Setting("blend", Blend(1.0))
+
+
+def _item(task: str, index: int, seed: int) -> Item:
+    thing, question = item(task, index, seed)
+    pictures: list[Part] = [ImagePart(data) for data in shown(task, thing)["images"]]
+    parts = [*pictures, TextPart(question.text)]
+    if len(pictures) == 1:
+        parts.insert(0, TextPart(f"{question.text}\n"))
+    return Item(question, Message("user", tuple(parts)), canvas(task))
+
+
+def _long(seed: int) -> Iterator[Item]:
+    """Prompts of many pictures behind a line of text; one token is asked for."""
+    rng = random.Random(seed)
+    for _ in range(LONG_PROMPTS):
+        pictures = [ImagePart(png(draw_scene(rng).picture)) for _ in range(MANY)]
+        question = Question("", "Which of these pictures show a circle?", "")
+        yield Item(question, Message("user", (TextPart("Look.\n"), *pictures, TextPart(question.text))), 1)
+
+
+def _ask(client: Client, one: Item, reuse: ImageReuse | None) -> Result:
+    return client.generate([one.message], max_new_tokens=one.new_tokens, image_reuse=reuse)
+
+
+class _Logits:
+    """Logits of right answers behind their prompts, from one pass."""
+
+    def __init__(self, model: LoadedModel, media: MediaConfig) -> None:
+        self._model, self._floor = model, row_floor(model)
+        self._encoder = Encoder(model, media, max_tokens=model.spec.max_tokens)
+        pages, config = pages_for(model.spec.max_tokens, _PAGE), model.decoder.config
+        self._store = KVStore(config, pages=pages, page_size=_PAGE, dtype=model.dtype, device=model.device)
+        self._blender = Blender(model, self._store, TensorCache(_ALL))
+
+    @torch.inference_mode()
+    def of(self, one: Item, setting: Setting) -> Tensor:
+        """``[answer + 1, V]``: what is said of each token of the right answer, and of its end."""
+        model = self._model
+        request = Request(
+            id="logits",
+            model=model.spec.name,
+            messages=(one.message,),
+            sampling=Sampling(max_new_tokens=one.new_tokens),
+            diffusion=Diffusion(recompute=Policy(name="last")),
+            image_reuse=setting.policy,
+        )
+        [prompt] = self._encoder.encode([request])
+        answer = model.tokenizer.encode(one.question.answer, add_special_tokens=False)
+        encoded = _followed_by(prompt, np.asarray(answer, dtype=np.int64))
+        size = len(encoded.ids)
+        made = Canvas.create(
+            encoded.ids, new_tokens=1, block_length=1, mask_id=model.spec.mask_id, places=encoded.places
+        )
+        pages = np.arange(pages_for(made.size, _PAGE))
+        embeddings, deep = embedded(model, made.tokens, encoded)
+        rows = np.arange(size)
+        wanted = rows[len(prompt.ids) - 1 :]
+        if (reuse := reuse_of(request)) is not None:
+            encoded = replace(encoded, span_keys=self._blender.keys(encoded))
+            rows = rows[~self._blender.take(reuse, encoded, made, embeddings, deep, pages)[:size]]
+        one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, size, deep)
+        [found] = forward(model, self._store, [one_pass], self._floor)
+        return found.whole().log_softmax(-1)
+
+
+def _followed_by(prompt: Encoded, answer: np.ndarray) -> Encoded:
+    places = prompt.places
+    if places is not None:
+        places = np.concatenate([places[..., :-1], places[..., -1:] + np.arange(len(answer) + 1)], axis=-1)
+    return replace(prompt, ids=np.concatenate([prompt.ids, answer]), places=places)
+
+
+def _distance(exact: Tensor, made: Tensor) -> tuple[float, float]:
+    """Mean Kullback-Leibler divergence of the exact distributions from these (nats), and the share of rows with the
+    same best token."""
+    divergence = (exact.exp() * (exact - made)).sum(-1).mean()
+    return float(divergence), float((exact.argmax(-1) == made.argmax(-1)).float().mean())
+
+
+def _logit_figures(distances: Sequence[tuple[float, float]]) -> dict[str, float]:
+    nats, same = zip(*distances, strict=True)
+    return {"nats": round(statistics.mean(nats), 5), "same_best": round(statistics.mean(same), 4)}
+
+
+def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]:
+    right: dict[str, list[bool]] = {}
+    for question, result in zip(asked, answers, strict=True):
+        right.setdefault(question.task, []).append(correct(question, result.text))
+    pairs = list(zip(plain, answers, strict=True))
+    return {
+        "accuracy": round(statistics.mean(hit for hits in right.values() for hit in hits), 4),
+        "accuracy_by_task": {task: round(statistics.mean(hits), 4) for task, hits in right.items()},
+        "same_answer": round(statistics.mean(a.text == b.text for a, b in pairs), 4),
+        "prompt_tokens": round(statistics.mean(r.usage.prompt_tokens for r in answers), 1),
+        "prefill_rows": round(statistics.mean(r.usage.prompt_tokens - r.usage.reused_tokens for r in answers), 1),
+        "prefill_ms": round(statistics.median(r.times.prefill for r in answers), 2),
+        "ttft_ms": round(statistics.median(r.times.first_token for r in answers), 2),
+        "ttft_speedup": round(statistics.median(a.times.first_token / b.times.first_token for a, b in pairs), 2),
+    }
+
+
+def _long_figures(times: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+    ratios = [a / b for a, b in zip(plain, times, strict=True)]
+    return {
+        "long_ttft_ms": round(statistics.median(times), 2),
+        "long_ttft_speedup": round(statistics.median(ratios), 2),
+    }

@@ -1,0 +1,205 @@
+"""K/V of images that are taken from where each stood alone, and which of their positions are run again in this prompt.
+
+What is taken is defined, not found: an image's K/V are those that it has at the beginning of a chat of its own, behind
+what the model's chat format puts there. A request whose image nobody has asked about computes them first, so that no
+answer depends on what is kept. Keys are kept before rotation, and turned to an image's place as fresh ones are: no
+rounding comes in by moving them, whatever the axes of position or their scaling.
+Shapes in names: N layers, L positions, D hidden, G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import torch
+from mmserve_kernels.rope_scatter import rotate
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Request
+from mmserve.decode.commit import ACCOMPANIED
+from mmserve.decode.embedding import deep_rows, embedded
+from mmserve.decode.state import DeepStack, Encoded, Span
+from mmserve.encode.cache import Entry, TensorCache
+from mmserve.encode.keys import digest
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.kv.reuse import Reuse, reuse_of
+from mmserve.kv.store import KVStore
+from mmserve.models.alone import kv_alone
+from mmserve.models.base import LoadedModel, Model
+from mmserve.models.chat import prompt_ids
+
+#: Of an entry of the cache: both ``[N, L, G, K]``, keys before rotation.
+_NAMES = ("keys", "values")
+
+
+def reusable(encoded: Encoded) -> tuple[int, ...]:
+    """Positions of each image and clip whose K/V can be taken; the prompt's last is always run, to be answered from."""
+    return tuple(min(span.stop, len(encoded.ids) - 1) - span.start for span in encoded.spans)
+
+
+def reused(policy: Reuse | None, encoded: Encoded) -> int:
+    """How many positions of a prompt are not run under ``policy``."""
+    sizes = reusable(encoded)
+    return 0 if policy is None else sum(sizes) - policy.count(sizes)
+
+
+def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
+    """Refuse a reuse of images' K/V that ``model``, or what else is asked for, leaves no room for.
+
+    ``reads_pages``: passes read all pages as they are. ``Unimplemented`` where the model or the server lacks something,
+    ``InvalidArgument`` where the request does not fit together.
+    """
+    if reuse_of(request) is None:
+        return
+    name = model.spec.name
+    if not model.spec.causal:
+        why = "an image's K/V depend on all of a prompt unless the model is autoregressive"
+        raise Unimplemented(f"model {name!r} has no image_reuse: {why}")
+    if model.vision is None:
+        raise Unimplemented(f"model {name!r} has no image_reuse: it takes no images")
+    if not reads_pages:
+        raise Unimplemented(f"model {name!r} has no image_reuse here: the server has [engine] sparse_* or kv_bits")
+    if request.diffusion.recompute.name != "last":
+        raise InvalidArgument.of("diffusion.recompute", "must be 'last' with image_reuse")
+    if request.diffusion.commit.name in ACCOMPANIED:
+        raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion with image_reuse")
+    if request.kv_reduction is not None:
+        raise InvalidArgument.of("kv_reduction", "must not be set with image_reuse")
+
+
+class Blender:
+    """Takes images' K/V for one model and its store; ``cache`` keeps them for later, for other models too."""
+
+    def __init__(self, model: LoadedModel, store: KVStore, cache: TensorCache) -> None:
+        self._model, self._store, self._cache = model, store, cache
+        # In memory nothing tells one checkpoint's K/V from another's but who computed them.
+        self._own = secrets.token_bytes(32)
+        self._contexts: dict[bool, np.ndarray] = {}
+
+    def keys(self, encoded: Encoded) -> tuple[bytes, ...]:
+        """SHA-256 of all that the K/V of each image and clip depend on: the very bits of its visual tokens, the text
+        among them, where in it each stands, what the chat format puts in front, and the model."""
+        return tuple(self._key(encoded, span) for span in encoded.spans)
+
+    def take(
+        self,
+        policy: Reuse,
+        encoded: Encoded,
+        canvas: Canvas,
+        embeddings: Tensor,
+        deep: DeepStack | None,
+        pages: np.ndarray,
+    ) -> np.ndarray:
+        """Write the K/V of the prompt's images into its ``pages``; which positions of the canvas need not be run.
+
+        Bool ``[canvas]``. ``encoded`` has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the
+        request's own.
+        """
+        held = np.zeros(canvas.size, dtype=bool)
+        sizes = reusable(encoded)
+        if not reused(policy, encoded):
+            return held
+        rows = np.concatenate([span.start + np.arange(n) for span, n in zip(encoded.spans, sizes, strict=True)])
+
+        def make(which: list[int]) -> list[Entry]:
+            return [self._make(encoded, encoded.spans[i]) for i in which]
+
+        def fits(i: int, entry: Entry) -> bool:
+            return self._fits(encoded.spans[i], entry)
+
+        with self._cache.lease(encoded.span_keys, make, fits) as entries:
+            found = [[entry[name][:, :n] for entry, n in zip(entries, sizes, strict=True)] for name in _NAMES]
+            taken_NLGK = [torch.cat(of_each, 1) for of_each in found]
+        deviation = np.zeros(0)
+        if policy.layers and policy.count(sizes):
+            deviation = self._look(policy.layers, taken_NLGK, rows, canvas, embeddings, deep)
+        self._write(taken_NLGK, rows, canvas, pages)
+        held[rows] = True
+        held[rows[policy.choose(sizes, deviation)]] = False
+        return held
+
+    def _look(
+        self,
+        layers: int,
+        taken_NLGK: list[Tensor],
+        rows: np.ndarray,
+        canvas: Canvas,
+        embeddings: Tensor,
+        deep: DeepStack | None,
+    ) -> np.ndarray:
+        """How far the K/V of ``rows`` at the last of ``layers`` are from what they are in this prompt, squared: fp32.
+
+        To know that, those of all these layers were computed: they are taken from here on.
+        """
+        decoder = self._model.decoder
+        layers = min(layers, len(decoder.layers))
+        before = np.arange(rows[-1] + 1)
+        positions = self._positions(canvas, before)
+        fresh = kv_alone(decoder, embeddings[: len(before)], positions, layers=layers, deep=deep_rows([(before, deep)]))
+        at = torch.from_numpy(rows).to(self._model.device)
+        apart = torch.zeros(len(rows), device=at.device)
+        for taken, found in zip(taken_NLGK, fresh, strict=True):
+            own = found[:, at]
+            apart += (own[-1].float() - taken[layers - 1].float()).square().sum((1, 2))
+            taken[:layers] = own
+        return apart.cpu().numpy()
+
+    def _write(self, taken_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:
+        size = self._store.page_size
+        slots = torch.from_numpy(pages[rows // size] * size + rows % size).to(self._model.device)
+        cos, sin = self._model.decoder.rotary(self._positions(canvas, rows))
+        keys_NLGK, values_NLGK = taken_NLGK
+        for layer, (keys, values) in enumerate(zip(self._store.keys, self._store.values, strict=True)):
+            keys.flatten(0, 1)[slots] = rotate(keys_NLGK[layer], cos, sin)
+            values.flatten(0, 1)[slots] = values_NLGK[layer]
+
+    def _positions(self, canvas: Canvas, rows: np.ndarray) -> Tensor:
+        """Where ``rows`` stand for the rotary embedding, on each of the model's axes."""
+        places, axes = canvas.rotary_positions(rows), self._model.position_axes
+        if axes > 1:
+            places = np.broadcast_to(places, (axes, places.shape[-1])).copy()
+        return torch.from_numpy(places).to(self._model.device)
+
+    def _make(self, encoded: Encoded, span: Span) -> Entry:
+        """K/V of an image or clip alone, keys not yet rotated, ``[N, L, G, K]``."""
+        context, model = self._context(span.clip), self._model
+        ids = np.concatenate([context, encoded.ids[span.start : span.stop]])
+        own = span.places_of(encoded) + len(context)
+        before = np.broadcast_to(np.arange(len(context)), (*own.shape[:-1], len(context)))
+        places = np.concatenate([before, own], axis=-1)
+        if model.position_axes > 1:
+            places = np.broadcast_to(places, (model.position_axes, len(ids))).copy()
+        visual, features = span.visual_of(encoded)
+        alone = Encoded(ids, visual + len(context), features)
+        x, deep = embedded(model, ids, alone)
+        added = deep_rows([(np.arange(len(ids)), deep)])
+        positions = torch.from_numpy(places).to(model.device)
+        layers = len(model.decoder.layers)
+        made = kv_alone(model.decoder, x, positions, layers=layers, deep=added)
+        return {name: kv[:, len(context) :].contiguous() for name, kv in zip(_NAMES, made, strict=True)}
+
+    def _fits(self, span: Span, entry: Entry) -> bool:
+        config, model = self._model.decoder.config, self._model
+        shape = (config.num_layers, span.stop - span.start, config.num_kv_heads, config.head_dim)
+        return set(entry) == set(_NAMES) and all(kv.shape == shape and kv.dtype == model.dtype for kv in entry.values())
+
+    def _key(self, encoded: Encoded, span: Span) -> bytes:
+        rows, features = span.visual_of(encoded)
+        own = encoded.ids[span.start : span.stop], rows, span.places_of(encoded), self._context(span.clip)
+        parts = [f"{array.dtype} {array.shape}".encode() + array.tobytes() for array in own]
+        if features is not None:
+            parts += [f"{features.dtype}".encode(), features.contiguous().view(torch.uint8).cpu().numpy().tobytes()]
+        return digest(self._own, *parts)
+
+    def _context(self, clip: bool) -> np.ndarray:
+        """What stands in front of an image, or a clip, with which a chat begins: int64 ids."""
+        if clip not in self._contexts:
+            spec, kind = self._model.spec, "video" if clip else "image"
+            chat = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}]
+            ids = prompt_ids(self._model.tokenizer, chat, special_tokens=spec.special_tokens)
+            placeholder = spec.video_id if clip else spec.image_id
+            assert placeholder is not None, "there is an image or clip in the prompt"
+            self._contexts[clip] = np.asarray(ids[: ids.index(placeholder)], dtype=np.int64)
+        return self._contexts[clip]

@@ -1,0 +1,48 @@
+"""What a rule of reuse is told of the images of one prompt, and what it decides.
+
+An image's K/V were computed where it stood alone. A rule says which of its positions are run again in this prompt; the
+others are read as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+#: A share times a count is this near to a whole number where only rounding keeps it from being one.
+_ROUNDING = 1e-9
+
+
+class Reuse(Protocol):
+    """One rule with its numbers; it holds no state of a request."""
+
+    @property
+    def layers(self) -> int:
+        """How many of the decoder's first layers it must see this prompt in, at least 2; 0 = it looks at nothing."""
+        ...
+
+    def count(self, sizes: Sequence[int]) -> int:
+        """How many positions of images of these ``sizes`` are run again, which is known before any is chosen."""
+        ...
+
+    def choose(self, sizes: Sequence[int], deviation: np.ndarray) -> np.ndarray:
+        """Which: int64, ascending, counted through all images.
+
+        ``deviation``: float32, of each position, how far keys and values of the last of its ``layers`` are from what
+        they are in this prompt, squared; empty where it looks at nothing.
+        """
+        ...
+
+
+def share_of(size: int, share: float) -> int:
+    """``share`` of ``size`` positions, rounded up."""
+    return math.ceil(size * share - _ROUNDING)
+
+
+def check_share(share: float) -> None:
+    """``ValueError`` for what is no share."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"recompute must be in [0, 1], not {share}")

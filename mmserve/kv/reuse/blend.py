@@ -1,0 +1,34 @@
+"""CacheBlend (arXiv 2405.16444): what this prompt changes most is run again.
+
+The paper narrows its choice layer by layer; as in its authors' LMCache, one layer decides here for all that follow.
+It is the second unless more are asked for: the later it is, the better it knows, and the more is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.kv.reuse.base import check_share, share_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """The ``recompute`` share of all images' positions with the largest deviation at the last of ``layers``, the first
+    of the decoder, all of whose K/V are those of this prompt; of equal ones the first."""
+
+    recompute: float = 0.15
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        check_share(self.recompute)
+        if self.layers < 2:
+            raise ValueError(f"layers must be at least 2, not {self.layers}: the first is the same in every prompt")
+
+    def count(self, sizes: Sequence[int]) -> int:
+        return share_of(sum(sizes), self.recompute)
+
+    def choose(self, sizes: Sequence[int], deviation: np.ndarray) -> np.ndarray:
+        return np.sort(np.argsort(-deviation, kind="stable")[: self.count(sizes)])

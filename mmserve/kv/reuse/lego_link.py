@@ -1,0 +1,31 @@
+"""EPIC's LegoLink (arXiv 2410.15332): the first positions of an image that stood alone drew attention as the first of
+everything, which they are not here; they are run again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mmserve.kv.reuse.base import check_share, share_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegoLink:
+    """The first ``recompute`` share of each image's positions. The paper has a number of them: 16, say."""
+
+    layers: ClassVar[int] = 0
+    recompute: float = 0.15
+
+    def __post_init__(self) -> None:
+        check_share(self.recompute)
+
+    def count(self, sizes: Sequence[int]) -> int:
+        return sum(share_of(size, self.recompute) for size in sizes)
+
+    def choose(self, sizes: Sequence[int], deviation: np.ndarray) -> np.ndarray:
+        starts = np.cumsum([0, *sizes])
+        chosen = [start + np.arange(share_of(n, self.recompute)) for start, n in zip(starts, sizes, strict=False)]
+        return np.concatenate([np.zeros(0, np.int64), *chosen])

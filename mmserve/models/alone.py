@@ -1,0 +1,47 @@
+"""Keys and values of a row of tokens that a next-token decoder reads by itself: without pages, with nobody beside it.
+
+The same row always has the same bits. Shapes in names: L positions, D hidden, N layers, G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from mmserve_kernels.rope_scatter import rotate
+from torch import Tensor
+
+from mmserve.models.decoder import Decoder, DecoderLayer, DeepRows
+
+
+def kv_alone(
+    decoder: Decoder, x_LD: Tensor, positions: Tensor, *, layers: int, deep: DeepRows | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys, not yet rotated, and values of the first ``layers`` layers, each ``[N, L, G, K]``, under causal attention.
+
+    ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
+    behind the first layers.
+    """
+    cos, sin = decoder.rotary(positions)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        keys.append(k)
+        values.append(v)
+        return causal_attention(q, k, v, cos, sin)
+
+    for index in range(layers - 1):
+        x_LD = decoder.layers[index](x_LD, cos, sin, index, attend)
+        if deep is not None and index < len(deep.features_LnD):
+            x_LD = x_LD.index_add(0, deep.rows, deep.features_LnD[index])
+    last = decoder.layers[layers - 1]
+    assert isinstance(last, DecoderLayer)
+    k, v = last.keys_and_values(x_LD)
+    return torch.stack([*keys, k]), torch.stack([*values, v])
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Attention ``[L, H, K]`` of a row ``[L, heads, K]`` to itself, no position to what stands right of it."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return seen[0].transpose(0, 1)

@@ -1,0 +1,83 @@
+"""Reuse of images' K/V from outside: the client's option, the command line, and the benchmark that measures it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import picture
+
+import mmserve.bench.reuse
+from mmserve.__main__ import main
+from mmserve.assembly import BackgroundServer
+from mmserve.client import Blend, Client, LegoLink, RandomReuse
+from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
+from mmserve.core.request import ImagePart, Message, TextPart
+from mmserve.errors import InvalidArgument, Unimplemented
+
+
+def test_a_picture_behind_text_is_reused() -> None:
+    server = ServerConfig(port=0)
+    engine = EngineConfig(torch_threads=1)
+    models = (ModelConfig(path="bundled-causal"), ModelConfig(path="bundled"))
+    asked = [Message("user", (TextPart("Look.\n"), ImagePart(picture(1)), TextPart("What colour is the circle?")))]
+    with BackgroundServer(Config(server=server, engine=engine, models=models)) as s, Client(s.address) as client:
+        client.wait_ready()
+        causal, diffusion = (m.name for m in client.models())
+        for rule, run_again in ((Blend(), 13), (LegoLink(0.5), 41), (RandomReuse(0.0), 0)):
+            usage = client.generate(asked, model=causal, max_new_tokens=4, image_reuse=rule).usage
+            assert (usage.visual_tokens, usage.reused_tokens) == (81, 81 - run_again)
+        assert s.engines[causal].stats().kv_cache.made == 1
+        plain, whole = (
+            client.generate(asked, model=causal, max_new_tokens=4, image_reuse=rule, tokens=True)
+            for rule in (None, Blend(1.0))
+        )
+        assert plain.tokens == whole.tokens and whole.usage.reused_tokens == 0
+        with pytest.raises(Unimplemented, match="unless the model is autoregressive"):
+            client.generate(asked, model=diffusion, image_reuse=Blend())
+        with pytest.raises(InvalidArgument, match=r"image_reuse\.blend\.recompute"):
+            client.generate(asked, model=causal, image_reuse=Blend(1.5))
+
+
+def test_the_reuse_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"SHARES": (0.3,), "LAYERS": (2,), "MANY": 2, "LONG_PROMPTS": 1}.items():
+        monkeypatch.setattr(mmserve.bench.reuse, name, value)
+    given = (
+        "--model",
+        "bundled-causal",
+        "--limit",
+        "1",
+        "--tasks",
+        "differs",
+        "--set",
+        "engine.torch_threads=1",
+        "--json",
+    )
+    assert main(["bench", "reuse", *given]) == 0
+    report = json.loads(capsys.readouterr().out)
+    plain, nothing, *rules, everything = report["rows"]
+    assert [row["measured"] for row in report["rows"]] == [
+        "plain",
+        "blend",
+        "blend",
+        "lego_link",
+        "random_reuse",
+        "blend",
+    ]
+    assert plain["nats"] == everything["nats"] == 0 and plain["same_answer"] == everything["same_answer"] == 1
+    assert plain["prefill_rows"] == everything["prefill_rows"] == plain["prompt_tokens"]
+    for row in rules:
+        assert row["nats"] > 0 and nothing["prefill_rows"] < row["prefill_rows"] < plain["prefill_rows"]
+    assert main(["bench", "reuse", "--limit", "2"]) == 1
+    assert "has no image_reuse; try --model bundled-causal" in capsys.readouterr().err
+    assert main(["bench", "reuse", "--limit", "2", "--tasks", "arithmetic"]) == 1
+    assert "no task about pictures is called 'arithmetic'" in capsys.readouterr().err
+
+
+def test_the_command_line_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(picture(1))
+    given = ("--model", "bundled-causal", "--image", str(file), "--max-new-tokens", "2", "--json")
+    assert main(["generate", "What is it?", *given, "--image-reuse", "0.5"]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["reused_tokens"] == 40

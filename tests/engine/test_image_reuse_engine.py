@@ -1,0 +1,236 @@
+"""Requests that reuse images' K/V: one answer, whatever is kept, shared or run beside them; refusals."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import Bench, Call, eventually
+from helpers import ask, picture, tiny_model
+from plain_reuse import with_three_layers
+
+from mmserve.config import EncoderCacheConfig
+from mmserve.core.constraint import ConstraintSpec, Regex
+from mmserve.core.events import Finished
+from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Stage, TextPart
+from mmserve.decode import loop
+from mmserve.encode.cache import EncoderCache
+from mmserve.errors import Cancelled, InvalidArgument, Unimplemented
+from mmserve.kv.reuse import REUSES
+from mmserve.models.base import LoadedModel
+
+Make = Callable[..., Bench]
+
+ONE, TWO, THREE = (ImagePart(picture(i)) for i in range(3))
+LAST = Policy(name="last")
+#: Prompts whose images stand at different places, one of them where it stands alone.
+PARTS: tuple[tuple[Part, ...], ...] = (
+    (ONE, TextPart("what?")),
+    (TextPart("look here: "), ONE, TextPart("and "), TWO, TextPart("what?")),
+    (TWO, ONE, ONE, TextPart("which of the three?")),
+    (TextPart("a long line of text stands in front of it, so that its first page is full. "), THREE, TWO),
+)
+
+
+@pytest.fixture(scope="module")
+def causal() -> LoadedModel:
+    return with_three_layers(tiny_model(vision=True))
+
+
+def say(name: str, parts: tuple[Part, ...], by: Policy | None, **options: Any) -> Request:
+    asked = ask(name, **{"recompute": LAST, "max_new_tokens": 4, **options})
+    streaming = dataclasses.replace(asked.streaming, tokens=True)
+    messages = (Message("user", parts),)
+    return dataclasses.replace(asked, messages=messages, image_reuse=by, streaming=streaming)
+
+
+def rule(name: str, recompute: float) -> Policy:
+    return Policy(name=name, options={"recompute": recompute})
+
+
+def requests() -> list[Request]:
+    """Every prompt under every rule, drawn and greedy."""
+    rules = [rule("blend", 0.0), *(rule(name, 0.3) for name in REUSES)]
+    return [
+        say(f"{by.name} {by.options['recompute']} {i}", parts, by, seed=i, temperature=0.7 * (i % 2))
+        for i, parts in enumerate(PARTS)
+        for by in rules
+    ]
+
+
+def told(done: Finished) -> tuple[object, ...]:
+    """All that a client is told but for what was cached; log-probabilities to the last bit."""
+    usage = dataclasses.replace(done.usage, cached_tokens=0)
+    run = done.recomputed_tokens + done.usage.cached_tokens
+    return done.text, done.reason, usage, done.forwards, run, done.tokens
+
+
+def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, causal: LoadedModel) -> None:
+    """Cold and warm, without room to keep anything, in chunks, with shared pages, alone and together."""
+    nothing = EncoderCache.of(EncoderCacheConfig(kv_bytes=0))
+    cold = bench(causal, cache=nothing, prefix_cache=False, stages="inline")
+    expected = {r.id: told(cold.ask(r)) for r in requests()}
+    assert len({e[-1] for e in expected.values()}) > 10, "rules differ"
+    assert (cold.engine.stats().kv_cache.entries, cold.engine.stats().kv_cache.hits > 0) == (0, True), (
+        "one twice in one"
+    )
+    together = bench(causal)
+    for _round in range(2):
+        calls = together.submit(*requests())
+        assert {call.request.id: told(call.finished()) for call in calls} == expected
+    assert max(map(len, together.batches)) > 4
+    assert together.engine.stats().kv_cache.made == 3, "each image once"
+    chunked = bench(causal, prefill_tokens=8, stages="inline")
+    assert {r.id: told(chunked.ask(r)) for r in reversed(requests())} == expected
+    for b in (together, chunked):
+        b.await_nothing_left()
+
+
+def test_usage_tells_what_was_not_run(bench: Make, causal: LoadedModel) -> None:
+    b = bench(causal, prefix_cache=False)
+    for i, (parts, images) in enumerate(zip(PARTS, (1, 2, 3, 2), strict=True)):
+        plain, half = (b.ask(say(f"{i} {by}", parts, by)) for by in (None, rule("blend", 0.5)))
+        assert (plain.usage.reused_tokens, half.usage.reused_tokens) == (0, 2 * images)
+        assert plain.recomputed_tokens - half.recomputed_tokens == 2 * images
+        assert plain.usage.prompt_tokens == half.usage.prompt_tokens
+
+
+def test_running_everything_again_is_plain_prefill_to_the_last_bit(bench: Make, causal: LoadedModel) -> None:
+    b = bench(causal)
+    for i, name in ((0, "blend"), (1, "blend"), (2, "blend"), (3, "blend"), (1, "lego_link"), (2, "random_reuse")):
+        plain, again = (b.ask(say(f"{i} {name} {by}", PARTS[i], by)) for by in (None, rule(name, 1.0)))
+        assert told(plain) == told(again)
+    assert b.engine.stats().kv_cache.lookups == 0
+    assert b.engine.stats().prefix_hits > 0, "its pages are shared as any other's"
+
+
+@pytest.mark.parametrize("first", ["plain", "blended"])
+def test_no_page_behind_an_image_is_shared_with_exact_ones(bench: Make, causal: LoadedModel, first: str) -> None:
+    """What stands in front of the first image is: that is the same either way."""
+    text, images = TextPart("a long line of text stands in front of both of them, page after page. "), (ONE, TWO)
+    asked = {
+        "plain": say("plain", (text, *images, TextPart("what is left of the circle?")), None),
+        "blended": say("blended", (text, *images, TextPart("what is left of the circle?")), rule("blend", 0.2)),
+    }
+    alone = bench(causal, prefix_cache=False)
+    expected = {name: told(alone.ask(r)) for name, r in asked.items()}
+    assert expected["plain"][0] != expected["blended"][0] or expected["plain"][-1] != expected["blended"][-1]
+    b = bench(causal)
+    [second] = {"plain", "blended"} - {first}
+    done = {name: b.ask(asked[name]) for name in (first, second)}
+    assert {name: told(d) for name, d in done.items()} == expected
+    before = b.ask(say("text", (text,), None)).usage
+    assert 0 < done[second].usage.cached_tokens <= before.prompt_tokens
+    twice = b.ask(dataclasses.replace(asked["blended"], id="again"))
+    assert twice.usage.cached_tokens == done[second].usage.cached_tokens and told(twice) == expected["blended"]
+    whole = b.ask(dataclasses.replace(asked["plain"], id="whole"))
+    assert whole.usage.cached_tokens > twice.usage.cached_tokens and told(whole) == expected["plain"]
+
+
+def test_what_is_kept_stays_within_its_bytes(bench: Make, causal: LoadedModel) -> None:
+    size = 2 * 3 * 4 * 2 * 16 * 4  # keys and values: layers, positions, heads, head size, fp32
+    cache = EncoderCache.of(EncoderCacheConfig(kv_bytes=2 * size + 100))
+    b = bench(causal, cache=cache, stages="inline")
+    first = [told(b.ask(say(f"{i}", (ImagePart(picture(i)), TextPart("?")), rule("blend", 0.0)))) for i in range(5)]
+    stats = b.engine.stats().kv_cache
+    assert (stats.made, stats.entries, stats.used_bytes, stats.evicted) == (5, 2, 2 * size, 3)
+    again = [told(b.ask(say(f"{i}", (ImagePart(picture(i)), TextPart("?")), rule("blend", 0.0)))) for i in range(5)]
+    assert first == again and cache.kv.stats().used_bytes == 2 * size
+
+
+def test_two_models_over_one_cache_never_meet(bench: Make, causal: LoadedModel) -> None:
+    """The same image, the same tower: what other decoders made of it is not theirs."""
+    other = dataclasses.replace(causal, decoder=copy.deepcopy(causal.decoder))
+    other.decoder.layers[1].v_proj.weight.neg_()
+    request, cache = say("r", PARTS[1], rule("lego_link", 0.0)), EncoderCache.of(EncoderCacheConfig())
+    expected = [told(bench(m).ask(request)) for m in (causal, other)]
+    shared = [bench(m, cache=cache) for m in (causal, other)]
+    assert [told(b.ask(request)) for b in shared] == expected and expected[0][0] != expected[1][0]
+    assert cache.kv.stats().made == 4
+
+
+def test_samples_constraints_and_drafts(bench: Make, causal: LoadedModel) -> None:
+    b = bench(causal, max_samples=4)
+    request = say("n", PARTS[1], rule("blend", 0.3), n=3, temperature=1.0, seed=4)
+    [call] = b.submit(request)
+    eventually(lambda: len([e for e in call.events if isinstance(e, Finished)]) == 3, "three samples")
+    ended = [e for e in call.events if isinstance(e, Finished)]
+    assert {e.usage.reused_tokens for e in ended} == {5} and len({e.text for e in ended}) > 1
+    greedy = say("g", PARTS[2], rule("blend", 0.3), max_new_tokens=16)
+    drafted = dataclasses.replace(greedy, diffusion=dataclasses.replace(greedy.diffusion, commit=Policy(name="ngram")))
+    assert b.ask(greedy).text == b.ask(drafted).text
+    ending = dataclasses.replace(
+        causal, spec=dataclasses.replace(causal.spec, end_ids=tiny_model(vision=False).spec.end_ids)
+    )
+    done = bench(ending).ask(dataclasses.replace(greedy, constraint=ConstraintSpec(kind=Regex("[0-9]{3}"))))
+    assert done.text.isdigit() and done.usage.reused_tokens == 8
+
+
+def test_a_pass_that_failed_is_repeated_with_the_same_answers(
+    bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, asked = bench(causal, stages="inline", prefix_cache=False, prefill_tokens=16), requests()[::3]
+    expected = {r.id: told(b.ask(r)) for r in asked}
+    real, failed = loop.forward, []
+
+    def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
+        found = real(model, store, batch, floor, **options)
+        if len(batch) > 1:
+            failed.append(len(batch))
+            raise RuntimeError("only alone")
+        return found
+
+    monkeypatch.setattr(loop, "forward", poisoned)
+    assert {call.request.id: told(call.finished()) for call in b.submit(*asked)} == expected and failed
+
+
+def test_an_image_whose_kv_cannot_be_made_fails_its_own_request(
+    bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench(causal)
+    blender = b.engine.stages.decoder.blender
+    make = blender._make
+    monkeypatch.setattr(
+        blender, "_make", lambda encoded, span: 1 / 0 if len(encoded.spans) > 1 else make(encoded, span)
+    )
+    calls: list[Call] = b.submit(*(say(f"{i}", PARTS[i], rule("blend", 0.3)) for i in (0, 1)))
+    assert calls[0].finished().usage.reused_tokens == 2
+    assert type(calls[1].error()).__name__ == "Internal"
+    b.await_nothing_left()
+
+
+def test_a_cancelled_request_leaves_nothing(bench: Make, causal: LoadedModel) -> None:
+    b = bench(causal)
+    gate = b.gate("prefill")
+    [call] = b.submit(say("x", PARTS[2], rule("blend", 0.3)))
+    gate.wait()
+    assert b.stage("x") is Stage.PREFILLING
+    b.engine.cancel("x")
+    gate.open()
+    assert isinstance(call.error(), Cancelled)
+    b.await_nothing_left()
+
+
+def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> None:
+    def refused(kind: type[Exception], why: str, model: LoadedModel | None = causal, **changes: Any) -> None:
+        b = bench(model, **{k: v for k, v in changes.items() if k in ("kv_bits", "sparse_decode", "page_size")})
+        request = say("r", PARTS[1], rule("blend", 0.3))
+        fields = {k: v for k, v in changes.items() if k in ("diffusion", "kv_reduction", "image_reuse")}
+        with pytest.raises(kind, match=why):
+            b.submit(dataclasses.replace(request, **fields))
+
+    refused(Unimplemented, "unless the model is autoregressive", None, diffusion=ask("r").diffusion)
+    blind = dataclasses.replace(causal, vision=None)
+    refused(Unimplemented, "it takes no images", blind)
+    refused(Unimplemented, r"the server has \[engine\] sparse_\* or kv_bits", kv_bits=8)
+    refused(Unimplemented, r"sparse_\* or kv_bits", sparse_decode="quest", page_size=16)
+    refused(InvalidArgument, "must be 'last' with image_reuse", diffusion=ask("r").diffusion)
+    budget = Policy(name="sink_window", options={"budget": 20})
+    refused(InvalidArgument, "must not be set with image_reuse", kv_reduction=budget)
+    refused(InvalidArgument, "there is no policy 'merge'", image_reuse=Policy(name="merge"))
+    accompanied = dataclasses.replace(causal, companion=causal)
+    commit = dataclasses.replace(say("r", PARTS[1], None).diffusion, commit=Policy(name="draft_model"))
+    refused(InvalidArgument, "must not be a policy that asks a companion", accompanied, diffusion=commit)

@@ -235,17 +235,15 @@ def _tower_weights(folder: Path) -> Weights:
 def load_tower(
     kind: TowerKind, config: Any, weights: Weights, prefix: str, select: int, target: Target
 ) -> tuple[nn.Module, int]:
-    """The tower, and how many of its last layers are absent.
+    """The tower without the layers behind the one that ``select`` names, and how many those are.
 
-    LLaVA drops SigLIP's last layer and pooling head before training; layers past the selected one may be missing.
+    A checkpoint may lack them: LLaVA drops SigLIP's last layer and pooling head before training.
     transformers up to 4 put ``vision_model.`` before every name, later ones do not: both are read.
     """
     if any(name.startswith(f"{prefix}vision_model.") for name in weights.names):
         prefix += "vision_model."
-    cut = 0
-    while select + cut < -1 and not _has_layer(weights, prefix, config.num_hidden_layers - 1):
-        config.num_hidden_layers -= 1
-        cut += 1
+    cut = max(0, min(-1 - select, config.num_hidden_layers - 1))  # one stays to show attention, if of embeddings only
+    config.num_hidden_layers -= cut
     if kind.model is SiglipVisionModel:
         config.vision_use_head = any(name.startswith(f"{prefix}head.") for name in weights.names)
     with torch.device("meta"):
@@ -258,10 +256,6 @@ def load_tower(
         positions = torch.arange(buffer.shape[-1], device=target.device).expand(buffer.shape).clone()
         tower.get_submodule(owner).register_buffer(leaf, positions, persistent=False)
     return tower.eval(), cut
-
-
-def _has_layer(weights: Weights, prefix: str, layer: int) -> bool:
-    return any(name.startswith(f"{prefix}encoder.layers.{layer}.") for name in weights.names)
 
 
 def _load_projector(

@@ -130,8 +130,9 @@ def test_tokens_are_those_of_transformers(
     prompt = plain_prompt(b, loaded, "what is it?", count)
     inputs = oracle_inputs(folder, prompt, PICTURES[:count], loaded.spec.image_id or 0)
     row = inputs.pop("input_ids")[0].tolist()
-    tokens, passes = expected(oracle, row, 2 * LENGTH, 3, monkeypatch, eos_token_id=-1, **inputs)
-    request = gemma("r", "what is it?", images=PICTURES[:count], max_new_tokens=2 * LENGTH, seed=3)
+    tokens, passes = expected(oracle, row, 2 * LENGTH, 5, monkeypatch, eos_token_id=-1, **inputs)
+    # seed 3 has a draw that rounding decides
+    request = gemma("r", "what is it?", images=PICTURES[:count], max_new_tokens=2 * LENGTH, seed=5)
     call = b.submit(request)[0]
     assert row_of(b, call) == tokens
     done = call.finished()

@@ -150,6 +150,10 @@ class Weights:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, filled[id(parameter)])
 
+    def leave(self, prefix: str) -> None:
+        """Take the tensors under ``prefix`` for read: they are known not to be needed."""
+        self.read.update(name for name in self._files if name.startswith(prefix))
+
     def warn_unread(self, prefixes: tuple[str, ...] = ("",)) -> list[str]:
         """Log the tensors under ``prefixes`` that nothing has read, and return their names."""
         unread = sorted(

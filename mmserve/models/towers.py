@@ -244,6 +244,8 @@ def load_tower(
         prefix += "vision_model."
     cut = max(0, min(-1 - select, config.num_hidden_layers - 1))  # one stays to show attention, if of embeddings only
     config.num_hidden_layers -= cut
+    for layer in range(cut):
+        weights.leave(f"{prefix}encoder.layers.{config.num_hidden_layers + layer}.")
     if kind.model is SiglipVisionModel:
         config.vision_use_head = any(name.startswith(f"{prefix}head.") for name in weights.names)
     with torch.device("meta"):

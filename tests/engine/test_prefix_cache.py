@@ -418,10 +418,10 @@ def test_one_poisoned_request_of_a_batch_publishes_nothing_and_the_others_are_se
 
     real = loop.candidates
 
-    def poisoned(logits: Any, positions: Any, canvas: Any, sampling: Any, banned: Any, best: Any) -> Any:
+    def poisoned(logits: Any, positions: Any, canvas: Any, sampling: Any, *rest: Any) -> Any:
         if sampling.seed == 99:
             raise RuntimeError("poisoned")
-        return real(logits, positions, canvas, sampling, banned, best)
+        return real(logits, positions, canvas, sampling, *rest)
 
     monkeypatch.setattr(loop, "candidates", poisoned)
     bad = [ask(f"bad{i}", LONG + f"{i % 2}", max_new_tokens=5, recompute=LAST, seed=99) for i in range(4)]

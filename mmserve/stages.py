@@ -118,7 +118,7 @@ class Stages:
         # A reduction moves keys and values as they are, and every one it leaves is read.
         self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
         # Rows of a draft would have a say in what is looked at, or kept, for the others.
-        self._drafts = not (engine.sparse_prefill or engine.sparse_decode == "quest" or engine.kv_kept)
+        self._drafts = not (engine.sparse_prefill or engine.sparse_decode in ("quest", "random") or engine.kv_kept)
         self._shares = engine.prefix_cache and paged and whole_pages
         self.shared_pages = pages_a_unit(engine.page_size, model.spec.attention_block or 1)  # at once
         self.to_prefill: Transport = LocalTransport()

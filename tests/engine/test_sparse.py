@@ -10,14 +10,14 @@ import pytest
 import torch
 from harness import Bench
 from helpers import ask, blank, picture
-from mmserve_kernels.sparse_attention import page_bounds
+from mmserve_kernels.sparse_attention import Rows, page_bounds
 from torch import Tensor
 
 from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, EngineConfig, from_mapping
 from mmserve.core.request import Policy
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.errors import ConfigError, Unimplemented
-from mmserve.kv.sparse import DECODE, PREFILL, Sparse, choosing_layers
+from mmserve.kv.sparse import DECODE, PREFILL, Selection, Sparse, View, choosing_layers
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel
 
@@ -181,7 +181,33 @@ def test_wrong_numbers_are_refused_with_what_is_right(values: dict[str, object],
         from_mapping({"engine": values})
 
 
-@pytest.mark.parametrize("engine", [{"kv_bits": 4, "kv_kept": 0.25}, {"sparse_decode": "quest"}])
+def test_what_a_row_looks_at_by_itself_it_looks_at_beside_a_draft() -> None:
+    """Of every builder but those beside which drafts are refused."""
+    generator = torch.Generator().manual_seed(0)
+    q_RHK, k_LGK = (torch.randn(3, 4, 16, generator=generator), torch.randn(150, 2, 16, generator=generator))
+
+    def looked_at(name: str, first: int, last: int) -> list[Tensor]:
+        """Blocks that the rows see that stand at these of the last three positions."""
+        at = 147 + torch.arange(first, last)
+        length = 147 + last
+        rows = Rows(at, length, at + 1, 1, PAGE)
+        keys = k_LGK[:length]
+        view = View(1, q_RHK[first:last], lambda: keys, lambda: page_bounds(keys, PAGE), rows)
+        mask = Selection(name, 0.3, 1.0, 1, PAGE).mask(DECODE[name](view), rows)
+        return [(mask & rows.visible())[:, i] for i in range(last - first)]
+
+    differing = set()
+    for name in DECODE:
+        together = looked_at(name, 0, 3)
+        alone = [looked_at(name, i, i + 1)[0] for i in range(3)]
+        if not all(torch.equal(a[:, : one.shape[1]], one) for a, one in zip(together, alone, strict=True)):
+            differing.add(name)
+    assert differing <= {"quest", "random"} and "random" in differing
+
+
+@pytest.mark.parametrize(
+    "engine", [{"kv_bits": 4, "kv_kept": 0.25}, {"sparse_decode": "quest"}, {"sparse_decode": "random"}]
+)
 def test_drafts_are_refused_where_they_would_have_a_say(
     causal: LoadedModel, bench: Make, engine: dict[str, object]
 ) -> None:

@@ -14,8 +14,8 @@ from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import quick_close
 from mmserve.decode.paths.lexicon import Lexicon
 
-#: Places that are kept from one search to the next. A parser takes about 10 KB.
-_KEPT = 1000
+#: Places that a request keeps from one search to the next. A parser takes about 10 KB.
+_KEPT = 400
 
 
 class Place:

@@ -25,6 +25,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         with Client(server.address) as client:
             model = client.describe()
         options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+        if arguments.block_length:
+            options["block_length"] = arguments.block_length
         rows = evaluate(
             server.address, tasks=tasks, limit=arguments.limit, seed=arguments.seed, options=options, progress=progress
         )
@@ -34,6 +36,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "model": model.name,
             "recompute": arguments.recompute or model.recompute_policy,
             "commit": arguments.commit or model.commit_policy,
+            "block_length": arguments.block_length or model.block_length,
             "seed": arguments.seed,
         },
     }

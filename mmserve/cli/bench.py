@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default all)",
     )
     parser.add_argument(
+        "--block-length", type=int, default=0, metavar="N", help="tokens of a block of `quality` (default the model's)"
+    )
+    parser.add_argument(
         "--concurrent", type=int, default=1, help="requests at once in `decode` and `vision` (default 1)"
     )
     parser.add_argument(

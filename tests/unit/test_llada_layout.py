@@ -178,7 +178,11 @@ def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> 
         (model.vision.get_submodule("tower"), trained.tower),
         (model.vision.get_submodule("projector"), trained.projector),
     ):
-        expected = dict(theirs.named_parameters())
+        expected = {
+            name: parameter
+            for name, parameter in theirs.named_parameters()
+            if not name.startswith("encoder.layers.3.")  # behind the selected layer: of no use to who serves it
+        }
         assert dict(ours.named_parameters()).keys() == expected.keys()
         for name, parameter in ours.named_parameters():
             assert torch.equal(parameter, expected[name].to(torch.bfloat16)), name

@@ -17,6 +17,7 @@ import numpy as np
 from mmserve.decode.constraint.witness import Outcome, Witness, choose, follow, improve
 from mmserve.decode.paths.field import TopK
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Places
 
 #: For one search; so long that a busy machine changes nothing.
 SECONDS = 60.0
@@ -81,14 +82,14 @@ def decode(
     """Fill a canvas block by block, committing above a confidence; ``check`` sees every witness."""
     size = len(witness.tokens)
     known = np.full(size, -1, np.int64)
-    result = Decoded(known, witness)
+    result, places = Decoded(known, witness), Places(lexicon, witness.kinds)
     for begin in range(0, size, block):
         end = min(begin + block, size)
         while (known[begin:end] < 0).any() and result.witness.known < result.witness.length + 1:
             positions = begin + np.flatnonzero(known[begin:end] < 0)
             top = model.candidates(known, positions)
             started = clock() if clock else 0.0
-            grown, outcome = improve(result.witness, known, top, end, lexicon, seconds=SECONDS)
+            grown, outcome = improve(result.witness, known, top, end, lexicon, places=places, seconds=SECONDS)
             wanted = top.log_probabilities[:, 0] > np.log(threshold)
             chosen = choose(grown, positions, top.tokens[:, 0], wanted, top)
             known[positions[chosen]] = grown.tokens[positions[chosen]]

@@ -20,7 +20,7 @@ from mmserve.reference.images import LISTING, SHORT_TASKS
 from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
 from mmserve.reference.model import FRAME_TIME, FRAME_TOKENS, FRAMES, PIXELS, VISUAL_TOKENS
 from mmserve.reference.pairs import CELLS, Pair
-from mmserve.reference.recipe import MIXES
+from mmserve.reference.recipe import MIXES, REPEATED
 from mmserve.reference.scenes import Scene, Shape
 from mmserve.reference.tasks import SUBJECTS
 from mmserve.reference.teaching import SceneLabels, change_labels
@@ -147,6 +147,7 @@ def draw(
     form, subject = ROWS[kind], TAUGHT[kind]
     canvas = rng.choices(*form.canvas)[0]
     tasks = list(SHORT_TASKS if kind == "image" else subject.tasks)
+    tasks += [task for task in REPEATED.get(mix, ()) if task in tasks]
     rows, questions = (form.rows / 2, form.packed) if packed and form.packed > 1 else (form.rows, 1)
     if kind == "image" and rng.random() < CAPTIONS:
         tasks, canvas, rows, questions = ["caption"], CAPTION_CANVAS, form.rows, 1

@@ -16,8 +16,8 @@ ALL_MASKED = 0.4
 #: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches in half of
 #: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
-#: Share of batches of text that are trained as ``staircase`` does, and tokens of a piece on average.
-STAIRCASE, STAIR = 0.4, 4
+#: Share of batches of a kind that are trained as ``staircase`` does, and tokens of a piece on average.
+STAIRCASE, STAIR = {"text": 0.4, "json": 0.4}, 4
 #: Masking rates of what is told in random order: what is left must tell which shape is meant.
 UNORDERED_RATES = (0.3, 0.85)
 

@@ -61,7 +61,19 @@ MIXES: dict[str, dict[str, float]] = {
         "pair": 0.12,
         "cells": 0.04,
     },
+    "perfecting": {
+        "image": 0.2,
+        "listing": 0.02,
+        "json": 0.3,
+        "video": 0.12,
+        "narration": 0.03,
+        "text": 0.22,
+        "pair": 0.08,
+        "cells": 0.03,
+    },
 }
+#: Tasks that a mix asks more often than the others of their kind, once more for each time named here.
+REPEATED: dict[str, tuple[str, ...]] = {"perfecting": ("count", "count", "comparison", "yes_no")}
 
 
 @dataclass(frozen=True, kw_only=True)

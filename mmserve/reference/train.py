@@ -148,11 +148,12 @@ class Run:
         if self.model.causal:
             return causal_loss(self.model, visual, batch)
         generator = torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + self.done) * 64 + self.processes.rank)
-        if batch.kind == "text" and float(torch.rand((), generator=generator)) < STAIRCASE:
-            batch, ids, weight = staircase(batch, self.mask_id, generator)
+        if float(torch.rand((), generator=generator)) < STAIRCASE.get(batch.kind, 0.0):
+            trained, ids, weight = staircase(batch, self.mask_id, generator)
         else:
-            ids, weight = mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
-        return diffusion_loss(self.model, visual, batch, ids, weight)
+            trained, (ids, weight) = batch, mask_answers(batch, self.mask_id, self.recipe.lowest_rate, generator)
+        loss, hidden = diffusion_loss(self.model, visual, trained, ids, weight)
+        return loss, hidden[:, : batch.ids.shape[1]]
 
     def _rate(self, step: int) -> float:
         """Warm-up, then cosine, anew for each stage."""

@@ -99,18 +99,20 @@ def test_a_read_out_learns_its_labels():
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_a_piece_sees_the_answer_left_of_it_and_none_of_itself(tokenizer):
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_a_piece_sees_the_answer_left_of_it_and_none_of_itself(kind, tokenizer):
     torch.manual_seed(0)
     mask = token_id(tokenizer, MASK)
     model = ReferenceModel(640, causal=False).eval()
-    batch = batch_of("text", tokenizer)
+    batch = batch_of(kind, tokenizer)
+    visual = None if batch.pixels is None else model.visual(model.look(batch.pixels)[0], pooled=False).detach()
     doubled, ids, weight = staircase(batch, mask, torch.Generator().manual_seed(1))
     assert torch.allclose(weight.sum(1), torch.ones(3)) and (ids[weight > 0] == mask).all()
     assert doubled.ids[weight > 0].tolist() == batch.ids[batch.share > 0].tolist()
 
     def logits(ids):
         with torch.no_grad():
-            return model(None, ids, doubled.visual_at, doubled.positions, doubled.sees(causal=False))[0]
+            return model(visual, ids, doubled.visual_at, doubled.positions, doubled.sees(causal=False))[0]
 
     clean = logits(ids)
     row, length = 1, batch.ids.shape[1]

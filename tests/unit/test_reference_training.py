@@ -13,6 +13,7 @@ from mmserve.reference.data import collate, draw
 from mmserve.reference.export import export
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.items import Question
+from mmserve.reference.losses import STAIRCASE
 from mmserve.reference.model import ReferenceModel
 from mmserve.reference.plot import plot
 from mmserve.reference.recipe import OBJECTIVES, Recipe
@@ -98,6 +99,16 @@ def test_a_run_can_begin_with_the_weights_of_another(tmp_path):
         second.begin_from(tmp_path / "nowhere")
 
 
+def test_a_step_on_answers_cut_into_pieces_teaches_the_same_changes(tmp_path, tokenizer, monkeypatch):
+    samples, canvas = next((s[:1], c) for k, s, c in (draw(i, 0, looking=False) for i in range(60)) if k == "json")
+    batch = collate("json", samples, canvas, tokenizer)
+    taught = []
+    for share in (0.0, 1.0):
+        monkeypatch.setitem(STAIRCASE, "json", share)
+        taught.append(float(run_in(tmp_path, replace(TINY, tower_steps=0)).step(batch)["changes"]))
+    assert taught[0] == pytest.approx(taught[1], rel=0.1) and taught[0] > 0  # the media see another answer
+
+
 @pytest.mark.slow
 def test_training_lowers_the_loss_of_a_batch_it_sees_again(tmp_path, tokenizer):
     for objective in OBJECTIVES:
@@ -142,6 +153,12 @@ def test_packed_rows_ask_different_questions_and_single_rows_one():
         assert all(len(questions) == 1 for _thing, questions in single)
         for _thing, questions in packed:
             assert len({q.text for q in questions}) == len(questions) <= 4
+
+
+def test_a_mix_may_ask_some_tasks_more_often():
+    steps = [draw(step, 0, looking=False, mix="perfecting") for step in range(80)]
+    asked = [q.task for kind, samples, _c in steps if kind == "image" for _thing, qs in samples for q in qs]
+    assert asked.count("count") > 2 * asked.count("color") > 0
 
 
 def test_accuracy_is_measured_for_every_kind_and_an_untrained_model_has_none(tokenizer):

@@ -189,7 +189,7 @@ def _violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfi
         *_wrong_sampling(message.sampling, info),
         *_wrong_diffusion(message.diffusion, info),
         *_wrong_answer(message, info),
-        *wrong_constraint(message),
+        *wrong_constraint(message, info.max_tokens),
         *wrong_vision(message.vision),
         *_wrong_kv(message),
     ):

@@ -66,7 +66,9 @@ def test_errors_have_the_request_id_too(channel: grpc.Channel) -> None:
     assert dict(call.initial_metadata())["x-request-id"] == "mine"
 
 
-@pytest.mark.parametrize("method", ["GenerationService/Generate", "MediaService/UploadMedia", "ModelService/ListModels"])
+@pytest.mark.parametrize(
+    "method", ["GenerationService/Generate", "MediaService/UploadMedia", "ModelService/ListModels"]
+)
 def test_bytes_that_are_no_message_are_a_wrong_request(
     channel: grpc.Channel, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:

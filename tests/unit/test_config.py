@@ -65,7 +65,9 @@ configs = st.builds(
         host=words.filter(bool),
         port=st.integers(0, 65535),
         max_message_bytes=st.integers(1, (1 << 31) - 1),
-        auth_tokens=st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), max_size=3).map(tuple),
+        auth_tokens=st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), max_size=3).map(
+            tuple
+        ),
         drain_seconds=st.floats(0, 1e6),
     ),
     engine=st.builds(

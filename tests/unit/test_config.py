@@ -177,7 +177,7 @@ def test_a_count_below_one_is_refused(key: str, value: int) -> None:
         ("server", {"port": -1, "keepalive_seconds": 0.0, "max_message_bytes": 0, "drain_seconds": -1.0}),
         ("server", {"keepalive_seconds": float("nan"), "drain_seconds": float("nan")}),
         ("server", {"keepalive_seconds": float("inf"), "drain_seconds": float("inf")}),
-        ("media", {"max_item_bytes": 0, "max_pixels": 0, "max_side": 0, "max_images": -1, "max_videos": -1}),
+        ("media", {"max_item_bytes": 0, "max_pixels": 0, "max_side": 0, "max_images": -1, "live_bytes": 0}),
         ("media", {"max_video_seconds": float("nan"), "max_video_pixels": -1, "store_bytes": -1}),
         ("encoder_cache", {"token_bytes": -1, "pixel_bytes": -1, "kv_bytes": -1, "disk_bytes": -1}),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import Client, Finished, Snapshot
-from mmserve.errors import MMServeError
+from mmserve.errors import ConfigError, MMServeError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, judge; exit code 0 if every request was answered."""
+    if arguments.items < 1:
+        raise ConfigError(f"--items must be at least 1, not {arguments.items}")
     say = _Teller(quiet=arguments.json)
     say.line("Loading the server …")
     items: list[Item] = []

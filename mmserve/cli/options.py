@@ -97,6 +97,8 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
     """A client of ``--server``, or of a server started here for as long as the context lasts."""
     if arguments.server:
         _refuse_settings(arguments)
+        if ":" not in arguments.server:
+            raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
         tls = TLS(ca=arguments.tls_ca) if arguments.tls_ca else None
         with Client(arguments.server, token=arguments.token, tls=tls) as client:
             yield client

@@ -149,6 +149,13 @@ def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: 
             assert out == "" and err.count("\n") == 1 and word in err
 
 
+@pytest.mark.parametrize("slip", [("--items", "0"), ("--items", "-3"), ("--server", "localhost")])
+def test_a_demo_of_nothing_or_of_no_port_is_refused(capsys: pytest.CaptureFixture[str], slip: tuple[str, str]) -> None:
+    assert main(["demo", *slip]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and slip[0] in err
+
+
 def test_no_server_is_an_error_of_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody answers there

@@ -149,11 +149,15 @@ def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: 
             assert out == "" and err.count("\n") == 1 and word in err
 
 
-@pytest.mark.parametrize("slip", [("--items", "0"), ("--items", "-3"), ("--server", "localhost")])
-def test_a_demo_of_nothing_or_of_no_port_is_refused(capsys: pytest.CaptureFixture[str], slip: tuple[str, str]) -> None:
-    assert main(["demo", *slip]) == 1
+@pytest.mark.parametrize(
+    "slip", [("demo", "--items", "0"), ("demo", "--items", "-3"), ("models", "--server", "localhost")]
+)
+def test_a_demo_of_nothing_and_a_server_without_a_port_are_refused(
+    capsys: pytest.CaptureFixture[str], slip: tuple[str, str, str]
+) -> None:
+    assert main([*slip]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and slip[0] in err
+    assert out == "" and err.count("\n") == 1 and slip[1] in err
 
 
 def test_no_server_is_an_error_of_one_line() -> None:

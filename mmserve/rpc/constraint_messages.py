@@ -23,6 +23,8 @@ from mmserve.core.constraint import (
 )
 from mmserve.v1 import generation_pb2 as pb
 
+#: Texts and holes of a template.
+MAX_TEMPLATE_PARTS = 1024
 _MODES = {
     pb.CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode.STRICT,
     pb.CONSTRAINT_MODE_STRICT: ConstraintMode.STRICT,
@@ -89,6 +91,9 @@ def _wrong_choice(choice: pb.Choice, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_template(template: pb.Template, path: str, most_tokens: int) -> Iterator[tuple[str, str]]:
+    if len(template.parts) > MAX_TEMPLATE_PARTS:
+        yield f"{path}.parts", f"must hold at most {MAX_TEMPLATE_PARTS} parts, not {len(template.parts)}"
+        return
     kinds = [part.WhichOneof("part") for part in template.parts]
     if not 1 <= kinds.count("hole") <= MAX_HOLES:
         yield f"{path}.parts", f"must hold from 1 to {MAX_HOLES} holes, not {kinds.count('hole')}"

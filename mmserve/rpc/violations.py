@@ -16,6 +16,8 @@ from mmserve.rpc.vision_messages import wrong_vision
 from mmserve.v1 import generation_pb2 as pb
 
 MAX_STOP_STRINGS = 16
+#: Messages of a chat and their parts, together.
+MAX_PARTS = 1 << 14
 
 #: Fields, and what each must be.
 Wrong = Iterator[tuple[str, str]]
@@ -38,6 +40,10 @@ def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig
 def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Wrong:
     if not message.messages:
         yield "messages", "must hold at least one message"
+        return
+    # looked at before each of them is: nothing else is served meanwhile
+    if (count := len(message.messages) + sum(len(chat.parts) for chat in message.messages)) > MAX_PARTS:
+        yield "messages", f"must hold at most {MAX_PARTS} messages and parts together, not {count}"
         return
     images = videos = 0
     for i, chat in enumerate(message.messages):

@@ -14,6 +14,7 @@ A file looks like this (every key has a default)::
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -81,6 +82,7 @@ class MediaConfig:
     max_video_seconds: float = 60.0
     max_video_pixels: int = 15_000_000_000  # all frames of a video together (a minute of 3840 x 2160 at 30 a second)
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
+    live_bytes: int = 1 << 30  # files of all requests under way; what is above that is refused with RESOURCE_EXHAUSTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,30 +255,70 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
         raise ConfigError(f"{where} sparse attention reads K/V at full precision: set kv_bits = 0, or sparse_* = ''")
 
 
+#: What numbers must at least be (finite, too): table, least, what the least means, keys.
+_LEAST = (
+    ("server", 0, "", ("port", "drain_seconds")),
+    ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
+    (
+        "engine",
+        1,
+        "",
+        (
+            "max_queued",
+            "max_samples",
+            "max_running",
+            "handover",
+            "page_size",
+            "max_tokens",
+            "encode_batch",
+            "prefill_tokens",
+            "decode_tokens",
+        ),
+    ),
+    ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
+    ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "store_bytes")),
+    (
+        "encoder_cache",
+        0,
+        ", which means that nothing is kept",
+        ("token_bytes", "pixel_bytes", "kv_bytes", "disk_bytes"),
+    ),
+)
+#: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
+_MOST = {"port": 65535, "max_message_bytes": (1 << 31) - 1, "keepalive_seconds": ((1 << 31) - 1) // 1000}
+
+
+def _check_numbers(config: Config, source: str) -> None:
+    for table, least, meaning, keys in _LEAST:
+        for key in keys:
+            value = getattr(getattr(config, table), key)
+            if not least <= value < math.inf:
+                raise ConfigError(f"{source}: [{table}] {key} must be at least {least}{meaning}, not {value}")
+    for key, most in _MOST.items():
+        if getattr(config.server, key) > most:
+            raise ConfigError(f"{source}: [server] {key} must be at most {most}, not {getattr(config.server, key)}")
+
+
+def _check_server(server: ServerConfig, where: str) -> None:
+    if not server.host:
+        raise ConfigError(f"{where} host must not be empty: '127.0.0.1' is this machine alone, '0.0.0.0' every network")
+    if not all(token and token.isascii() and token.isprintable() for token in server.auth_tokens):
+        raise ConfigError(f"{where} auth_tokens must be printable ASCII, and none of them empty")
+    if bool(server.tls_certificate) != bool(server.tls_key):
+        raise ConfigError(f"{where} tls_certificate and tls_key go together")
+    if server.tls_client_ca and not server.tls_key:
+        raise ConfigError(f"{where} tls_client_ca needs tls_certificate and tls_key")
+
+
 def _check(config: Config, source: str) -> None:
+    _check_numbers(config, source)
+    _check_server(config.server, f"{source}: [server]")
     if config.engine.stages not in ("threads", "inline"):
         raise ConfigError(f"{source}: [engine] stages must be 'threads' or 'inline', not {config.engine.stages!r}")
     if config.engine.cuda_graphs not in ("auto", "off"):
         raise ConfigError(f"{source}: [engine] cuda_graphs must be 'auto' or 'off', not {config.engine.cuda_graphs!r}")
-    positive = ("max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples")
-    for key in positive:
-        if getattr(config.engine, key) < 1:
-            raise ConfigError(f"{source}: [engine] {key} must be at least 1")
-    for key in ("torch_threads", "pages"):
-        if getattr(config.engine, key) < 0:
-            raise ConfigError(f"{source}: [engine] {key} must be at least 0, which means auto")
     _check_sparse(config.engine, f"{source}: [engine]")
     _check_quantized(config.engine, f"{source}: [engine]")
-    for key in ("token_bytes", "pixel_bytes", "kv_bytes", "disk_bytes"):
-        if getattr(config.encoder_cache, key) < 0:
-            raise ConfigError(f"{source}: [encoder_cache] {key} must be at least 0, which means that nothing is kept")
-    if not 0 <= config.server.port <= 65535:
-        raise ConfigError(f"{source}: [server] port must be between 0 and 65535, not {config.server.port}")
-    if config.server.keepalive_seconds <= 0:
-        raise ConfigError(f"{source}: [server] keepalive_seconds must be positive")
-    if bool(config.server.tls_certificate) != bool(config.server.tls_key):
-        raise ConfigError(f"{source}: [server] tls_certificate and tls_key go together")
-    if config.server.tls_client_ca and not config.server.tls_key:
-        raise ConfigError(f"{source}: [server] tls_client_ca needs tls_certificate and tls_key")
     if not config.models:
         raise ConfigError(f"{source}: name at least one model under [[models]]")

@@ -37,9 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.DEBUG if arguments.verbose else _level(arguments.command),
+        level=logging.WARNING,  # of libraries: PyTorch tells its counters at every end
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("mmserve").setLevel(logging.DEBUG if arguments.verbose else _level(arguments.command))
     try:
         return int(modules[arguments.command].run(arguments))
     except (ConfigError, MMServeError, OSError) as error:

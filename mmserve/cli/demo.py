@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
+from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import Client, Finished, Snapshot
-from mmserve.errors import MMServeError
+from mmserve.errors import ConfigError, MMServeError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
@@ -53,9 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, print, judge; exit code 0 if every request was answered."""
+    if arguments.items < 1:
+        raise ConfigError(f"--items must be at least 1, not {arguments.items}")
     say = _Teller(quiet=arguments.json)
     say.line("Loading the server …")
     items: list[Item] = []
+    model = asked_model(arguments)
     with connected(arguments) as client:
         client.wait_ready(timeout=60)
         say.line(f"Serving on {client.target}. {arguments.items} questions about what was drawn just now:")
@@ -63,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.save is not None:
                 _save(arguments.save, f"{number:03}-{question.task}", media)
             say.question(number, question)
-            items.append(_ask(client, media, question, say))
+            items.append(_ask(client, model, media, question, say))
             say.answer(items[-1])
     right = sum(asked.correct for asked in items)
     answered = not any(asked.error for asked in items)
@@ -92,7 +95,7 @@ def _questions(count: int, seed: int) -> Iterator[tuple[Shown, Question]]:
         yield shown(task, thing), question
 
 
-def _ask(client: Client, media: Shown, question: Question, say: _Teller) -> Item:
+def _ask(client: Client, model: str, media: Shown, question: Question, say: _Teller) -> Item:
     started = time.monotonic()
     finished: Finished | None = None
     error = ""
@@ -100,6 +103,7 @@ def _ask(client: Client, media: Shown, question: Question, say: _Teller) -> Item
         for event in client.stream(
             question.text,
             **media,
+            model=model or None,
             max_new_tokens=canvas(question.task),
             snapshots=not say.quiet,
         ):

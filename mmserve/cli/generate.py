@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
+from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine
 from mmserve.client import (
     Blend,
@@ -41,12 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the question; '-' reads it from stdin")
     parser.add_argument("--image", action="append", default=[], type=Path, metavar="FILE", help="an image to show")
     parser.add_argument("--video", action="append", default=[], type=Path, metavar="FILE", help="a video to show")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens that the answer may take (default 64)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) = the likeliest tokens")
+    parser.add_argument("--seed", type=int, default=0, help="what is drawn at a temperature above 0 (default 0)")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer (default 1)")
     parser.add_argument("--recompute", help="cache policy; `mmserve models` lists them (default the model's)")
-    parser.add_argument("--commit", default="low_confidence", help="commit policy; `mmserve models` lists them")
+    parser.add_argument("--commit", help="commit policy; `mmserve models` lists them (default the model's)")
     parser.add_argument("--pruner", help="pruner of visual tokens; `mmserve models` lists them (default none)")
     amounts = parser.add_mutually_exclusive_group()
     amounts.add_argument("--keep-ratio", type=float, help="share of the visual tokens that --pruner keeps, in (0, 1]")
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what constrained samples are drawn from; 'awrs' and 'asap' are true to the model, and weighted",
     )
     kinds.add_argument("--template", type=Path, metavar="FILE", help="a JSON array of texts and holes (objects)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it is given up (default 120)")
     add_server(parser)
     add_config(parser)
     add_json(parser)
@@ -84,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Stream the answer, showing the canvas on a terminal while it fills."""
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     options: Options = {
+        "model": asked_model(arguments) or None,
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "seed": arguments.seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from mmserve.cli.options import add_config, add_json, add_server, connected, print_json
+from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
 from mmserve.client import ModelInfo
 
 
@@ -19,7 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask the server and print one model a paragraph."""
     with connected(arguments) as client:
-        models = client.models()
+        name = asked_model(arguments)
+        models = [client.describe(name)] if name else client.models()
     if arguments.json:
         print_json({"models": [asdict(m) for m in models]})
     else:

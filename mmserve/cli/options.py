@@ -46,7 +46,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
     source = "command line"
     if arguments.config is not None:
         config.load(arguments.config)  # its own errors first
-        data, source = tomllib.loads(arguments.config.read_text()), str(arguments.config)
+        data, source = tomllib.loads(arguments.config.read_text(encoding="utf-8")), str(arguments.config)
     if arguments.model:
         data["models"] = [{"path": path} for path in arguments.model]
     if arguments.companion:
@@ -83,7 +83,11 @@ def print_json(value: Any) -> None:
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """``--server`` and how to be let in: ask a running server instead of starting one."""
-    parser.add_argument("--server", metavar="HOST:PORT", help="ask this server instead of starting one here")
+    parser.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        help="ask this server instead of starting one here; --model is then the name of one of its models",
+    )
     parser.add_argument("--token", help="bearer token for --server")
     parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificate authority (PEM) that --server is of")
 
@@ -92,6 +96,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def connected(arguments: argparse.Namespace) -> Iterator[Client]:
     """A client of ``--server``, or of a server started here for as long as the context lasts."""
     if arguments.server:
+        _refuse_settings(arguments)
+        if ":" not in arguments.server:
+            raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
         tls = TLS(ca=arguments.tls_ca) if arguments.tls_ca else None
         with Client(arguments.server, token=arguments.token, tls=tls) as client:
             yield client
@@ -100,6 +107,26 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
 
     with BackgroundServer(any_port(read_config(arguments))) as server, Client(server.address) as client:
         yield client
+
+
+def asked_model(arguments: argparse.Namespace) -> str:
+    """The model that requests name: with ``--server`` what ``--model`` says, else "", the only server's default.
+
+    Raises ``ConfigError`` for several names.
+    """
+    names = arguments.model or [""]
+    if not arguments.server:
+        return ""
+    if len(names) > 1:
+        raise ConfigError("--model can be given once with --server: a request asks one model")
+    return str(names[0])
+
+
+def _refuse_settings(arguments: argparse.Namespace) -> None:
+    """What a running server was started with cannot be changed by who asks it, and is not ignored in silence."""
+    for name in ("config", "companion", "set"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} is for a server that is started here, not for the one that --server names")
 
 
 def any_port(settings: Config) -> Config:

@@ -35,6 +35,7 @@ class DiskCache:
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()  # bytes of each file, the least recently used first
         self._used = 0
+        self._failing = False  # the last entry could not be written
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"*{_PARTIAL}"):
@@ -75,7 +76,7 @@ class DiskCache:
         return None
 
     def put(self, key: bytes, entry: Mapping[str, Tensor]) -> None:
-        """Keep ``entry`` if it fits; a disk that cannot be written to is logged."""
+        """Keep ``entry`` if it fits; a disk that cannot be written to is logged, once until it can."""
         path = self._path(key)
         partial = path.with_suffix(_PARTIAL)
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.items()}
@@ -90,7 +91,20 @@ class DiskCache:
                 else:
                     partial.unlink()
         except (OSError, SafetensorError) as error:
-            logger.warning("the encoder cache cannot write to %s: %s", self.folder, error)
+            with suppress(OSError):
+                partial.unlink()
+            self._tell(error)
+        else:
+            self._tell(None)
+
+    def _tell(self, error: Exception | None) -> None:
+        """A full disk fails for every request: only its beginning and its end are news."""
+        with self._lock:
+            changed, self._failing = self._failing != (error is not None), error is not None
+        if changed and error is not None:
+            logger.warning("the encoder cache cannot write to %s, and keeps nothing new there: %s", self.folder, error)
+        elif changed:
+            logger.warning("the encoder cache can write to %s again", self.folder)
 
     def _path(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}{_SUFFIX}"

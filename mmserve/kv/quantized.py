@@ -15,7 +15,7 @@ from mmserve_kernels.dispatch import pick
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 from torch import Tensor
 
-from mmserve.kv.store import KVStore, Observe, Read, written_pages
+from mmserve.kv.store import KVStore, Observe, Read, memory_of, written_pages
 from mmserve.models.decoder import Attend, DecoderConfig
 
 
@@ -39,7 +39,8 @@ class QuantizedStore(KVStore):
         op = pick("kv_quant", device, dtype, config.head_dim)
         self._kv_quant = op.run
         self.kernels[op.op] = op.path
-        self._layers = [self._blank(pages) for _ in range(config.num_layers)]
+        with memory_of(pages, page_size):
+            self._layers = [self._blank(pages) for _ in range(config.num_layers)]
 
     @property
     def bytes(self) -> int:

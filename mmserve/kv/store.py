@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
+from mmserve.errors import ConfigError
 from mmserve.models.decoder import Attend, DecoderConfig
 
 #: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: attention of a pass over the pages.
@@ -41,6 +43,18 @@ class Layout:
     kv_limit: np.ndarray | None
 
 
+@contextmanager
+def memory_of(pages: int, page_size: int) -> Iterator[None]:
+    """Around the allocation of so many pages of so many positions: ``ConfigError`` where they do not fit."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU; on a CPU it has no type of its own
+        raise ConfigError(
+            f"no memory for the keys and values of {pages} pages of {page_size} positions: set max_running, max_tokens "
+            "or pages lower under [engine]"
+        ) from error
+
+
 class KVStore:
     """Keys (after rotation) and values, ``[pages, page_size, kv_heads, head_dim]`` a layer.
 
@@ -55,8 +69,9 @@ class KVStore:
     ) -> None:
         shape = (pages + 1, page_size, config.num_kv_heads, config.head_dim)
         self.page_size, self.device, self.scratch = page_size, device, pages
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        with memory_of(pages, page_size):
+            self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+            self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         ops = [pick(op, device, dtype, config.head_dim) for op in ("rope_scatter", "cached_attention")]
         self.kernels = {op.op: op.path for op in ops}
         self._rope_scatter, self._cached_attention = (op.run for op in ops)

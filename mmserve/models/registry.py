@@ -132,4 +132,9 @@ def _locate(path: str) -> tuple[Path, str]:
         repository = path.removeprefix(HUB)
         return download(repository), repository.rpartition("/")[2]
     folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no model directory {folder}; {' and '.join(SHIPPED)} come with mmserve, and {HUB}owner/name is "
+            "downloaded"
+        )
     return folder, folder.name

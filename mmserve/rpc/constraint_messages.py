@@ -23,6 +23,8 @@ from mmserve.core.constraint import (
 )
 from mmserve.v1 import generation_pb2 as pb
 
+#: Texts and holes of a template.
+MAX_TEMPLATE_PARTS = 1024
 _MODES = {
     pb.CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode.STRICT,
     pb.CONSTRAINT_MODE_STRICT: ConstraintMode.STRICT,
@@ -43,13 +45,16 @@ _MOST_BYTES = {
 }
 
 
-def wrong_constraint(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
-    """What is wrong with the constraint of ``message`` at first sight: field and description."""
+def wrong_constraint(message: pb.GenerateRequest, most_tokens: int) -> Iterator[tuple[str, str]]:
+    """What is wrong with the constraint of ``message`` at first sight: field and description.
+
+    ``most_tokens``: of one request to the model, which no hole of a template can pass.
+    """
     if message.HasField("constraint"):
-        yield from _wrong(message.constraint, "constraint")
+        yield from _wrong(message.constraint, "constraint", most_tokens)
 
 
-def _wrong(constraint: pb.Constraint, path: str) -> Iterator[tuple[str, str]]:
+def _wrong(constraint: pb.Constraint, path: str, most_tokens: int) -> Iterator[tuple[str, str]]:
     if constraint.mode not in _MODES:
         yield f"{path}.mode", "must be CONSTRAINT_MODE_STRICT, CONSTRAINT_MODE_VALIDATE or CONSTRAINT_MODE_LENIENT"
     if constraint.sampling not in _SAMPLINGS:
@@ -67,7 +72,7 @@ def _wrong(constraint: pb.Constraint, path: str) -> Iterator[tuple[str, str]]:
         case "template":
             if constraint.mode:
                 yield f"{path}.mode", "must not be set with a template: each hole has its own"
-            yield from _wrong_template(constraint.template, f"{path}.template")
+            yield from _wrong_template(constraint.template, f"{path}.template", most_tokens)
         case _:
             text, most = getattr(constraint, kind), _MOST_BYTES[kind]
             if not text:
@@ -85,7 +90,10 @@ def _wrong_choice(choice: pb.Choice, path: str) -> Iterator[tuple[str, str]]:
         yield f"{path}.options", f"must be at most {MAX_GRAMMAR_BYTES} bytes together, not {size}"
 
 
-def _wrong_template(template: pb.Template, path: str) -> Iterator[tuple[str, str]]:
+def _wrong_template(template: pb.Template, path: str, most_tokens: int) -> Iterator[tuple[str, str]]:
+    if len(template.parts) > MAX_TEMPLATE_PARTS:
+        yield f"{path}.parts", f"must hold at most {MAX_TEMPLATE_PARTS} parts, not {len(template.parts)}"
+        return
     kinds = [part.WhichOneof("part") for part in template.parts]
     if not 1 <= kinds.count("hole") <= MAX_HOLES:
         yield f"{path}.parts", f"must hold from 1 to {MAX_HOLES} holes, not {kinds.count('hole')}"
@@ -102,12 +110,12 @@ def _wrong_template(template: pb.Template, path: str) -> Iterator[tuple[str, str
             case "hole":
                 if i and kinds[i - 1] == "hole":
                     yield f"{place}.hole", "must not follow a hole: put text between the two"
-                yield from _wrong_hole(part.hole, f"{place}.hole")
+                yield from _wrong_hole(part.hole, f"{place}.hole", most_tokens)
 
 
-def _wrong_hole(hole: pb.Hole, path: str) -> Iterator[tuple[str, str]]:
-    if not hole.max_tokens:
-        yield f"{path}.max_tokens", "must be at least 1"
+def _wrong_hole(hole: pb.Hole, path: str, most_tokens: int) -> Iterator[tuple[str, str]]:
+    if not 1 <= hole.max_tokens <= most_tokens:
+        yield f"{path}.max_tokens", f"must be in [1, {most_tokens}], not {hole.max_tokens}"
     if not hole.HasField("constraint"):
         return
     if hole.constraint.scaffold:
@@ -115,7 +123,7 @@ def _wrong_hole(hole: pb.Hole, path: str) -> Iterator[tuple[str, str]]:
     if hole.constraint.WhichOneof("kind") == "template":
         yield f"{path}.constraint.template", "must not stand in a hole: write its parts into the outer template"
     else:
-        yield from _wrong(hole.constraint, f"{path}.constraint")
+        yield from _wrong(hole.constraint, f"{path}.constraint", most_tokens)
 
 
 def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:

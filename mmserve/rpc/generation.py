@@ -15,6 +15,7 @@ from mmserve.core.request import Request
 from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError, NotFound
 from mmserve.rpc import convert, request_id
+from mmserve.rpc.room import Room, media_files
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
 from mmserve.v1 import generation_pb2 as pb
@@ -56,6 +57,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._engines = engines
         self._media = media
         self._limits = limits
+        self._room = Room(limits.live_bytes)
 
     async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
         """Stream the events of one request; a client that leaves cancels it."""
@@ -71,8 +73,10 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 media=self._media.get,
                 deadline=_deadline(context),
             )
+            message.Clear()  # its media were copied, and gRPC keeps it until the answer's end
             logger.info("request %s for %s (%s: %s)", request.id, request.model, request_id.KEY, label)
-            await _relay(engine, request, label, context)
+            with self._room.taken(media_files(request)):
+                await _relay(engine, request, label, context)
 
 
 async def _relay(engine: EngineLike, request: Request, label: str, context: Any) -> None:

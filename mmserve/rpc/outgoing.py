@@ -20,9 +20,9 @@ from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart
 from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
 from mmserve.rpc import request_id
-from mmserve.rpc.convert import role_number
 from mmserve.rpc.outgoing_constraint import Schema, Template, put_constraint, reader
 from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Recompute, put, put_policy
+from mmserve.rpc.roles import role_number
 from mmserve.v1 import generation_pb2 as pb
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.

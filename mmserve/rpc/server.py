@@ -23,6 +23,7 @@ from mmserve.rpc.generation import EngineLike, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
+from mmserve.rpc.wellformed import WellFormed
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -147,7 +148,7 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        interceptors = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
+        interceptors = [*([BearerAuth(config.auth_tokens)] if config.auth_tokens else []), WellFormed()]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)

@@ -131,6 +131,35 @@ def test_generate_refuses_bad_values(
     assert out == "" and err.count("\n") == 1 and word in err
 
 
+def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    to = ("--server", server.address)
+    assert main(["generate", "x", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
+    assert main(["models", *to, "--model", "reference"]) == 0
+    assert capsys.readouterr().err == ""
+    for wrong, word in (
+        (("--model", "bundled-causal"), "no model 'bundled-causal' here; there is reference"),
+        (("--model", "reference", "--model", "other"), "--model"),
+        (("--set", "server.port=0"), "--set"),
+        (("--companion", "bundled-causal"), "--companion"),
+        (("--config", "mmserve.toml"), "--config"),
+    ):
+        for command_line in (["generate", "x"], ["models"]):
+            assert main([*command_line, *to, *wrong]) == 1
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1 and word in err
+
+
+@pytest.mark.parametrize(
+    "slip", [("demo", "--items", "0"), ("demo", "--items", "-3"), ("models", "--server", "localhost")]
+)
+def test_a_demo_of_nothing_and_a_server_without_a_port_are_refused(
+    capsys: pytest.CaptureFixture[str], slip: tuple[str, str, str]
+) -> None:
+    assert main([*slip]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and slip[1] in err
+
+
 def test_no_server_is_an_error_of_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: nobody answers there
@@ -165,6 +194,7 @@ BROKEN = {
     "a key without its certificate": ('[server]\ntls_key = "x"', "go together"),
     "a certificate that is not there": ('[server]\ntls_key = "/no/k"\ntls_certificate = "/no/c"', "/no/"),
     "too few pages": ("[engine]\npages = 3", "pages"),
+    "pages for which there is no memory": ("[engine]\nmax_running = 1000000000000", "no memory"),
     "an unknown device": ('[[models]]\ndevice = "abacus"', "abacus"),
     "an unknown dtype": ('[[models]]\ndtype = "float12"', "float12"),
 }

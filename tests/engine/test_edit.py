@@ -121,6 +121,12 @@ def test_a_block_is_final_only_after_all_of_it_was_judged(bench, recompute: str,
     assert seen and all(asked == size for asked, size in judged)
 
 
+def test_numbers_past_fp32_are_like_any_above_one() -> None:
+    canvas = blank(2, 3, 3)
+    chosen = Edit(confidence=1e300, edit_confidence=1e300).choose(canvas, proposal(canvas))
+    assert chosen.tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("numbers", [{"confidence": 0}, {"edit_confidence": -1}, {"passes": -1}, {"passes": 65}])
 def test_numbers_that_make_no_sense_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):

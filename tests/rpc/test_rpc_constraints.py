@@ -34,13 +34,13 @@ from mmserve.v1 import generation_pb2 as pb
 
 def asked(**constraint: Any) -> ConstraintSpec | None:
     message = pb.GenerateRequest(constraint=constraint)
-    assert list(wrong_constraint(message)) == []
+    assert list(wrong_constraint(message, most_tokens=1024)) == []
     return asked_constraint(message)
 
 
 def test_no_constraint() -> None:
     assert asked_constraint(pb.GenerateRequest()) is None
-    assert list(wrong_constraint(pb.GenerateRequest())) == []
+    assert list(wrong_constraint(pb.GenerateRequest(), most_tokens=1024)) == []
     assert build().constraint is None
 
 

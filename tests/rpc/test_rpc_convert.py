@@ -163,6 +163,8 @@ def test_ranges(field: str, values: list[Any]) -> None:
     ("messages", "fields"),
     [
         ([], ["messages"]),
+        ([{"role": "ROLE_USER", "parts": [{}] * (1 << 14)}], ["messages"]),
+        ([{}] * ((1 << 14) + 1), ["messages"]),
         ([{"parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": 77, "parts": [{"text": "x"}]}], ["messages[0].role"]),
         ([{"role": "ROLE_USER"}], ["messages[0].parts"]),

@@ -3,13 +3,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from echo_server import EchoEngine, config, threaded
 
-from mmserve.client import Client
+from mmserve.client import Admitted, Client
 from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted
+from mmserve.rpc.room import Room
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import media_pb2, media_pb2_grpc
 
@@ -74,3 +76,45 @@ def test_unfinished_uploads_together_fit_into_the_store(engine: EchoEngine) -> N
         assert caught.value.retry_after == 1.0
         assert call.result().bytes == 90
         assert upload(address, b"2" * 60).bytes == 60  # what was in progress is given back
+
+
+def test_files_of_requests_under_way_are_bounded_together(engine: EchoEngine) -> None:
+    engine.pause = 30.0
+    with (
+        threaded(engine, config(live_bytes=100)) as address,
+        Client(address, timeout=10) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows 100 with the 101") as caught:
+            client.generate("x", images=[b"1" * 101])
+        assert caught.value.retry_after is None
+        uploaded = client.upload(b"2" * 60)
+        held = [client.stream("x", images=[uploaded, uploaded]) for _ in range(2)]
+        for stream in held:
+            assert isinstance(next(stream), Admitted)
+        held.append(client.stream("x", images=[b"3" * 40]))
+        assert isinstance(next(held[-1]), Admitted)
+        with pytest.raises(ResourceExhausted, match="requests under way hold 100 bytes") as caught:
+            next(client.stream("x", images=[b"4"], timeout=0.5))
+        assert caught.value.retry_after == 1.0
+        waiting = pool.submit(client.generate, "", images=[b"5" * 60, b"6" * 40])  # tried again until there is room
+        for stream in held:
+            stream.close()
+        engine.pause = 0.0
+        assert waiting.result().text == ""
+
+
+def test_files_held_by_several_count_once_and_until_the_last_lets_go() -> None:
+    room, shared, own = Room(10), b"12345678", b"90"
+    with room.taken([shared, own]):
+        with room.taken([shared, shared]):
+            assert room.used == 10
+            with pytest.raises(ResourceExhausted), room.taken([bytes(3)]):
+                pass
+        assert room.used == 10
+        with room.taken([]):
+            assert room.used == 10
+    assert room.used == 0
+    with room.taken([bytes(10)]), pytest.raises(ResourceExhausted), room.taken([shared]):
+        pass
+    assert room.used == 0

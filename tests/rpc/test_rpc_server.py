@@ -18,8 +18,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from mmserve.client import AsyncClient, Client
 from mmserve.core.events import Delta
-from mmserve.errors import ConfigError, DeadlineExceeded, Internal, NotFound, Unavailable, Unimplemented
+from mmserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    Unimplemented,
+)
 from mmserve.rpc.server import SERVICES, Server
+from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc, model_pb2
 
@@ -55,6 +64,24 @@ def test_errors_have_the_request_id_too(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError):
         list(call)
     assert dict(call.initial_metadata())["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "method", ["GenerationService/Generate", "MediaService/UploadMedia", "ModelService/ListModels"]
+)
+def test_bytes_that_are_no_message_are_a_wrong_request(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    path = f"/mmserve.v1.{method}"
+    with pytest.raises(grpc.RpcError) as refused:
+        if "Media" in method:
+            channel.stream_unary(path)(iter([b"\n\x01a", b"\xff"]), timeout=10)
+        else:
+            list(channel.unary_stream(path)(b"\xff", timeout=10))
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, InvalidArgument) and error.violations[0].field == "request" and method in error.message
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert list(generate(channel))[-1].HasField("finished")
 
 
 def test_two_live_requests_may_share_a_label(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from echo_server import model_info
 from test_rpc_constraints import asked
 from test_rpc_convert import wrong
 
@@ -47,7 +48,10 @@ def test_a_scaffold_is_carried_over() -> None:
         ({"template": {"parts": [TEXT, hole()]}, "mode": 1}, ["mode"]),
         ({"template": {"parts": [{}, hole(), {"text": ""}]}}, ["template.parts[0]", "template.parts[2].text"]),
         ({"template": {"parts": [hole(), hole()]}}, ["template.parts[1].hole"]),
+        ({"template": {"parts": [{}] * 1025}}, ["template.parts"]),
         ({"template": {"parts": [hole(0)]}}, ["template.parts[0].hole.max_tokens"]),
+        ({"template": {"parts": [hole(model_info().max_tokens + 1)]}}, ["template.parts[0].hole.max_tokens"]),
+        ({"template": {"parts": [hole(2**32 - 1)]}}, ["template.parts[0].hole.max_tokens"]),
         ({"template": {"parts": [hole(regex="")]}}, ["template.parts[0].hole.constraint.regex"]),
         ({"template": {"parts": [hole(choice={})]}}, ["template.parts[0].hole.constraint.choice.options"]),
         ({"template": {"parts": [hole(mode=1)]}}, ["template.parts[0].hole.constraint"]),

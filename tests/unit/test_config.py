@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from mmserve.config import (
     Config,
+    EncoderCacheConfig,
     EngineConfig,
     MediaConfig,
     ModelConfig,
@@ -25,7 +27,10 @@ from mmserve.errors import ConfigError
 
 TABLES: dict[str, type[Any]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
 KEYS = [(table, f.name, f.default) for table, kind in TABLES.items() for f in dataclasses.fields(kind)]
-COUNTS = ["max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples"]
+COUNTS = [
+    *("max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples"),
+    *("prefill_tokens", "decode_tokens"),
+]
 
 
 def toml(value: Any) -> str:
@@ -57,10 +62,12 @@ configs = st.builds(
     Config,
     server=st.builds(
         ServerConfig,
-        host=words,
+        host=words.filter(bool),
         port=st.integers(0, 65535),
-        max_message_bytes=sizes,
-        auth_tokens=st.lists(words, max_size=3).map(tuple),
+        max_message_bytes=st.integers(1, (1 << 31) - 1),
+        auth_tokens=st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), max_size=3).map(
+            tuple
+        ),
         drain_seconds=st.floats(0, 1e6),
     ),
     engine=st.builds(
@@ -68,7 +75,7 @@ configs = st.builds(
         stages=st.sampled_from(["threads", "inline"]),
         torch_threads=st.integers(0, 64),
         pages=st.integers(0, 1 << 20),
-        **dict.fromkeys([*COUNTS, "prefill_tokens", "decode_tokens"], sizes),
+        **dict.fromkeys(COUNTS, sizes),
     ),
     media=st.builds(MediaConfig, max_pixels=sizes, max_images=st.integers(1, 99)),
     models=st.lists(st.builds(ModelConfig, path=words, name=words), min_size=1, max_size=3).map(tuple),
@@ -161,6 +168,44 @@ def test_an_integer_is_good_for_a_float() -> None:
 def test_a_count_below_one_is_refused(key: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"\[engine\] {key} must be at least 1"):
         from_mapping({"engine": {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        ("server", {"port": 65536, "keepalive_seconds": 1e7, "max_message_bytes": 1 << 31}),
+        ("server", {"port": -1, "keepalive_seconds": 0.0, "max_message_bytes": 0, "drain_seconds": -1.0}),
+        ("server", {"keepalive_seconds": float("nan"), "drain_seconds": float("nan")}),
+        ("server", {"keepalive_seconds": float("inf"), "drain_seconds": float("inf")}),
+        ("media", {"max_item_bytes": 0, "max_pixels": 0, "max_side": 0, "max_images": -1, "live_bytes": 0}),
+        ("media", {"max_video_seconds": float("nan"), "max_video_pixels": -1, "store_bytes": -1}),
+        ("encoder_cache", {"token_bytes": -1, "pixel_bytes": -1, "kv_bytes": -1, "disk_bytes": -1}),
+    ],
+)
+def test_a_number_out_of_range_is_refused(table: str, values: dict[str, float]) -> None:
+    for key, value in values.items():
+        with pytest.raises(ConfigError, match=rf"\[{table}\] {key} must be at (least|most) \d+.*, not {value}"):
+            from_mapping({table: {key: value}})
+
+
+@pytest.mark.parametrize("token", ["", "tö", "a\n"])
+def test_a_token_that_anybody_or_nobody_has_is_refused(token: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[server\] auth_tokens must be printable ASCII"):
+        from_mapping({"server": {"auth_tokens": ["good", token]}})
+
+
+def test_no_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[server\] host must not be empty"):
+        from_mapping({"server": {"host": ""}})
+
+
+def test_the_example_has_every_key_with_its_default() -> None:
+    path = Path(__file__).parents[2] / "deploy" / "mmserve.toml"
+    assert load(path) == Config()
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    (data["models"],) = data["models"]
+    for table, kind in {**TABLES, "encoder_cache": EncoderCacheConfig, "models": ModelConfig}.items():
+        assert set(data[table]) == {f.name for f in dataclasses.fields(kind)}, table
 
 
 @pytest.mark.parametrize("key", ["torch_threads", "pages"])

@@ -269,8 +269,14 @@ def test_a_disk_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFix
     folder = tmp_path / "gone"
     maker = stored(folder)
     folder.rmdir()
-    maker.get(1)
-    assert "cannot write" in caplog.text and maker.made == {1: 1}
+    maker.get(1, 2, 3)
+    assert caplog.text.count("cannot write") == 1 and maker.made == {1: 1, 2: 1, 3: 1}
+    folder.mkdir()
+    maker.get(4, 5)
+    assert caplog.text.count("can write to") == 1 and len(list(folder.iterdir())) == 2
+    folder.rename(tmp_path / "away")
+    maker.get(6)
+    assert caplog.text.count("cannot write") == 2
 
 
 # --- keys ---

@@ -70,7 +70,7 @@ def test_a_threshold_of_1_or_more_leaves_the_schedule(
 ) -> None:
     canvas = after_a_pass(new, block)
     candidates = proposal(canvas, data.draw(hnp.arrays(np.float32, len(canvas.block_masked()), elements=PROBABILITIES)))
-    for least in (1.0, 1.5):
+    for least in (1.0, 1.5, 1e300):
         policy = Learned(commit_filter=random_filter(seed), threshold=least, steps=steps)
         assert policy.choose(canvas, candidates).tolist() == (
             LowConfidence(steps=steps).choose(canvas, candidates).tolist()

@@ -46,11 +46,12 @@ class Edit(Undrafted):
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         masked = canvas.committed_at[candidates.positions] == MASKED
-        chosen = masked & (candidates.confidence > self.confidence)
+        # a number past fp32 would warn, and nothing passes 2 either
+        chosen = masked & (candidates.confidence > min(self.confidence, 2.0))
         if masked.any() and not chosen.any():
             chosen[np.argmax(np.where(masked, candidates.confidence, -1.0))] = True
         other = candidates.tokens != canvas.tokens[candidates.positions]
-        return chosen | (~masked & other & (candidates.confidence > self.edit_confidence))
+        return chosen | (~masked & other & (candidates.confidence > min(self.edit_confidence, 2.0)))
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
         return canvas.full_passes >= self.passes or (edited == 0 and canvas.full_passes > 0)

@@ -42,7 +42,8 @@ class Learned(BlockWise):
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         trust = self.commit_filter.trust(*block_confidence(canvas, candidates))
-        trusted = trust[candidates.positions - canvas.block_start] > self.threshold
+        # a number past fp32 would warn, and no trust passes 2 either
+        trusted = trust[candidates.positions - canvas.block_start] > min(self.threshold, 2.0)
         count = tokens_of_step(canvas, self.steps, canvas.block_step - 1)
         return trusted | most_confident(candidates, count)
 

@@ -1,0 +1,98 @@
+"""The client SDK: ``Client``, and ``AsyncClient`` with the same methods for asyncio.
+
+::
+
+    with Client("localhost:50051") as client:
+        print(client.generate("What is left of the circle?", images=[Path("scene.png")]).text)
+        for event in client.stream("Tell me more.", commit=Threshold(0.9)):
+            ...
+
+Every call has a deadline, and fails only with the errors of ``mmserve.errors``. What surely was not begun is tried
+again a few times: a server that could not be reached, or one that was full and said when it will not be.
+"""
+
+from mmserve.client.asynchronous import AsyncClient
+from mmserve.client.blocking import Client
+from mmserve.core.events import (
+    Admitted,
+    CommittedToken,
+    ConstraintStats,
+    Delta,
+    Event,
+    Finished,
+    Snapshot,
+    StageTimes,
+    Usage,
+)
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
+from mmserve.rpc.outgoing import TLS, Options, Result
+from mmserve.rpc.outgoing_constraint import Hole, Template
+from mmserve.rpc.policies import (
+    Adaptive,
+    Blend,
+    Confident,
+    DkvDecode,
+    DkvGreedy,
+    DraftModel,
+    EarlyCommit,
+    Edit,
+    EntropyBound,
+    ExpectedAttention,
+    Factor,
+    Guided,
+    HeavyHitters,
+    Learned,
+    LegoLink,
+    Ngram,
+    RandomReuse,
+    Scheduler,
+    SinkWindow,
+    Threshold,
+    VisualCache,
+)
+
+__all__ = [
+    "TLS",
+    "Adaptive",
+    "Admitted",
+    "AsyncClient",
+    "Blend",
+    "Client",
+    "CommittedToken",
+    "Confident",
+    "ConstraintStats",
+    "Delta",
+    "DkvDecode",
+    "DkvGreedy",
+    "DraftModel",
+    "EarlyCommit",
+    "Edit",
+    "EntropyBound",
+    "Event",
+    "ExpectedAttention",
+    "Factor",
+    "Finished",
+    "Guided",
+    "HeavyHitters",
+    "Hole",
+    "ImagePart",
+    "Learned",
+    "LegoLink",
+    "Message",
+    "ModelInfo",
+    "Ngram",
+    "Options",
+    "RandomReuse",
+    "Result",
+    "Scheduler",
+    "SinkWindow",
+    "Snapshot",
+    "StageTimes",
+    "Template",
+    "TextPart",
+    "Threshold",
+    "Usage",
+    "VideoPart",
+    "VisualCache",
+]

@@ -1,0 +1,162 @@
+"""The client for asyncio: ``AsyncClient``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+import PIL.Image
+
+from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.core.events import Event, Finished
+from mmserve.core.info import ModelInfo
+from mmserve.errors import Cancelled, MMServeError
+from mmserve.rpc.convert import from_model_info, from_response
+from mmserve.rpc.outgoing import (
+    Chat,
+    Image,
+    Options,
+    Result,
+    Retries,
+    build_request,
+    file_bytes,
+    request_label,
+    to_result,
+)
+from mmserve.rpc.status import from_rpc_error
+from mmserve.v1 import generation_pb2, media_pb2, model_pb2
+
+
+class AsyncClient(Base):
+    """``Client`` for asyncio: the same methods, to be awaited; one event loop per client."""
+
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> Result:
+        """As ``Client.generate``."""
+        label = request_label(request_id)
+        message = await asyncio.to_thread(build_request, prompt, images, deltas=False, snapshots=False, **options)
+        events = self._events(message, self._retries(timeout), label)
+        done = [event async for event in events if isinstance(event, Finished)]
+        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
+
+    async def stream(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        snapshots: bool = False,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[Event, None]:
+        """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early."""
+        label = request_label(request_id)
+        retries = self._retries(timeout)
+        message = await asyncio.to_thread(build_request, prompt, images, deltas=True, snapshots=snapshots, **options)
+        events = self._events(message, retries, label)
+        try:
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()
+
+    async def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
+        """As ``Client.upload``."""
+        content = await asyncio.to_thread(file_bytes, data, "data")
+        stub = self._open(grpc.aio).media.UploadMedia
+        return str((await self._unary(lambda **how: stub(_async_chunks(content), **how), timeout)).media_id)
+
+    async def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+        """As ``Client.models``."""
+        stub = self._open(grpc.aio).models.ListModels
+        reply = await self._unary(lambda **how: stub(model_pb2.ListModelsRequest(), **how), timeout)
+        return [from_model_info(model) for model in reply.models]
+
+    async def describe(self, name: str = "", *, timeout: float | None = None) -> ModelInfo:
+        """As ``Client.describe``."""
+        stub = self._open(grpc.aio).models.DescribeModel
+        reply = await self._unary(lambda **how: stub(model_pb2.DescribeModelRequest(model=name), **how), timeout)
+        return from_model_info(reply.model)
+
+    async def wait_ready(self, timeout: float = 30.0) -> None:
+        """As ``Client.wait_ready``."""
+        retries = self._retries(timeout)
+        failure: MMServeError | None = None
+        while remaining := retries.remaining():
+            try:
+                if serving(await self._open(grpc.aio).health.Check(check(), **self._check_call(remaining))):
+                    return
+                failure = None
+            except grpc.RpcError as error:
+                failure = unready(error)
+            await asyncio.sleep(min(POLL_SECONDS, retries.remaining()))
+        raise self._not_ready(failure, timeout)
+
+    async def close(self) -> None:
+        """As ``Client.close``."""
+        self._closed = True
+        if self._opened is not None:
+            await self._opened.channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await self.close()
+
+    async def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
+        retries = self._retries(timeout)
+        while True:
+            try:
+                return await call(timeout=retries.remaining(), metadata=self._metadata())
+            except grpc.RpcError as error:
+                pause = retries.delay(from_rpc_error(error))
+            except asyncio.CancelledError:
+                _raise_if_closed(self._closed)
+                raise
+            await asyncio.sleep(pause)
+
+    async def _events(
+        self, message: generation_pb2.GenerateRequest, retries: Retries, label: str
+    ) -> AsyncGenerator[Event, None]:
+        while True:
+            started = False
+            call = self._open(grpc.aio).generation.Generate(
+                message, timeout=retries.remaining(), metadata=self._metadata(label)
+            )
+            try:
+                async for response in call:
+                    started = True
+                    yield from_response(response)
+                return
+            except grpc.RpcError as error:
+                pause = retries.delay(from_rpc_error(error), started=started)
+            except asyncio.CancelledError:
+                _raise_if_closed(self._closed)
+                raise
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)
+
+
+def _raise_if_closed(closed: bool) -> None:
+    """grpc.aio says "cancelled" when its channel is closed; the caller's own task was not cancelled then."""
+    task = asyncio.current_task()
+    if closed and task is not None and not task.cancelling():
+        raise Cancelled("the client was closed")
+
+
+async def _async_chunks(data: bytes) -> AsyncIterator[media_pb2.UploadMediaRequest]:
+    for message in chunks(data):
+        yield message

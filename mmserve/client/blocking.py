@@ -1,0 +1,146 @@
+"""The client that waits: ``Client``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+import PIL.Image
+
+from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.core.events import Event, Finished
+from mmserve.core.info import ModelInfo
+from mmserve.errors import MMServeError
+from mmserve.rpc.convert import from_model_info, from_response
+from mmserve.rpc.outgoing import (
+    Chat,
+    Image,
+    Options,
+    Result,
+    Retries,
+    build_request,
+    file_bytes,
+    request_label,
+    to_result,
+)
+from mmserve.rpc.status import from_rpc_error
+from mmserve.v1 import generation_pb2, model_pb2
+
+
+class Client(Base):
+    """A connection to a server, for any number of threads. Use it as a context manager, or ``close`` it."""
+
+    def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> Result:
+        """The whole answer to a prompt or chat, with ``images`` in front of its last message; see ``Options``.
+
+        ``videos`` (an option) go behind the images. With ``n`` samples, the first, and all as its ``samples``. With
+        ``schema``, a JSON schema or a pydantic model, the answer is valid JSON under it, and ``parsed`` its value. With
+        ``template``, texts and each ``Hole`` between them, ``holes`` is what fills them.
+        """
+        label = request_label(request_id)
+        message = build_request(prompt, images, deltas=False, snapshots=False, **options)
+        events = self._events(message, self._retries(timeout), label)
+        done = [event for event in events if isinstance(event, Finished)]
+        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        snapshots: bool = False,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> Generator[Event, None, None]:
+        """The answer as it comes: ``Admitted``, ``Delta`` (and ``Snapshot``), ``Finished``.
+
+        With ``n`` samples their events come in any order, each with its ``sample``, and each has its ``Finished``.
+        Leaving the loop, or closing the generator, cancels the request.
+        """
+        message = build_request(prompt, images, deltas=True, snapshots=snapshots, **options)
+        return self._events(message, self._retries(timeout), request_label(request_id))
+
+    def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
+        """Store an image or a video on the server; its media id can stand for it in ``images`` or ``videos``."""
+        content = file_bytes(data, "data")
+        stub = self._open(grpc).media.UploadMedia
+        return str(self._unary(lambda **how: stub(chunks(content), **how), timeout).media_id)
+
+    def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+        """The server's models, its default first."""
+        stub = self._open(grpc).models.ListModels
+        reply = self._unary(lambda **how: stub(model_pb2.ListModelsRequest(), **how), timeout)
+        return [from_model_info(model) for model in reply.models]
+
+    def describe(self, name: str = "", *, timeout: float | None = None) -> ModelInfo:
+        """One model, the server's default for an empty name."""
+        stub = self._open(grpc).models.DescribeModel
+        reply = self._unary(lambda **how: stub(model_pb2.DescribeModelRequest(model=name), **how), timeout)
+        return from_model_info(reply.model)
+
+    def wait_ready(self, timeout: float = 30.0) -> None:
+        """Return as soon as the server's health check says it is serving; raises ``Unavailable`` after ``timeout``."""
+        retries = self._retries(timeout)
+        failure: MMServeError | None = None
+        while remaining := retries.remaining():
+            try:
+                if serving(self._open(grpc).health.Check(check(), **self._check_call(remaining))):
+                    return
+                failure = None
+            except grpc.RpcError as error:
+                failure = unready(error)
+            time.sleep(min(POLL_SECONDS, retries.remaining()))
+        raise self._not_ready(failure, timeout)
+
+    def close(self) -> None:
+        """Close the connection; calls under way end with ``Cancelled``."""
+        self._closed = True
+        if self._opened is not None:
+            self._opened.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
+        retries = self._retries(timeout)
+        while True:
+            try:
+                return call(timeout=retries.remaining(), metadata=self._metadata())
+            except grpc.RpcError as error:
+                pause = retries.delay(from_rpc_error(error))
+            time.sleep(pause)
+
+    def _events(
+        self, message: generation_pb2.GenerateRequest, retries: Retries, label: str
+    ) -> Generator[Event, None, None]:
+        while True:
+            started = False
+            call = self._open(grpc).generation.Generate(
+                message, timeout=retries.remaining(), metadata=self._metadata(label)
+            )
+            try:
+                for response in call:
+                    started = True
+                    yield from_response(response)
+                return
+            except grpc.RpcError as error:
+                pause = retries.delay(from_rpc_error(error), started=started)
+            finally:
+                call.cancel()
+            time.sleep(pause)

@@ -1,0 +1,121 @@
+"""Requests as messages carry them.
+
+A request is judged as a whole first, so that a client learns everything that is wrong with it at once; only an
+acceptable one is then built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mmserve.config import MediaConfig
+from mmserve.core.info import ModelInfo, lacking
+from mmserve.core.request import (
+    Diffusion,
+    ImagePart,
+    Message,
+    Part,
+    Policy,
+    Request,
+    Sampling,
+    Streaming,
+    TextPart,
+    VideoPart,
+)
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.rpc.constraint_messages import asked_constraint
+from mmserve.rpc.policy_messages import chosen_policy
+from mmserve.rpc.roles import ROLES
+from mmserve.rpc.violations import violations
+from mmserve.rpc.vision_messages import asked_vision
+from mmserve.v1 import generation_pb2 as pb
+
+
+def to_request(
+    message: pb.GenerateRequest,
+    *,
+    request_id: str,
+    info: ModelInfo,
+    limits: MediaConfig,
+    media: Callable[[str], bytes],
+    deadline: float | None,
+) -> Request:
+    """The core request for the model of ``info``; ``media`` gives the bytes of a media id, or raises ``NotFound``.
+
+    ``deadline`` is on the monotonic clock (seconds). Raises ``InvalidArgument`` with every violation, or
+    ``Unimplemented`` where the model lacks what the request needs.
+    """
+    if wrong := tuple(violations(message, info, limits)):
+        raise InvalidArgument(*wrong)
+    diffusion = _diffusion(message.diffusion, info)
+    _require_capabilities(message, diffusion, info)
+    return Request(
+        id=request_id,
+        model=info.name,
+        messages=tuple(_message(m, media) for m in message.messages),
+        sampling=_sampling(message.sampling, info),
+        diffusion=diffusion,
+        vision=asked_vision(message.vision),
+        streaming=_streaming(message.stream),
+        constraint=asked_constraint(message),
+        kv_reduction=chosen_policy(message.kv_reduction, "policy"),
+        image_reuse=chosen_policy(message.image_reuse, "policy"),
+        deadline=deadline,
+    )
+
+
+def _message(chat: pb.ChatMessage, media: Callable[[str], bytes]) -> Message:
+    return Message(role=ROLES[chat.role], parts=tuple(_part(part, media) for part in chat.parts))
+
+
+def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
+    match part.WhichOneof("part"):
+        case "image":
+            return ImagePart(_bytes(part.image, media))
+        case "video":
+            return VideoPart(_bytes(part.video, media))
+    return TextPart(part.text)
+
+
+def _bytes(item: pb.Image | pb.Video, media: Callable[[str], bytes]) -> bytes:
+    return item.data if item.WhichOneof("source") == "data" else media(item.media_id)
+
+
+def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
+    return Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        seed=sampling.seed,
+        max_new_tokens=sampling.max_new_tokens if sampling.HasField("max_new_tokens") else info.max_new_tokens,
+        stop=tuple(sampling.stop),
+        n=sampling.n if sampling.HasField("n") else 1,
+    )
+
+
+def _diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Diffusion:
+    return Diffusion(
+        steps=diffusion.steps,
+        block_length=diffusion.block_length,
+        recompute=chosen_policy(diffusion, "recompute") or Policy(name=info.recompute_policy),
+        commit=chosen_policy(diffusion, "commit") or Policy(name=info.commit_policy),
+    )
+
+
+def _streaming(stream: pb.StreamOptions) -> Streaming:
+    deltas = stream.deltas if stream.HasField("deltas") else True
+    return Streaming(deltas=deltas, snapshots=stream.snapshots, tokens=stream.tokens)
+
+
+def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, info: ModelInfo) -> None:
+    for kind, taken in (("image", info.images), ("video", info.videos)):
+        if not taken and any(part.HasField(kind) for chat in message.messages for part in chat.parts):
+            raise Unimplemented(f"model {info.name!r} takes no {kind}s")
+    for kind, policy, known in (
+        ("recompute", diffusion.recompute, info.recompute_policies),
+        ("commit", diffusion.commit, info.commit_policies),
+    ):
+        if policy.name not in known:
+            raise Unimplemented(lacking(info.name, kind, policy.name, known, diffusion=info.diffusion))

@@ -1,0 +1,51 @@
+"""How much media the requests under way may hold together: a queue bounded in requests alone is not bounded in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mmserve.core.request import Request, TextPart
+from mmserve.errors import ResourceExhausted
+
+#: When a client may try again (seconds).
+_RETRY_AFTER = 1.0
+
+
+class Room:
+    """``capacity`` bytes for the files of all requests under way; used on one event loop.
+
+    A file that several hold, an upload, counts once.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._held: Counter[int] = Counter()  # by how many, a file by its identity: it lives as long as it is held
+
+    @contextmanager
+    def taken(self, files: Sequence[bytes]) -> Iterator[None]:
+        """Hold ``files``; raises ``ResourceExhausted`` where they do not fit beside what others hold."""
+        more = sum({id(file): len(file) for file in files if id(file) not in self._held}.values())
+        if self.used + more > self.capacity:
+            raise ResourceExhausted(
+                f"requests under way hold {self.used} bytes of media, and media.live_bytes allows {self.capacity} with "
+                f"the {more} of this one",
+                retry_after=_RETRY_AFTER if more <= self.capacity else None,
+            )
+        self.used += more
+        self._held.update(map(id, files))
+        try:
+            yield
+        finally:
+            self._held.subtract(map(id, files))
+            gone = {id(file): len(file) for file in files if not self._held[id(file)]}
+            self.used -= sum(gone.values())
+            for file in gone:
+                del self._held[file]
+
+
+def media_files(request: Request) -> list[bytes]:
+    """The image and video files of ``request``."""
+    return [part.data for message in request.messages for part in message.parts if not isinstance(part, TextPart)]

@@ -1,0 +1,134 @@
+"""What is wrong with a request, field by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mmserve.config import MediaConfig
+from mmserve.core.info import ModelInfo
+from mmserve.encode.store import is_media_id
+from mmserve.errors import FieldViolation
+from mmserve.rpc.constraint_messages import wrong_constraint
+from mmserve.rpc.policy_messages import wrong_policy
+from mmserve.rpc.roles import ROLES
+from mmserve.rpc.vision_messages import wrong_vision
+from mmserve.v1 import generation_pb2 as pb
+
+MAX_STOP_STRINGS = 16
+#: Messages of a chat and their parts, together.
+MAX_PARTS = 1 << 14
+
+#: Fields, and what each must be.
+Wrong = Iterator[tuple[str, str]]
+
+
+def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Iterator[FieldViolation]:
+    """Every wrong field of ``message`` to the model of ``info``: what can be told from the message alone."""
+    for field, description in (
+        *_wrong_messages(message, info, limits),
+        *_wrong_sampling(message.sampling, info),
+        *_wrong_diffusion(message.diffusion, info),
+        *_wrong_answer(message, info),
+        *wrong_constraint(message, info.max_tokens),
+        *wrong_vision(message.vision),
+        *_wrong_kv(message),
+    ):
+        yield FieldViolation(field, description)
+
+
+def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Wrong:
+    if not message.messages:
+        yield "messages", "must hold at least one message"
+        return
+    # looked at before each of them is: nothing else is served meanwhile
+    if (count := len(message.messages) + sum(len(chat.parts) for chat in message.messages)) > MAX_PARTS:
+        yield "messages", f"must hold at most {MAX_PARTS} messages and parts together, not {count}"
+        return
+    images = videos = 0
+    for i, chat in enumerate(message.messages):
+        if chat.role not in ROLES:
+            yield f"messages[{i}].role", "must be ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT"
+        if not chat.parts:
+            yield f"messages[{i}].parts", "must hold at least one part"
+        for j, part in enumerate(chat.parts):
+            path = f"messages[{i}].parts[{j}]"
+            match part.WhichOneof("part"):
+                case None:
+                    yield path, "must be a text, an image or a video"
+                case "image":
+                    images += 1
+                    yield from _wrong_media(part.image, f"{path}.image", limits)
+                case "video":
+                    videos += 1
+                    yield from _wrong_media(part.video, f"{path}.video", limits)
+    if message.messages[-1].role in ROLES and message.messages[-1].role != pb.ROLE_USER:
+        yield f"messages[{len(message.messages) - 1}].role", "must be ROLE_USER: the last message is the user's"
+    allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
+    if images > allowed:
+        yield "messages", f"must hold at most {allowed} images, not {images}"
+    allowed = min(limits.max_videos, info.max_videos) if info.videos else limits.max_videos
+    if videos > allowed:
+        yield "messages", f"must hold at most {allowed} videos, not {videos}"
+
+
+def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> Wrong:
+    match item.WhichOneof("source"):
+        case None:
+            yield path, "must have data or a media_id"
+        case "data" if not item.data:
+            yield f"{path}.data", "must not be empty"
+        case "data" if len(item.data) > limits.max_item_bytes:
+            yield f"{path}.data", f"must be at most {limits.max_item_bytes} bytes, not {len(item.data)}"
+        case "media_id" if not is_media_id(item.media_id):
+            yield f"{path}.media_id", "must be 'sha256:' and 64 lower-case hexadecimal digits"
+
+
+def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        yield "sampling.temperature", f"must be finite and at least 0, not {sampling.temperature}"
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        yield "sampling.top_p", f"must be in (0, 1], not {sampling.top_p}"
+    if not 0 <= sampling.min_p <= 1:
+        yield "sampling.min_p", f"must be in [0, 1], not {sampling.min_p}"
+    if sampling.HasField("repetition_penalty") and not 0.01 <= sampling.repetition_penalty <= 100:
+        yield "sampling.repetition_penalty", f"must be in [0.01, 100], not {sampling.repetition_penalty}"
+    if sampling.HasField("n") and sampling.n < 1:
+        yield "sampling.n", "must be at least 1"
+    if sampling.HasField("max_new_tokens") and not 1 <= sampling.max_new_tokens <= info.max_tokens:
+        yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        yield "sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(sampling.stop)}"
+    for i, stop in enumerate(sampling.stop):
+        if not stop:
+            yield f"sampling.stop[{i}]", "must not be empty"
+
+
+def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
+    for name in ("steps", "block_length"):
+        if diffusion.HasField(name) and getattr(diffusion, name) < 1:
+            yield f"diffusion.{name}", "must be at least 1"
+    if diffusion.block_length > 1 and not info.diffusion:
+        yield "diffusion.block_length", "must be 1: the model decodes one token after another"
+    for kind in ("recompute", "commit"):
+        yield from wrong_policy(diffusion, kind, "diffusion")
+
+
+def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
+    """An answer region of ``early_commit`` that is not part of the canvas, or is named twice."""
+    early = message.diffusion.early_commit
+    if early.answer_after and early.answer_start:
+        yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins behind that text"
+    if not early.answer_length:
+        return
+    canvas = message.sampling.max_new_tokens if message.sampling.HasField("max_new_tokens") else info.max_new_tokens
+    if early.answer_start + early.answer_length > canvas:
+        yield "diffusion.early_commit.answer_length", f"must end within the {canvas} tokens of the canvas"
+
+
+def _wrong_kv(message: pb.GenerateRequest) -> Wrong:
+    for name in ("kv_reduction", "image_reuse"):
+        asked = getattr(message, name)
+        if message.HasField(name) and asked.WhichOneof("policy") is None:
+            yield name, "must have a policy"
+        yield from wrong_policy(asked, "policy", name)

@@ -22,7 +22,7 @@ from mmserve.assembly import BackgroundServer
 from mmserve.bench.attention_rows import Kept, plot
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, Options
-from mmserve.config import EngineConfig, resolve
+from mmserve.config import Config, EngineConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart, VideoPart
 from mmserve.decode.embedding import embedded
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     """A row for each variant: how far its logits are from dense ones in nats, how often the best token is the same, the
     accuracy of ``--limit`` items of each task, and of a choice of blocks the share that it takes.
 
-    A row that ``--resume`` has is not measured again.
+    A row that ``--resume`` has is not measured again; ``ConfigError`` where it was measured with other settings.
     """
     tasks = arguments.tasks.split(",") if arguments.tasks else list(DEFAULT_TASKS)
     if unknown := set(tasks) - set(TASKS):
@@ -95,6 +95,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         "seed": arguments.seed,
         "recompute": arguments.recompute,
         "commit": arguments.commit,
+        **changed(config),
         "positions": round(statistics.mean(len(p.rows) for p in prompts), 1),
     }
     floor = row_floor(model)
@@ -136,6 +137,24 @@ def variants() -> Iterator[Variant]:
     for bits in (8, 4):
         for kept in (0.0, 0.25):
             yield Variant({"measured": f"{bits} bits", "kept": kept}, {"kv_bits": bits, "kv_kept": kept})
+
+
+def changed(config: Config) -> dict[str, dict[str, Any]]:
+    """What ``config`` says other than by default of what is measured: tables to keys to values.
+
+    Keys that each variant sets by itself are none of it. Weights and their dtype are told by their digest.
+    """
+    plain = Variant({})
+    pairs = {
+        "engine": (plain.engine(config.engine), plain.engine(EngineConfig())),
+        "media": (config.media, MediaConfig()),
+    }
+    found = {table: _other(*pair) for table, pair in pairs.items()}
+    return found | {"schedulers": {s.name: [s.kind, dict(s.numbers)] for s in config.schedulers}}
+
+
+def _other(given: EngineConfig | MediaConfig, default: EngineConfig | MediaConfig) -> dict[str, Any]:
+    return {name: value for name, value in vars(given).items() if value != vars(default)[name]}
 
 
 def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media: Any) -> Iterator[Prompt]:

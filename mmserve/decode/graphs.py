@@ -22,6 +22,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,13 +109,18 @@ class Graphs:
     def __init__(self, model: LoadedModel, store: KVStore, capture: Capture) -> None:
         self._model, self._store, self._capture = model, store, capture
         self._graphs: OrderedDict[Bucket, tuple[_Buffers, Run]] = OrderedDict()  # the one used last at the end
-        self._broken = False
+        self._refused: set[Bucket] = set()  # those that could not be recorded
         self.runs = 0  # passes that were run so
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """Those that there are graphs of, the one used last at the end."""
         return tuple(self._graphs)
+
+    @property
+    def failures(self) -> int:
+        """Sizes of batch that could not be recorded: their passes run as ever."""
+        return len(self._refused)
 
     @torch.inference_mode()
     def run(self, x_TD: Tensor, positions: Tensor, layout: Layout) -> Tensor | None:
@@ -138,22 +144,28 @@ class Graphs:
         if wanted in self._graphs:
             self._graphs.move_to_end(wanted)
             return self._graphs[wanted]
-        if self._broken:
+        if wanted in self._refused:
             return None
-        buffers = _Buffers(wanted, self._model, self._store)
         decoder, store = self._model.decoder, self._store
-
-        def run() -> Tensor:
-            return decoder.hidden(buffers.x_TD, buffers.cos, buffers.sin, store.attend(buffers.batch()))
-
         try:
+            buffers = _Buffers(wanted, self._model, store)
+
+            def run() -> Tensor:
+                return decoder.hidden(buffers.x_TD, buffers.cos, buffers.sin, store.attend(buffers.batch()))
+
             self._graphs[wanted] = buffers, self._capture(run)
-        except RuntimeError:  # of the driver, or of a model that does ask: it can still be served
-            logger.warning("a decode step of %s cannot be recorded: no more graphs are made", wanted, exc_info=True)
-            self._broken = True
-            if not self._graphs:
-                self._store.kernels["decode_step"] = "eager"
+        except RuntimeError as error:  # no memory, the driver, or a model that does ask: it can still be served
+            self._refused.add(wanted)
+            logger.warning(
+                "the decode step of %s cannot be recorded and runs as ever (size %d of which this is so): %s",
+                wanted,
+                self.failures,
+                str(error).partition("\n")[0],
+                exc_info=self.failures == 1,  # the others' are most likely the same
+            )
+            store.kernels["decode_step"] = "cuda_graphs" if self._graphs else "eager"
             return None
+        store.kernels["decode_step"] = "cuda_graphs"
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
         logger.info("recorded the decode step of up to %s: graph %d", wanted, len(self._graphs))
@@ -206,23 +218,31 @@ class _Buffers:
 
 
 class CudaCapture:
-    """Records on a GPU, into memory that all graphs share: one runs at a time, its output is read before the next."""
+    """Records on a GPU, into memory that all graphs share: one runs at a time, its output is read before the next.
+
+    All are recorded on one stream: recordings share memory only if they share that too, and each stream on which a
+    matrix product was run keeps a workspace of its own (32 MiB on an H100) for good.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device = device
+        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> Run:
-        """``RuntimeError`` where ``run`` cannot be recorded."""
+        """``RuntimeError`` where ``run`` cannot be recorded; what was recorded before is none the worse."""
         with _RECORDING, torch.cuda.device(self._device):
-            here, aside, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             try:
-                aside.wait_stream(here)
-                with torch.cuda.stream(aside):
+                self._aside.wait_stream(here)
+                with torch.cuda.stream(self._aside):
                     run()  # kernels are compiled and libraries make their workspaces: not while recording
-                aside.synchronize()
+                self._aside.synchronize()
                 # Other stages' threads allocate and wait as they like meanwhile.
-                with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
                     out = run()
+            except RuntimeError:
+                self._abandon()
+                raise
             finally:
                 torch.cuda.set_stream(here)  # a recording that breaks off leaves the thread on its own
 
@@ -231,3 +251,16 @@ class CudaCapture:
             return out
 
         return replay
+
+    def _abandon(self) -> None:
+        """Begin anew: a pool whose recording broke off takes no other. Graphs that share it keep it.
+
+        PyTorch before 2.12 leaves the allocator recording then (pytorch/pytorch#180395), and it would neither free
+        cached memory nor begin another; where it does not, or did not begin, it says so.
+        """
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device_index(), self._pool)
+        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+
+    def _device_index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index

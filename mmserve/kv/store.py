@@ -132,8 +132,8 @@ class KVStore:
         """Rows whose sight ends in one page by themselves, up to that page's end, as if they were a request.
 
         Sums over another number of keys come out with other last bits. So none of a row's bits depends on how much
-        of its request is run with it, and a page's K/V are the same whoever computes them. It also spares the masked
-        half of a long prompt: 1000 rows of 8 heads of 32 took 61 ms as one piece and 48 ms in pages of 16.
+        of its request is run with it, and a page's K/V are the same whoever computes them. It costs little: 1008 rows
+        of 8 heads of 32 took 14.9 ms in pages of 16, and 14.1 as one request.
         """
         last = (limits - 1) // self.page_size
         cuts = [0, *(np.flatnonzero(np.diff(last)) + 1).tolist(), whole.rows]

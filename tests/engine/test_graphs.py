@@ -25,7 +25,7 @@ from mmserve.config import EngineConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.request import Policy, Request
 from mmserve.decode.forward import row_floor
-from mmserve.decode.graphs import MOST_ROWS, Bucket, Graphs, Run, graphs_for, obstacle
+from mmserve.decode.graphs import MOST_ROWS, Bucket, CudaCapture, Graphs, Run, graphs_for, obstacle
 from mmserve.decode.state import DeepStack
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
@@ -187,18 +187,39 @@ def test_what_cannot_be_recorded_runs_all_the_same_and_is_tried_once(
 ) -> None:
     tried: list[Run] = []
 
-    def fail(run: Run) -> Run:
+    def fail_first(run: Run) -> Run:
         tried.append(run)
-        raise RuntimeError("operation not permitted when stream is capturing")
+        if len(tried) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run
 
-    graphs = ready(text_model, fail)
+    graphs = ready(text_model, fail_first)
     with caplog.at_level(logging.WARNING, "mmserve.decode"):
-        found = [step(text_model, graphs, count) for count in (5, 5, 40)]
-    assert len(tried) == 1 and graphs.runs == 0
+        found = [step(text_model, graphs, count) for count in (5, 5)]
+    assert len(tried) == 1 and (graphs.runs, graphs.failures) == (0, 1)
     assert graphs._store.kernels["decode_step"] == "eager"
-    assert "cannot be recorded" in caplog.text
+    [line] = caplog.messages
+    assert "cannot be recorded" in line and line.endswith("not permitted when stream is capturing")
     wanted = logits(text_model, store_of(text_model), passes(text_model, [3], [5], 1))
     assert torch.equal(found[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
+    # Another size is another matter.
+    step(text_model, graphs, 40)
+    step(text_model, graphs, 5)
+    assert len(tried) == 2 and (graphs.runs, graphs.failures) == (1, 1)
+    assert graphs._store.kernels["decode_step"] == "cuda_graphs"
+
+
+@torch.inference_mode()
+def test_without_memory_for_its_buffers_a_pass_runs_as_ever(
+    text_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(mmserve.decode.graphs, "_Buffers", full)
+    graphs = ready(text_model)
+    assert step(text_model, graphs, 5).shape[0] == 5
+    assert (graphs.runs, graphs.failures) == (0, 1)
 
 
 @torch.inference_mode()
@@ -331,10 +352,13 @@ def test_how_steps_run_is_told(text_model: LoadedModel, bench: Make, caplog: pyt
     assert "tiny: decode steps run without CUDA graphs: graphs are of CUDA devices" in caplog.text
 
 
-@pytest.mark.skipif(
+on_a_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
     reason="graphs are recorded on a GPU: run with TRITON_INTERPRET=0",
 )
+
+
+@on_a_gpu
 @pytest.mark.parametrize("kind", MODELS)
 @torch.inference_mode()
 def test_a_recorded_pass_is_the_pass_that_was_recorded(kind: str) -> None:
@@ -353,3 +377,21 @@ def test_a_recorded_pass_is_the_pass_that_was_recorded(kind: str) -> None:
         assert near(found, logits(model, stores[2], asked))
         assert recorded.runs == called.runs == seed
     assert recorded.buckets == called.buckets and len(recorded.buckets) <= len(BATCHES), "each was run again"
+
+
+@on_a_gpu
+@torch.inference_mode()
+def test_a_recording_that_breaks_off_leaves_the_others_whole() -> None:
+    device = torch.device("cuda")
+    capture = CudaCapture(device)
+    x = torch.ones(8, 8, device=device)
+    here = torch.cuda.current_stream()
+    before = capture(lambda: x @ x)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            capture(lambda: x * float(x.sum()))  # asks the device
+        assert torch.cuda.current_stream() == here
+    after = capture(lambda: x + 1)
+    torch.cuda.empty_cache()
+    x.fill_(2.0)
+    assert (before() == 32).all() and (after() == 3).all()

@@ -46,8 +46,11 @@ def build(
     contents: list[int] | None = None,
     head_dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.float32,
+    in_order: bool = False,
 ) -> Case:
-    """A random case. All pages start as NaN, in a random order, some of nobody; only what is written is not NaN.
+    """A random case. All pages start as NaN, in a random order (or ``in_order``: each request's one behind another),
+    some of nobody; only what is written is not NaN. Rows are any of their request's positions, or with ``kv_limit``
+    ``tail`` its last ones, of which each sees up to itself.
 
     ``contents`` numbers the requests' data, so that the same request can stand in several batches. ``keys`` and
     ``values`` are what ``dtype`` keeps of them, in fp32.
@@ -56,6 +59,7 @@ def build(
     shuffle = torch.Generator().manual_seed(seed)
     counts = [-(-length // page_size) for _rows, length in batch]
     free = torch.randperm(sum(counts) + 5, generator=shuffle)
+    free = torch.arange(len(free)) if in_order else free
     k_pages = torch.full((len(free), page_size, kv_heads, head_dim), torch.nan, dtype=dtype)
     v_pages = k_pages.clone()
     q, keys, values, slots, limits, tables, rows = [], [], [], [], [], [], []
@@ -65,6 +69,7 @@ def build(
         value = torch.randn(length, kv_heads, head_dim, generator=data).to(dtype)
         q.append((torch.randn(row_count, query_heads, head_dim, generator=data) * 2).to(dtype))
         at = torch.randperm(length, generator=data)[:row_count].sort().values
+        at = torch.arange(length - row_count, length) if kv_limit == "tail" else at
         table, free = free[:pages], free[pages:]
         slot = table[torch.arange(length) // page_size] * page_size + torch.arange(length) % page_size
         k_pages.view(-1, kv_heads, head_dim)[slot] = key
@@ -72,7 +77,7 @@ def build(
         keys.append(key.float())
         values.append(value.float())
         slots.append(slot[at])
-        limits.append(at + 1 if kv_limit == "causal" else ((at // 32 + 1) * 32).clamp(max=length))
+        limits.append(at + 1 if kv_limit in ("causal", "tail") else ((at // 32 + 1) * 32).clamp(max=length))
         tables.append(table)
         rows.append(at)
     ragged = Ragged(

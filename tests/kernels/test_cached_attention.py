@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import BATCHES, HEAD_DIM, HEADS, PAGE_SIZES, Case, build, plain, plain_lse
-from mmserve_kernels.cached_attention import cached_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mmserve_kernels.cached_attention import Ragged, cached_attention, reference
+from mmserve_kernels.cached_attention.pieces import ALL, LOOKED_UP, ROWS, Piece, pieces
+
+SIGHTS = ["tail", "first", "same", "all", "blocks", "any"]
 
 
 def attention(case: Case) -> torch.Tensor:
@@ -15,7 +21,7 @@ def attention(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kv_limit", [None, "causal", "block"])
+@pytest.mark.parametrize("kv_limit", [None, "causal", "block", "tail"])
 def test_agrees_with_plain_attention_and_reads_nothing_else(
     batch: str, page_size: int, heads: str, kv_limit: str | None
 ) -> None:
@@ -27,7 +33,7 @@ def test_agrees_with_plain_attention_and_reads_nothing_else(
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("kv_limit", [None, "causal", "block"])
+@pytest.mark.parametrize("kv_limit", [None, "causal", "block", "tail"])
 def test_a_request_alone_is_bitwise_what_it_is_in_any_batch(heads: str, kv_limit: str | None) -> None:
     batch = BATCHES["uneven"]
     together = attention(build(batch, 16, heads, kv_limit=kv_limit))
@@ -52,6 +58,94 @@ def test_the_order_of_the_pages_changes_no_bit() -> None:
     first, *others = [attention(build(BATCHES["odd"], 7, "gqa", seed=seed)) for seed in range(4)]
     for other in others:
         assert torch.equal(first, other)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kv_limit", [None, "tail"])
+@pytest.mark.parametrize("near", [0, 1 << 30], ids=["fetched", "near"])
+def test_pages_that_lie_in_order_are_read_where_they_are_and_change_no_bit(
+    near: int, kv_limit: str | None, heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = BATCHES["uneven"]
+    gathered = attention(build(batch, 16, heads, kv_limit=kv_limit))
+    monkeypatch.setattr(reference, "_NEAR", near)
+    case = build(batch, 16, heads, kv_limit=kv_limit, in_order=True)
+    assert None not in case.ragged.runs
+    assert torch.equal(attention(case), gathered)
+    # A store whose pages are not dense in memory is gathered as well.
+    apart = [torch.stack([x, torch.full_like(x, torch.nan)], 1)[:, 0] for x in (case.k_pages, case.v_pages)]
+    assert not apart[0].is_contiguous()
+    assert torch.equal(cached_attention(case.q, *apart, case.ragged), gathered)
+
+
+@pytest.mark.parametrize(("pages", "first"), [([4], 4), ([2, 3, 4], 2), ([2, 4, 3], None), ([4, 3, 2], None), ([], None)])
+def test_which_pages_lie_one_behind_another(pages: list[int], first: int | None) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    ragged = Ragged((0,), (0,), (torch.tensor(pages, dtype=torch.int64),), none)
+    assert ragged.runs == (first,)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("rows", [3, 150])
+@pytest.mark.parametrize("blind", ["all", "the first 70"])
+def test_rows_that_see_nothing_are_zeros(blind: str, rows: int, heads: str) -> None:
+    case = build([(2, 9), (rows, 200), (1, 1)], 16, heads, kv_limit="causal")
+    limits = case.ragged.kv_limit
+    assert limits is not None
+    limits[2 : 2 + (rows if blind == "all" else 70)] = 0
+    lse = torch.full(case.q.shape[:2], torch.nan)
+    out = cached_attention(case.q, case.k_pages, case.v_pages, case.ragged, lse_TH=lse)
+    seeing = limits > 0
+    assert not out[~seeing].any() and lse[~seeing].eq(-torch.inf).all()
+    torch.testing.assert_close(out[seeing].double(), plain(case)[seeing], rtol=2e-5, atol=2e-6)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 300), st.sampled_from(SIGHTS)), max_size=4))
+def test_pieces_hold_every_row_once_and_say_what_it_sees(requests: list[tuple[int, int, str]]) -> None:
+    draw = np.random.default_rng(0)
+    counts, lengths, limits = [], [], []
+    for rows, length, sight in requests:
+        count = min(rows, length)
+        counts.append(count)
+        lengths.append(length)
+        limits.append(
+            {
+                "tail": np.arange(length - count, length) + 1,
+                "first": np.arange(count) + 1,
+                "same": np.full(count, draw.integers(0, length + 1)),
+                "all": np.full(count, length),
+                "blocks": np.minimum((np.arange(count) // 32 + 1) * 32, length),
+                "any": draw.integers(0, length + 1, count),
+            }[sight]
+        )
+    seen = np.concatenate([*limits, np.zeros(0, np.int64)])
+    told, start = [], 0
+    for piece in pieces(counts, lengths, seen):
+        own = seen[start : start + piece.rows]
+        assert piece.rows and (own <= piece.width).all() and piece.width <= lengths[piece.request]
+        if piece.sight == ALL:
+            assert (own == piece.width).all()
+        elif piece.sight != LOOKED_UP:
+            assert (own == piece.sight + np.arange(piece.rows)).all()
+        if counts[piece.request] <= ROWS:
+            assert (piece.rows, piece.width) == (counts[piece.request], lengths[piece.request])
+        told += [piece.request] * piece.rows
+        start += piece.rows
+    assert told == np.repeat(np.arange(len(counts)), counts).tolist()
+
+
+def test_rows_of_equal_or_rising_sight_need_no_limits() -> None:
+    """What spares a causal prompt half of its products, and a decode step its mask."""
+    assert pieces([1, 1], [40, 7], np.array([40, 3])) == (Piece(0, 1, 40, ALL), Piece(1, 1, 7, 3))
+    assert pieces([130], [200], np.arange(71, 201)) == (
+        Piece(0, 64, 134, 71),
+        Piece(0, 64, 198, 135),
+        Piece(0, 2, 200, 199),
+    )
+    assert pieces([100], [200], np.full(100, 150)) == (Piece(0, 100, 150, ALL),)
+    assert pieces([100], [200], None) == (Piece(0, 100, 200, ALL),)
+    assert pieces([100], [200], None, known=False) == (Piece(0, 100, 200, LOOKED_UP),)
 
 
 @pytest.mark.parametrize("heads", HEADS)

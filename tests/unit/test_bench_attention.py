@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmserve.bench.attention import DENSITIES, variants
+from mmserve.bench.attention import DENSITIES, changed, variants
 from mmserve.bench.attention_rows import Kept, plot
-from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL
+from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, Config, from_mapping
 from mmserve.errors import ConfigError
 
 SETTINGS = {"model": "m", "weights": "1f", "tasks": ["which"], "items": 4}
@@ -30,7 +30,7 @@ def test_rows_are_taken_up_where_they_were_left(tmp_path: Path) -> None:
     assert Kept(None, SETTINGS).row(made[0]) is None
 
 
-@pytest.mark.parametrize("other", [{"weights": "2e"}, {"items": 8}, {"seed": 3}])
+@pytest.mark.parametrize("other", [{"weights": "2e"}, {"items": 8}, {"seed": 3}, {"engine": {"sparse_mass": 0.9}}])
 def test_rows_of_other_weights_or_items_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     Kept(tmp_path / "rows", SETTINGS).add(row(measured="dense"))
     with pytest.raises(ConfigError, match=f"another {next(iter(other))}.*name a new file"):
@@ -43,6 +43,20 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="holds no rows"):
         Kept(tmp_path / "rows", SETTINGS)
     assert (tmp_path / "rows").read_text() == text
+
+
+def test_settings_of_the_engine_are_settings_of_the_rows() -> None:
+    tables = {
+        "engine": {"sparse_mass": 0.9, "sparse_decode": "quest", "page_size": 32},
+        "media": {"max_side": 100},
+        "schedulers": {"plain": {"class": "BlockRefinementScheduler", "steps": 3}},
+    }
+    assert changed(Config()) == {"engine": {}, "media": {}, "schedulers": {}}
+    assert changed(from_mapping(tables)) == {
+        "engine": {"sparse_mass": 0.9},  # every row has its own of the others
+        "media": {"max_side": 100},
+        "schedulers": {"plain": ["BlockRefinementScheduler", {"steps": 3}]},
+    }
 
 
 def test_every_builder_is_measured_at_every_density_beside_dense_and_coarse_keys() -> None:

@@ -165,6 +165,9 @@ def cached_attention(
     page, groups = k_PSGK.shape[1:3]
     sizes = tiling(q_THK.dtype, head_size, quantized=isinstance(k_PSGK, QuantizedPages), backend=BACKEND)
     q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    if not len(q_THK):
+        return out
+    k_PSGK, v_PSGK = (x if isinstance(x, QuantizedPages) else x.contiguous() for x in (k_PSGK, v_PSGK))
     if isinstance(ragged, FixedBatch):
         plan = fixed_schedule(ragged, heads // groups, groups, sizes, page)
         out.zero_()  # rows of nobody, which no program writes

@@ -35,6 +35,13 @@ def _from_e4m3(bits):
 
 
 @triton.jit
+def _divisor(scale, x):
+    """What ``x`` is divided by: of all that is divided here, quotients are rounded as on a CPU, so that codes are those
+    of the reference. A GPU's own division may be off by two bits."""
+    return tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale), x.shape)
+
+
+@triton.jit
 def _quantize(
     x_ptr, filled_ptr, codes_ptr, scale_ptr, low_ptr,
     S: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr,
@@ -50,15 +57,16 @@ def _quantize(
     x = tl.load(x_ptr + at[:, None] * K + channel[None, :], mask=valid, other=0.0).to(tl.float32)
     axis: tl.constexpr = 0 if PER_CHANNEL else 1
     if IS_FP8:
-        scale = tl.expand_dims(tl.max(tl.abs(x), axis) / LEVELS, axis)
-        codes = _to_e4m3(tl.clamp(x / tl.where(scale == 0.0, 1.0, scale), -LEVELS, LEVELS))
+        scale = tl.expand_dims(tl.div_rn(tl.max(tl.abs(x), axis), LEVELS * 1.0), axis)
+        codes = _to_e4m3(tl.clamp(tl.div_rn(x, _divisor(scale, x)), -LEVELS, LEVELS))
     else:
         lowest = tl.min(tl.where(valid, x, float("inf")), axis)
         highest = tl.max(tl.where(valid, x, float("-inf")), axis)
         empty = lowest > highest
         low = tl.expand_dims(tl.where(empty, 0.0, lowest), axis)
-        scale = tl.expand_dims((tl.where(empty, 0.0, highest) - tl.where(empty, 0.0, lowest)) / LEVELS, axis)
-        codes = tl.clamp(tl.floor((x - low) / tl.where(scale == 0.0, 1.0, scale) + 0.5), 0.0, LEVELS)
+        span = tl.where(empty, 0.0, highest) - tl.where(empty, 0.0, lowest)
+        scale = tl.expand_dims(tl.div_rn(span, LEVELS * 1.0), axis)
+        codes = tl.clamp(tl.floor(tl.div_rn(x - low, _divisor(scale, x)) + 0.5), 0.0, LEVELS)
         codes = tl.where(valid, codes, 0.0).to(tl.uint8)
     if PER_CHANNEL:
         range_at = (page * GROUPS + group) * K + channel[None, :]
@@ -126,7 +134,7 @@ def kv_quant(x_PSGK: Tensor, filled_P: Tensor, *, kind: str, per: str) -> Quanti
     low = None if kind == "fp8" else torch.empty_like(scale)
     if pages:
         _quantize[(pages, groups)](
-            x_PSGK, filled_P, codes, scale, scale if low is None else low,
+            x_PSGK.contiguous(), filled_P, codes, scale, scale if low is None else low,
             **_constants(kind, per, size, groups, head_size), num_warps=4,
         )  # fmt: skip
     return QuantizedPages(kind, codes, scale, low)

@@ -79,7 +79,9 @@ def rope_scatter(
     v_PSGK: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """See ``reference.rope_scatter``."""
+    """See ``reference.rope_scatter``; ``ValueError`` for pages that are not contiguous."""
+    if not (k_PSGK.is_contiguous() and v_PSGK.is_contiguous()):
+        raise ValueError("pages are written in place: they must be contiguous, so give the store's own tensors")
     rows, heads, head_size = q_THK.shape
     out = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     if rows:

@@ -82,10 +82,12 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
     heads, head_size = q_THK.shape[1:]
     page, groups = k_PSGK.shape[1:3]
     index.check(ragged.row_counts, heads, groups)
+    if not len(q_THK):
+        return torch.empty_like(q_THK)
     sizes = _tiling(q_THK.dtype, head_size)
     options = _options(index, heads, groups, head_size, page, ragged.kv_limit is not None, sizes)
     programs, table = _programs(ragged, index.q_block, heads // index.heads, options["BLOCK_M"])
-    q_THK = q_THK.contiguous()
+    q_THK, k_PSGK, v_PSGK = (x.contiguous() for x in (q_THK, k_PSGK, v_PSGK))
     out = _room(q_THK)
     if len(programs):
         _attend[(len(programs), index.heads)](

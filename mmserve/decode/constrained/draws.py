@@ -173,7 +173,7 @@ def _way(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) 
     if fork is None or (not room and not fork.accepting):
         return None
     closing = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1, patient=True)
-    way = closing.tail(places.Place(fork, None), witness.known + 1)
+    way = closing.tail(places.Place(fork, None, 0), witness.known + 1)
     return None if way is None else _Way(fork, way)
 
 

@@ -59,7 +59,7 @@ class Constrained:
     places: Places = field(init=False)  # where searches have been
 
     def __post_init__(self) -> None:
-        self.places = Places(self.lexicon, self.witness.kinds)
+        self.places = self.witness.places or Places(self.lexicon, self.witness.kinds)
 
     @property
     def content(self) -> np.ndarray:

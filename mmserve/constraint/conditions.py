@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from mmserve.constraint.derivatives import Automaton
 OVER = -1
 
 _QUOTE = ord('"')
+_APART = frozenset(b'"\\')  # what does not stand for itself in a string
+_EACH = range(256)
 _NUMERIC = frozenset(b"0123456789+-.eE")
 _ESCAPES = {b"\\" + bytes([sign]): char for sign, char in zip(b'"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)}
 
@@ -85,6 +87,8 @@ class Strings:
         self._number: dict[_String, int] = {}
         self._strings: list[_String] = []
         self._moves: list[dict[int, int]] = []
+        self._told: list[Sequence[int]] = []  # bytes that one move stands for, by their numbers here
+        self._alike = _alike({bound for pattern in self._patterns for bound in pattern.bounds})
         self._of(_String("" if "" in conditions.prefixes else None, (0,) * len(self._patterns), 0, b""))
 
     def after(self, string: int, byte: int) -> int:
@@ -92,9 +96,10 @@ class Strings:
 
         Raises ``ValueError`` where it is unknown, or there is no such string.
         """
-        found = self._moves[string].get(byte)
+        moves, told = self._moves[string], self._told[string][byte]
+        found = moves.get(told)
         if found is None:
-            found = self._moves[string][byte] = self._next(self._strings[string], byte)
+            found = moves[told] = self._next(self._strings[string], byte)
         return found
 
     def closed(self, string: int) -> Hashable:
@@ -125,6 +130,7 @@ class Strings:
         if found == len(self._strings):
             self._strings.append(string)
             self._moves.append({})
+            self._told.append(_EACH if string.tail or string.word is not None else self._alike)
         return found
 
 
@@ -166,6 +172,12 @@ class Numbers:
         # beside bounds there is no negative zero, and a negative fraction may not end in one
         zeros = mantissa.strip(b"-0.") == b"", part[-1:] == "0"
         return raw[:1] == b"-", zeros, digits == "0", digits != "", point, part != "", sizes, relations
+
+
+def _alike(bounds: set[int]) -> list[int]:
+    """A number for each byte, the same for signs that stand for themselves between two of ``bounds``."""
+    ordered = sorted(bounds)
+    return [256 + bisect_right(ordered, i) if 0x20 <= i < 0x80 and i not in _APART else i for i in range(256)]
 
 
 def character(raw: bytes) -> str | None:

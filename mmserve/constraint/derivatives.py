@@ -29,20 +29,19 @@ _TOO_MANY = -1
 class Automaton:
     """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
 
-    Raises ``BadPattern``.
+    ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
     """
 
     def __init__(self, expression: str) -> None:
         first = beginning(expression)
-        # characters between two bounds are told apart by no part of the expression
-        self._bounds = sorted({bound for row in first for item in row for bound in _bounds(item)})
+        self.bounds = sorted({bound for row in first for item in row for bound in _bounds(item)})
         self._number: dict[Rest, int] = {first: 0}
         self._rests = [first]
         self._moves: list[dict[int, int]] = [{}]
 
     def after(self, state: int, char: str) -> int:
         """The state behind ``char``. Raises ``BadPattern`` where that is too much to follow."""
-        kind = bisect_right(self._bounds, ord(char))
+        kind = bisect_right(self.bounds, ord(char))
         found = self._moves[state].get(kind)
         if found is None:
             try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.least import shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
@@ -78,13 +77,14 @@ class Closing:
         what other searches have asked."""
         return place in self.asked or len(self.asked) < self.searches
 
-    def next_tokens(self, matcher: Matcher) -> list[int]:
+    def next_tokens(self, place: Place) -> list[int]:
         """A token or two for a fork that none of the model's candidates may follow."""
-        forced = self.lexicon.cover(matcher.forced())
-        if forced:
-            return forced[:1]
-        following = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
-        return list(islice(following, 2))
+        if place.few is None:
+            matcher = place.matcher
+            forced = self.lexicon.cover(matcher.forced())
+            closers = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
+            place.few = forced[:1] if forced else list(islice(closers, 2))
+        return place.few
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
         """The old witness's way from here, then as if it were a little farther on or back, then those seen before."""

@@ -34,7 +34,7 @@ BLIND = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
 class Place:
     """What may follow texts of one kind. ``matcher`` stands behind one of them, and is never moved."""
 
-    __slots__ = ("_close", "accepting", "depth", "far", "kind", "matcher", "next")
+    __slots__ = ("_close", "accepting", "depth", "far", "few", "kind", "matcher", "next")
 
     def __init__(self, matcher: Matcher, kind: Hashable | None, depth: int) -> None:
         self.matcher, self.kind, self.depth = matcher, kind, depth  # bytes in front of the matcher
@@ -43,6 +43,7 @@ class Place:
         #: that there is one which the parser does not reach within its limits (False).
         self.next: dict[int | tuple[int, ...], Place | bool | None] = {}
         self._close: tuple[int, ...] | bool | None = False  # False: not looked for yet
+        self.few: list[int] | None = None  # as ``Closing.next_tokens``
         self.far: tuple[int, ...] | bool | None = False  # as ``Places.far_close``
 
     def close(self, lexicon: Lexicon, places: int) -> tuple[int, ...] | None:

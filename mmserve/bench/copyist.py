@@ -82,7 +82,7 @@ def decode(
     """Fill a canvas block by block, committing above a confidence; ``check`` sees every witness."""
     size = len(witness.tokens)
     known = np.full(size, -1, np.int64)
-    result, places = Decoded(known, witness), Places(lexicon, witness.kinds)
+    result, places = Decoded(known, witness), witness.places or Places(lexicon, witness.kinds)
     for begin in range(0, size, block):
         end = min(begin + block, size)
         while (known[begin:end] < 0).any() and result.witness.known < result.witness.length + 1:

@@ -22,9 +22,11 @@ from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
 from mmserve.decode.constrained.closes import Closes
+from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Outcome, begun
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Places
 from mmserve.decode.paths.vocabulary import Vocabulary
 
 #: Rows of LLaDA's logits.
@@ -105,6 +107,7 @@ def run(
 ) -> dict[str, Any]:
     """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``."""
     language = made_up(tokens)
+    shared = SharedPlaces(language.lexicon)
     taken = _Taken()
     for wanted in schemas:
         progress(f"search: {wanted.name}")
@@ -112,7 +115,8 @@ def run(
         for document in wanted.documents:
             _masks(grammar, document, language, taken)
             for number in range(rounds):
-                _decoded(grammar, document, language, random.Random(f"{seed} {wanted.name} {number}"), taken)
+                rng = random.Random(f"{seed} {wanted.name} {number}")
+                _decoded(grammar, document, language, shared.of(grammar), rng, taken)
     return {
         "vocabulary": tokens,
         "block_length": BLOCK,
@@ -160,12 +164,14 @@ def _masks(grammar: Grammar, document: Any, language: Language, taken: _Taken) -
         at.consume([token])
 
 
-def _decoded(grammar: Grammar, document: Any, language: Language, rng: random.Random, taken: _Taken) -> None:
+def _decoded(
+    grammar: Grammar, document: Any, language: Language, places: Places, rng: random.Random, taken: _Taken
+) -> None:
     ids = language.lexicon.cover(written(document).encode()) or []
     size, closes = (len(ids) // BLOCK + 2) * BLOCK, Closes(language.lexicon)
     for times in (taken.admission, taken.readmission):
         started = time.thread_time()
-        witness = begun(grammar, size, closes.of(grammar, size))
+        witness = begun(grammar, size, closes.of(grammar, size), places)
         times.append(time.thread_time() - started)
     done = decode(witness, language.lexicon, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)
     taken.steps += done.seconds

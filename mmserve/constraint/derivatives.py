@@ -5,6 +5,7 @@ Two texts behind which the same is left may be followed by the same.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import islice
 
@@ -17,7 +18,51 @@ Rest = frozenset[Row]
 
 _MOST_ROWS = 64
 _MOST_DERIVED = 4096
+_WAYS = "has too many ways through it"
 _EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that ``pattern`` writes, and what it reads for it
+
+
+#: A state's number for characters behind which there are too many ways.
+_TOO_MANY = -1
+
+
+class Automaton:
+    """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
+
+    ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
+    """
+
+    def __init__(self, expression: str) -> None:
+        first = beginning(expression)
+        self.bounds = sorted({bound for row in first for item in row for bound in _bounds(item)})
+        self._number: dict[Rest, int] = {first: 0}
+        self._rests = [first]
+        self._moves: list[dict[int, int]] = [{}]
+
+    def after(self, state: int, char: str) -> int:
+        """The state behind ``char``. Raises ``BadPattern`` where that is too much to follow."""
+        kind = bisect_right(self.bounds, ord(char))
+        found = self._moves[state].get(kind)
+        if found is None:
+            try:
+                found = self._of(behind(self._rests[state], char))
+            except BadPattern:
+                found = _TOO_MANY
+            self._moves[state][kind] = found
+        if found == _TOO_MANY:
+            raise BadPattern(_WAYS)
+        return found
+
+    def ends(self, state: int) -> bool:
+        """Whether nothing more need follow."""
+        return ends(self._rests[state])
+
+    def _of(self, rest: Rest) -> int:
+        found = self._number.setdefault(rest, len(self._rests))
+        if found == len(self._rests):
+            self._rests.append(rest)
+            self._moves.append({})
+        return found
 
 
 def beginning(expression: str) -> Rest:
@@ -33,7 +78,7 @@ def behind(rest: Rest, char: str) -> Rest:
     derived = list(islice((each for row in rest for each in _derived(row, ord(char))), _MOST_DERIVED))
     found = frozenset(derived)
     if len(found) > _MOST_ROWS or len(derived) == _MOST_DERIVED:
-        raise BadPattern("has too many ways through it")
+        raise BadPattern(_WAYS)
     return found
 
 
@@ -71,3 +116,17 @@ def _nullable(item: Item) -> bool:
         case Repeat(inner, low, _high):
             return low == 0 or _nullable(inner)
     return False
+
+
+def _bounds(item: Item) -> Iterator[int]:
+    """Where the sets of characters in ``item`` begin, and where what is behind them does."""
+    match item:
+        case Chars(ranges):
+            for low, high in ranges:
+                yield from (low, high + 1)
+        case Group(branches):
+            for branch in branches:
+                for inner in branch:
+                    yield from _bounds(inner)
+        case Repeat(inner, _low, _high):
+            yield from _bounds(inner)

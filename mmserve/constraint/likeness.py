@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from decimal import Decimal
+from collections.abc import Hashable
 from typing import Any, Protocol
 
-from mmserve.constraint import derivatives
+from mmserve.constraint.conditions import OVER, Conditions, Numbers, Strings, character, nodes
+from mmserve.constraint.derivatives import Automaton
 
 _EXPRESSION = re.compile(r"start: TEXT\nTEXT: /(.*)/\n")
 _LONGEST = 16 << 10  # characters of a grammar; every one may be work for every character of a text
-_NUMERIC = frozenset(b"0123456789+-.eE")
+_QUOTE, _SPACE, _COLON, _OBJECT = b'" :{'
+_SIGNS = frozenset(b"-0123456789")
 _LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyz")
 
 
@@ -63,19 +62,18 @@ def kinds_of(grammar: str) -> Kinds:
     return Texts()
 
 
-@dataclass
-class _Interned:
-    """Numbers for classes: each class is told by a key, and gone on from by the first text that had it."""
+class _Numbered:
+    """Numbers for keys, from 0 on."""
 
-    number: dict[Hashable, int] = field(default_factory=dict)
-    first: list[Any] = field(default_factory=list)
-    moves: list[dict[int, int]] = field(default_factory=list)  # by the byte that follows
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+        self._number: dict[Hashable, int] = {}
 
-    def of(self, key: Hashable, text: Any) -> int:
-        found = self.number.setdefault(key, len(self.first))
-        if found == len(self.first):
-            self.first.append(text)
-            self.moves.append({})
+    def of(self, key: Hashable) -> int:
+        """The number of ``key``, a new one if it has none."""
+        found = self._number.setdefault(key, len(self.keys))
+        if found == len(self.keys):
+            self.keys.append(key)
         return found
 
 
@@ -83,10 +81,9 @@ class Matches:
     """Of a regular expression: alike is that behind which the same of it is left."""
 
     def __init__(self, expression: str) -> None:
-        self._interned = _Interned()
-        self._start = self._interned.of(
-            (b"", derivatives.beginning(expression)), (b"", derivatives.beginning(expression))
-        )
+        self._expression = Automaton(expression)
+        self._numbered = _Numbered()  # of bytes of a character that has only begun, and the state in front of it
+        self._start = self._numbered.of((b"", 0))
 
     def begun(self) -> int:
         """The class of the empty text."""
@@ -94,48 +91,34 @@ class Matches:
 
     def after(self, kind: int, text: bytes) -> int:
         """The class of a text of class ``kind`` and ``text`` behind it."""
-        interned = self._interned
-        for byte in text:
-            move = interned.moves[kind].get(byte)
-            if move is None:
-                tail, rest = interned.first[kind]
-                whole, tail = _characters(tail + bytes([byte]))
-                for char in whole:
-                    rest = derivatives.behind(rest, char)
-                move = interned.moves[kind][byte] = interned.of((tail, rest), (tail, rest))
-            kind = move
-        return kind
+        tail, state = self._numbered.keys[kind]
+        for i in range(len(text)):
+            tail += text[i : i + 1]
+            char = character(tail)
+            if char is not None:
+                tail, state = b"", self._expression.after(state, char)
+        return self._numbered.of((tail, state))
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """An open array or object: its bracket, a class of what stands in it, and the latest sign there, spaces aside."""
-
-    bracket: int
-    history: int
-    sign: int
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A beginning: what is open, and the last string, number or literal, if that is not at its end."""
-
-    frames: tuple[_Frame, ...]
-    mode: str  # "plain", "string", "number", "literal"
-    raw: bytes = b""
+#: Where a beginning ends: the number of what is open around it (``_Open``), which of these it stands in, and the class
+#: of the scalar so far.
+_Place = tuple[int, int, int]
+_BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
+#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, and the
+#: latest sign there, spaces aside.
+_Open = tuple[int, int, int, int]
 
 
 class Documents:
     """Of a schema, as ``constraint.schema`` writes it."""
 
     def __init__(self, schema: Any) -> None:
-        conditions = _Conditions.of(schema)
-        self._strings, self._numbers = _Strings(conditions), _Numbers(conditions)
+        conditions = Conditions.of(schema)
+        self._strings, self._numbers = Strings(conditions), Numbers(conditions)
         # A value that is over is of no more interest, unless it tells which of several schemas is the one.
-        self._telling = any("anyOf" in node or _nested(node.get("enum")) for node in _nodes(schema))
-        self._interned = _Interned()
-        self._histories: dict[Hashable, int] = {}
-        self._start = self._kind(_Place((_Frame(0, self._history(-1, 0), 0),), "plain"))
+        self._telling = any("anyOf" in node or _nested(node.get("enum")) for node in nodes(schema))
+        self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
+        self._start = self._places.of((self._open(-1, 0), _BETWEEN, 0))
 
     def begun(self) -> int:
         """The class of the empty text."""
@@ -143,222 +126,58 @@ class Documents:
 
     def after(self, kind: int, text: bytes) -> int:
         """The class of a text of class ``kind`` and ``text`` behind it."""
-        interned = self._interned
+        place: _Place = self._places.keys[kind]
         for byte in text:
-            move = interned.moves[kind].get(byte)
-            if move is None:
-                move = interned.moves[kind][byte] = self._kind(self._next(interned.first[kind], byte))
-            kind = move
-        return kind
+            place = self._next(place, byte)
+        return self._places.of(place)
 
     def _next(self, place: _Place, byte: int) -> _Place:
-        raw = place.raw + bytes([byte])
-        match place.mode:
-            case "string":
-                if byte != ord('"') or _open_escape(place.raw):
-                    return _Place(place.frames, "string", raw)
-                closed, frame = self._strings.closed(place.raw), place.frames[-1]
-                is_name = frame.bracket == ord("{") and frame.sign != ord(":")
-                return self._noted(place, closed, 0) if is_name else self._valued(place, closed)
-            case "number" if byte in _NUMERIC:
-                return _Place(place.frames, "number", raw)
-            case "number":
-                place = self._valued(place, self._numbers.key(place.raw))
-            case "literal" if byte in _LETTERS:
-                return _Place(place.frames, "literal", raw)
-            case "literal":
-                place = self._valued(place, place.raw)
-        if byte == ord('"'):
-            return _Place(place.frames, "string")
-        if byte in b"-0123456789":
-            return _Place(place.frames, "number", bytes([byte]))
+        around, mode, scalar = place
+        if mode == _STRING:
+            string = self._strings.after(scalar, byte)
+            return (around, _STRING, string) if string != OVER else (self._closed(around, scalar), _BETWEEN, 0)
+        if mode == _NUMBER:
+            number = self._numbers.after(scalar, byte)
+            if number != OVER:
+                return around, _NUMBER, number
+            around = self._valued(around, (_NUMBER, scalar))
+        elif mode == _LITERAL:
+            if byte in _LETTERS:
+                return around, _LITERAL, self._literals.of((scalar, byte))
+            around = self._valued(around, (_LITERAL, scalar))
+        if byte == _QUOTE:
+            return around, _STRING, 0
+        if byte in _SIGNS:
+            return around, _NUMBER, self._numbers.after(0, byte)
         if byte in _LETTERS:
-            return _Place(place.frames, "literal", bytes([byte]))
+            return around, _LITERAL, self._literals.of((-1, byte))
         if byte in b"[{":
-            return _Place((*place.frames, _Frame(byte, self._history(-1, byte), 0)), "plain")
-        if byte in b"]}" and len(place.frames) > 1:
-            return self._valued(_Place(place.frames[:-1], "plain"), (byte, place.frames[-1].history))
-        return self._noted(place, byte, byte)
+            return self._open(around, byte), _BETWEEN, 0
+        outer, _bracket, history, _sign = self._opened.keys[around]
+        if byte in b"]}" and outer >= 0:
+            return self._valued(outer, (byte, history)), _BETWEEN, 0
+        return self._noted(around, byte, byte), _BETWEEN, 0
 
-    def _valued(self, place: _Place, kind: Hashable) -> _Place:
-        """Behind a value of class ``kind``."""
-        return self._noted(place, ("value", kind if self._telling else None), 0)
+    def _closed(self, around: int, string: int) -> int:
+        """What is open behind a string of class ``string``."""
+        closed = self._strings.closed(string)
+        _outer, bracket, _history, sign = self._opened.keys[around]
+        is_name = bracket == _OBJECT and sign != _COLON
+        return self._noted(around, closed, 0) if is_name else self._valued(around, closed)
 
-    def _noted(self, place: _Place, more: Hashable, sign: int) -> _Place:
-        *outer, frame = place.frames
-        sign = frame.sign if sign == ord(" ") else sign
-        return _Place((*outer, _Frame(frame.bracket, self._history(frame.history, more), sign)), "plain")
+    def _valued(self, around: int, kind: Hashable) -> int:
+        """What is open behind a value of class ``kind``."""
+        return self._noted(around, ("value", kind if self._telling else None), 0)
 
-    def _history(self, before: int, more: Hashable) -> int:
-        return self._histories.setdefault((before, more), len(self._histories))
-
-    def _kind(self, place: _Place) -> int:
-        key: Hashable = place.raw
-        if place.mode == "string":
-            key = self._strings.key(place.raw)
-        elif place.mode == "number":
-            key = self._numbers.key(place.raw)
-        return self._interned.of((place.frames, place.mode, key), place)
-
-
-@dataclass(frozen=True)
-class _Conditions:
-    """Everything that a schema says of strings and numbers, wherever it says it."""
-
-    patterns: tuple[derivatives.Rest, ...]
-    lengths: tuple[int, ...]  # characters from which on a condition holds, or no longer holds; ascending
-    prefixes: frozenset[str]  # of names and of strings among the constants
-    words: frozenset[str]
-    bounds: tuple[tuple[str, str], ...]  # digits before and behind the point
-    counted: bool  # whether there are multiples
-    constants: frozenset[bytes]  # beginnings of the numbers among the constants
-
-    @classmethod
-    def of(cls, schema: Any) -> _Conditions:
-        patterns, lengths, words = set[str](), set[int](), set[str]()
-        bounds, numbers = set[tuple[str, str]](), set[str]()
-        counted = False
-        for node in _nodes(schema):  # a property may have a keyword's name: what it says then is of another type
-            words.update(node.get("properties", ()), node.get("required", ()))
-            patterns.update(node.get("patternProperties", ()))
-            patterns.update(found for found in [node.get("pattern")] if isinstance(found, str))
-            for keyword, beyond in (("minLength", 0), ("maxLength", 1)):
-                lengths.update(found + beyond for found in [node.get(keyword)] if isinstance(found, int))
-            for keyword in ("minimum", "maximum"):
-                bounds.update(_digits(found) for found in [node.get(keyword, "")] if isinstance(found, int | float))
-            counted |= "multipleOf" in node
-            for value in _leaves([node.get("enum"), node.get("const")]):
-                if isinstance(value, str):
-                    words.add(value)
-                else:
-                    numbers.add(json.dumps(value))
-        return cls(
-            tuple(derivatives.beginning(pattern.removeprefix("^").removesuffix("$")) for pattern in sorted(patterns)),
-            tuple(sorted(lengths)),
-            frozenset(word[:n] for word in words for n in range(len(word) + 1)),
-            frozenset(words),
-            tuple(sorted(bounds)),
-            counted,
-            frozenset(number[:n].encode() for number in numbers for n in range(1, len(number) + 1)),
+    def _noted(self, around: int, more: Hashable, sign: int) -> int:
+        outer, bracket, history, latest = self._opened.keys[around]
+        return self._opened.of(
+            (outer, bracket, self._histories.of((history, more)), latest if sign == _SPACE else sign)
         )
 
-
-class _Strings:
-    """Strings by what they are to the conditions on strings; ``raw`` is what stands behind the opening quote."""
-
-    def __init__(self, conditions: _Conditions) -> None:
-        self._conditions = conditions
-        self._longest = max(conditions.lengths, default=0)
-        self._seen: dict[str, tuple[derivatives.Rest, ...]] = {"": conditions.patterns}
-
-    def key(self, raw: bytes) -> Hashable:
-        """Of a string that goes on."""
-        text, tail = _content(raw)
-        word = text if text in self._conditions.prefixes else None
-        return word, self._rests(text), min(len(text), self._longest), tail
-
-    def closed(self, raw: bytes) -> Hashable:
-        """Of a string that is over."""
-        text, _tail = _content(raw)
-        word = text if text in self._conditions.words else None
-        return word, tuple(map(derivatives.ends, self._rests(text))), bisect_right(self._conditions.lengths, len(text))
-
-    def _rests(self, text: str) -> tuple[derivatives.Rest, ...]:
-        known = len(text)
-        while text[:known] not in self._seen:
-            known -= 1
-        rests = self._seen[text[:known]]
-        for i in range(known, len(text)):
-            rests = tuple(derivatives.behind(rest, text[i]) for rest in rests)
-            self._seen[text[: i + 1]] = rests
-        return rests
-
-
-class _Numbers:
-    """Numbers by what they are to the conditions on numbers."""
-
-    def __init__(self, conditions: _Conditions) -> None:
-        self._conditions = conditions
-        self._whole = max((len(whole) for whole, _part in conditions.bounds), default=0)
-        self._part = max((len(part) for _whole, part in conditions.bounds), default=0)
-
-    def key(self, raw: bytes) -> Hashable:
-        """Of a number, whether it goes on or not."""
-        if self._conditions.counted or raw in self._conditions.constants:
-            return raw
-        mantissa, *exponent = re.split(rb"[eE]", raw)
-        if exponent:  # only numbers without bounds have one
-            return exponent[0][:1] in (b"+", b"-"), exponent[0][-1:].isdigit()
-        digits, point, part = mantissa.removeprefix(b"-").decode().partition(".")
-        relations = tuple(_relation(digits, point, part, bound) for bound in self._conditions.bounds)
-        sizes = min(len(digits), self._whole + 1), min(len(part), self._part + 1)
-        # beside bounds there is no negative zero, and a negative fraction may not end in one
-        zeros = mantissa.strip(b"-0.") == b"", part[-1:] == "0"
-        return raw[:1] == b"-", zeros, digits == "0", digits != "", point, part != "", sizes, relations
-
-
-def _digits(number: float) -> tuple[str, str]:
-    whole, _point, part = f"{abs(Decimal(repr(number))):f}".partition(".")
-    return whole, part.rstrip("0")
-
-
-def _relation(digits: str, point: str, part: str, bound: tuple[str, str]) -> int:
-    """Where the digits so far stand to a bound's, as far as both have them: below, beside or above it."""
-    whole, rest = bound
-    if not point:
-        begun = whole[: len(digits)]
-        return 0 if len(digits) > len(whole) else (digits > begun) - (digits < begun)
-    if digits != whole:
-        return 1 if (len(digits), digits) > (len(whole), whole) else -1
-    begun = rest[: len(part)].ljust(len(part), "0")
-    return (part > begun) - (part < begun)
-
-
-def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """``value`` and all within it that may be a schema."""
-    if isinstance(value, dict):
-        yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _nodes(inner)
+    def _open(self, around: int, bracket: int) -> int:
+        return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0))
 
 
 def _nested(values: Any) -> bool:
     return isinstance(values, list) and any(isinstance(value, list | dict) for value in values)
-
-
-def _leaves(value: Any) -> Iterator[str | int | float]:
-    """The strings and numbers of a constant, names too."""
-    match value:
-        case bool() | None:
-            return
-        case str() | int() | float():
-            yield value
-        case list():
-            for inner in value:
-                yield from _leaves(inner)
-        case dict():
-            for name, inner in value.items():
-                yield name
-                yield from _leaves(inner)
-
-
-def _open_escape(raw: bytes) -> bool:
-    return (len(raw) - len(raw.rstrip(b"\\"))) % 2 == 1
-
-
-def _content(raw: bytes) -> tuple[str, bytes]:
-    """The characters of ``raw``, the inside of a JSON string, and the bytes of one that has only begun."""
-    escape = raw[-1:] if _open_escape(raw) else b""
-    whole, tail = _characters(raw[: len(raw) - len(escape)])
-    text: str = json.loads(f'"{whole}"', strict=False)
-    return text, tail + escape
-
-
-def _characters(raw: bytes) -> tuple[str, bytes]:
-    """The characters of ``raw`` (UTF-8), and the bytes of one that has only begun."""
-    for size in range(len(raw), max(-1, len(raw) - 4), -1):
-        try:
-            return raw[:size].decode(), raw[size:]
-        except UnicodeDecodeError:
-            continue
-    raise ValueError("this is no UTF-8")

@@ -70,15 +70,18 @@ def candidates(
             gumbel = noise.rows(offsets, logits.shape[-1], logits.device)
             drawn = tempered.add_(gumbel) if best is None else tempered + gumbel  # Gumbel-max
             tokens = drawn.argmax(-1)
+        log_z = torch.logsumexp(logits, -1)
         if best is not None:
-            best.take(logits, tempered, drawn)
-        judged.append((tokens, *_figures(logits, tokens)))
+            best.take(logits, log_z, tempered, drawn)
+        judged.append((tokens, *_figures(logits, tokens, log_z)))
     return Candidates(positions, *(torch.cat(parts).cpu().numpy() for parts in zip(*judged, strict=True)))
 
 
 def described(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
     """Candidates of ``tokens`` (int64 ``[n]``) for ``positions``, and what ``logits`` (fp32 ``[n, V]``) say of them."""
-    return Candidates(positions, *(x.cpu().numpy() for x in (tokens, *_figures(logits, tokens))))
+    return Candidates(
+        positions, *(x.cpu().numpy() for x in (tokens, *_figures(logits, tokens, torch.logsumexp(logits, -1))))
+    )
 
 
 def step_generator(seed: int, step: int, device: torch.device) -> torch.Generator:
@@ -86,9 +89,9 @@ def step_generator(seed: int, step: int, device: torch.device) -> torch.Generato
     return torch.Generator(device).manual_seed((seed * _SEED_MIX + step * _STEP_MIX) % (1 << 63))
 
 
-def _figures(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Confidence, gap and entropy ``[n]`` of ``tokens [n]`` under ``logits [n, V]``."""
-    log_z = torch.logsumexp(logits, -1)
+def _figures(logits: Tensor, tokens: Tensor, log_z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence, gap and entropy ``[n]`` of ``tokens [n]`` under ``logits [n, V]``, whose exponentials sum to that of
+    ``log_z [n]``."""
     confidence = (logits.gather(-1, tokens[:, None])[:, 0] - log_z).exp()
     top = logits.topk(2, -1).values
     entropy = torch.special.entr((logits - log_z[:, None]).exp()).sum(-1)

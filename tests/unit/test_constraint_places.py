@@ -1,9 +1,11 @@
-"""Searches that remember where they have been find what others find, and never less than what they began with."""
+"""Searches that know where others have been find what they find alone, and never less than they had."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -14,11 +16,12 @@ from mmserve.bench.schemas import SCHEMAS
 from mmserve.bench.search import Language, made_up
 from mmserve.constraint.grammar import grammar_of
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
+from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Outcome, Witness, admit, choose, follow, improve
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.places import Places
+from mmserve.decode.paths.places import Place, Places
 
 SIZE = 64
 NAMES = ("person", "matrix", "payment", "account")
@@ -51,25 +54,124 @@ def score(witness: Witness, top: TopK) -> float:
     return float(np.where(same.any(-1), listed, top.log_probabilities.min(-1) - 1).sum())
 
 
+def steps(name: str, seed: int, size: int, places: Callable[[], Places]) -> Iterator[tuple[Witness, Outcome]]:
+    """What a request of ``size`` positions finds in each step; each asks for the ``places`` it has."""
+    source, known, lexicon = model(name, seed), np.full(size, -1, np.int64), language().lexicon
+    witness = admit(grammar(name), lexicon, size)
+    while (known < 0).any() and witness.known <= witness.length:
+        end = min((int(np.flatnonzero(known < 0)[0]) // 32 + 1) * 32, size)
+        here = np.flatnonzero(known[:end] < 0)
+        top = source.candidates(known, here)
+        found, outcome = improve(witness, known, top, end, lexicon, places=places(), seconds=60)
+        assert completes(grammar(name).start(), found.tokens[: found.length].tolist())
+        assert score(found, top) >= score(witness, top) - 1e-3
+        yield found, outcome
+        chosen = choose(found, here, top.tokens[:, 0], top.log_probabilities[:, 0] > np.log(0.9), top)
+        known[here[chosen]] = found.tokens[here[chosen]]
+        witness = follow(found, known)
+
+
+def told(found: Iterable[tuple[Witness, Outcome]]) -> list[tuple[list[int], Outcome]]:
+    return [(witness.tokens.tolist(), outcome) for witness, outcome in found]
+
+
+def new(name: str) -> Places:
+    return Places(language().lexicon, grammar(name).kinds)
+
+
+@cache
+def alone(name: str, seed: int, size: int) -> list[tuple[list[int], Outcome]]:
+    """What a request finds that knows nothing of any other step."""
+    return told(steps(name, seed, size, lambda: new(name)))
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_remembered_changes_nothing(name: str) -> None:
+def test_what_other_searches_have_learned_changes_nothing(name: str) -> None:
+    """Requests of several sizes with other documents in mind go before, and one goes on meanwhile."""
+    places = new(name)
+    assert told(steps(name, 0, SIZE, lambda: places)) == alone(name, 0, SIZE)
+    other = steps(name, 1, SIZE + 20, lambda: places)
+    again = []
+    for each in steps(name, 0, SIZE, lambda: places):
+        again.append(each)
+        next(other, None)
+    assert told(again) == alone(name, 0, SIZE)
+    assert told(steps(name, 1, SIZE, lambda: places)) == alone(name, 1, SIZE)
+
+
+def test_places_that_are_too_many_are_forgotten_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, limit = new("payment"), 1_000_000
+    list(steps("payment", 0, SIZE, lambda: places))
+    assert places.size > limit
+    monkeypatch.setattr("mmserve.decode.paths.places.LIMIT", limit)
+    places, sizes = new("payment"), list[int]()
+    found = []
+    for each in steps("payment", 0, SIZE, lambda: places):
+        found.append(each)
+        sizes.append(places.size)
+    assert told(found) == alone("payment", 0, SIZE)
+    assert 0 in sizes and 0 < max(sizes) <= limit
+
+
+def test_threads_that_share_places_find_what_they_find_alone() -> None:
+    shared = SharedPlaces(language().lexicon)
+    with ThreadPoolExecutor(2) as threads:
+        ran = list(
+            threads.map(lambda seed: told(steps("account", seed, SIZE, lambda: shared.of(grammar("account")))), (0, 1))
+        )
+    assert ran == [alone("account", 0, SIZE), alone("account", 1, SIZE)]
+
+
+def test_a_search_that_fails_leaves_nothing_behind() -> None:
+    places = new("person")
+    list(steps("person", 0, SIZE, lambda: places))
+    assert places.size
+    with pytest.raises(RuntimeError, match="parser"), places.lent():
+        raise RuntimeError("the parser failed")
+    assert not places.size
+    assert told(steps("person", 0, SIZE, lambda: places)) == alone("person", 0, SIZE)
+
+
+def test_a_search_never_waits_for_another() -> None:
+    places = new("person")
+    with places.lent() as mine, ThreadPoolExecutor(1) as thread:
+        assert mine is places
+        ran = thread.submit(lambda: told(steps("person", 0, SIZE, lambda: places))).result(timeout=60)
+    assert ran == alone("person", 0, SIZE)
+    assert not places.size, "the other search had places of its own"
+
+
+def test_a_parser_that_has_read_much_gives_way_to_one_that_has_read_little() -> None:
+    """A copy of a parser takes time for all that it has read: a long answer shall not slow those behind it."""
     lexicon = language().lexicon
-    places = Places(lexicon, grammar(name).kinds)
-    for seed in range(2):
-        source, known = model(name, seed), np.full(SIZE, -1, np.int64)
-        witness = admit(grammar(name), lexicon, SIZE)
-        while (known < 0).any() and witness.known <= witness.length:
-            end = min((int(np.flatnonzero(known < 0)[0]) // 32 + 1) * 32, SIZE)
-            here = np.flatnonzero(known[:end] < 0)
-            top = source.candidates(known, here)
-            found, outcome = improve(witness, known, top, end, lexicon, places=places, seconds=60)
-            fresh, same = improve(witness, known, top, end, lexicon, seconds=60)
-            assert (found.tokens.tolist(), outcome) == (fresh.tokens.tolist(), same)
-            assert completes(grammar(name).start(), found.tokens[: found.length].tolist())
-            assert score(found, top) >= score(witness, top) - 1e-3
-            chosen = choose(found, here, top.tokens[:, 0], top.log_probabilities[:, 0] > np.log(0.9), top)
-            known[here[chosen]] = found.tokens[here[chosen]]
-            witness = follow(found, known)
+    free = Grammar(grammar_of(ConstraintSpec(JsonSchema('{"type": "string"}'))).text, language().vocabulary)
+    places = Places(lexicon, free.kinds)
+
+    def at(text: bytes) -> Place:
+        matcher = free.start()
+        matcher.consume(lexicon.cover(text) or [])
+        return places.behind(text, matcher)
+
+    comma = lexicon.ids[b","]
+    with places.lent():
+        long = at(b'"' + b"a" * 3000)
+        behind = places.after(long, comma)
+        size = places.size
+        short = at(b'"a')
+        assert short is long and short.depth == 2, "what is left of a string is the same"
+        assert places.after(short, comma) is behind and places.size < size
+
+
+def test_places_are_kept_for_the_grammars_asked_for_last_and_only_so_many() -> None:
+    limit = 600_000
+    shared = SharedPlaces(language().lexicon, limit)
+    first = shared.of(grammar("person"))
+    assert shared.of(grammar("person")) is first
+    list(steps("person", 0, SIZE, lambda: first))
+    second = shared.of(grammar("matrix"))
+    assert shared.used <= limit
+    assert shared.of(grammar("person")) is not first
+    assert shared.of(grammar("matrix")) is second
 
 
 def test_the_old_witness_is_the_best_where_the_model_says_it() -> None:

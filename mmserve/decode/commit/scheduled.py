@@ -61,7 +61,7 @@ class Scheduled(BlockWise):
         logits[:, list(banned)] = -torch.inf
         if best is not None:
             best.restrict(logits)
-            best.take(logits, None, None)
+            best.take(logits, torch.logsumexp(logits, -1), None, None)
         positions = canvas.block()
         sample = torch.from_numpy(canvas.tokens[positions]).to(logits.device)
         out = self.scheduler.step(

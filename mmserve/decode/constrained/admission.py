@@ -27,6 +27,7 @@ from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.filling import Filling, Layout, laid_out
 from mmserve.decode.constrained.futures import Place
+from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constrained.state import Constrained, Split
 from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
 from mmserve.decode.constraint.matcher import Grammar
@@ -80,6 +81,7 @@ class _Language:
     vocabulary: Vocabulary
     lexicon: Lexicon
     closes: Closes
+    places: SharedPlaces
     grammars: Grammars
     tokenizer: Tokenizer
     ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
@@ -90,7 +92,7 @@ class _Language:
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
-            witness = begun(compiled, budget, self.closes.of(compiled, budget))
+            witness = begun(compiled, budget, self.closes.of(compiled, budget), self.places.of(compiled))
         return Opened(compiled, witness, grammar.warnings, judge)
 
     def filled(self, hole: Hole) -> Opened:
@@ -222,4 +224,4 @@ def _language(model: Model) -> _Language:
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding
     lexicon = Lexicon.of(vocabulary.token_bytes)
-    return _Language(vocabulary, lexicon, Closes(lexicon), Grammars(proved), tokenizer, ends)
+    return _Language(vocabulary, lexicon, Closes(lexicon), SharedPlaces(lexicon), Grammars(proved), tokenizer, ends)

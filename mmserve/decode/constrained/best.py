@@ -26,10 +26,11 @@ class Notes(Protocol):
         """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
         ...
 
-    def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+    def take(self, logits: Tensor, log_z: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
         """Note what is asked for of the rows just restricted.
 
-        ``tempered [n, V]``: filtered and tempered logits, ``noised [n, V]``: these and Gumbel noise; None = greedy.
+        ``log_z [n]``: log of the sum of their exponentials. ``tempered [n, V]``: filtered and tempered logits,
+        ``noised [n, V]``: these and Gumbel noise; None = greedy.
         """
         ...
 
@@ -82,42 +83,40 @@ class Best:
     ) -> None:
         self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
         self.meter = meter
-        self._before: list[Tensor] = []
-        self._restricted: list[int] = []  # rows of the part in hand
+        self._own = torch.zeros(0)  # logits of the witness's tokens, of the part in hand
+        self._restricted: dict[int, Tensor] = {}  # its rows, and the log of the sum of exponentials before
         self._parts: list[tuple[Tensor, ...]] = []
         self._row = 0
 
     @metered
     def restrict(self, logits: Tensor) -> None:
         """Leave in the next rows ``logits [n, V]``, in place, what may stand there."""
-        before = torch.logsumexp(logits, -1)
         own = self._witness[self._row : self._row + len(logits)].to(logits.device)
-        self._before = [before, logits.gather(-1, own[:, None])[:, 0] - before]
-        self._restricted = list[int]()
+        self._own = logits.gather(-1, own[:, None])[:, 0]
+        self._restricted = {}
         for i in range(len(logits)):
             mask = self._allowed.get(self._row + i)
             if mask is not None:
                 ruled_out = torch.from_numpy(~bitmask.flags(mask, logits.shape[-1]))
                 kept = logits[i].masked_fill(ruled_out.to(logits.device), -torch.inf)
                 if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
+                    self._restricted[i] = torch.logsumexp(logits[i], -1)
                     logits[i] = kept
-                    self._restricted.append(i)
 
     @metered
-    def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+    def take(self, logits: Tensor, log_z: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
         """Note the best of the rows just restricted: by log-probability, or as they are drawn."""
-        before, own = self._before
-        after = before.clone()
-        if self._restricted:
-            after[self._restricted] = torch.logsumexp(logits[self._restricted], -1)
+        before = log_z.clone() if self._restricted else log_z
+        for i, whole in self._restricted.items():
+            before[i] = whole
         if tempered is None or noised is None:
-            judged, mass = logits, after[:, None]
+            judged, mass = logits, log_z[:, None]
         else:
             judged, mass = noised, torch.logsumexp(tempered, -1, keepdim=True)
         best = judged.topk(min(KEPT, logits.shape[-1]), -1)
         values = best.values - mass
         plain = logits.gather(-1, best.indices) - before[:, None]
-        self._parts.append((best.indices, values, plain, own, after - before))
+        self._parts.append((best.indices, values, plain, self._own - before, log_z - before))
         self._row += len(logits)
 
     @metered

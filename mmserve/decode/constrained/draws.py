@@ -105,15 +105,16 @@ class Draws:
         """Nothing: the model's own distribution is drawn from."""
 
     @metered
-    def take(self, logits: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
-        """Draw from the next rows: ``logits [n, V]``, the same filtered and tempered, and these with Gumbel noise."""
+    def take(self, logits: Tensor, log_z: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+        """Draw from the next rows: ``logits [n, V]``, log of the sum of their exponentials ``[n]``, the same filtered
+        and tempered, and these with Gumbel noise."""
         if tempered is None or noised is None:
             raise ValueError("draws need a temperature")
         for row in range(len(logits)):
             if self._open:
                 token = self._drawn(tempered[row], noised[row])
                 self._tokens.append(token)
-                plain = logits[row, token] - torch.logsumexp(logits[row], -1)
+                plain = logits[row, token] - log_z[row]
                 self._log_probabilities.append(float(plain))
                 n = len(self._tokens)
                 led = n <= len(self._drafted) and token == self._drafted[n - 1]
@@ -173,7 +174,7 @@ def _way(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) 
     if fork is None or (not room and not fork.accepting):
         return None
     closing = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1, patient=True)
-    way = closing.tail(places.Place(fork, None), witness.known + 1)
+    way = closing.tail(places.Place(fork, None, 0), witness.known + 1)
     return None if way is None else _Way(fork, way)
 
 

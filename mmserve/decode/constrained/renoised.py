@@ -27,7 +27,7 @@ def projected(state: Constrained, canvas: Canvas, logits_LV: torch.Tensor, step:
     for part in slices(logits_LV[: len(targets)]):
         rows = part.float().clone()
         best.restrict(rows)
-        best.take(rows, None, None)
+        best.take(rows, torch.logsumexp(rows, -1), None, None)
     ranked = best.ranked()
     with state.meter.running():
         state.search(known_tokens(canvas)[:budget], ranked.top, int(targets[-1]) + 1 - first)

@@ -18,7 +18,7 @@ from mmserve.decode.commit.base import Judged, leading
 from mmserve.decode.constrained.best import Ranked, first_among
 from mmserve.decode.constrained.draws import Run
 from mmserve.decode.constrained.meter import metered
-from mmserve.decode.constrained.state import Constrained, known_tokens
+from mmserve.decode.constrained.state import Constrained, are_any, known_tokens
 from mmserve.decode.paths.field import TopK
 
 #: A gap of logits beyond which nothing is surer; where one token alone may stand there would be no end to it.
@@ -111,7 +111,7 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
     tokens = state.witness.tokens[at]
     plain = ranked.log_probabilities(before, state.witness.tokens[ranked.top.positions])[rows]
     shown = _projected(proposed, tokens, plain, ranked, rows)
-    meant = np.isin(proposed.tokens, list(state.witness.ends)) & (not commit.closes)
+    meant = are_any(proposed.tokens, state.witness.ends) & (not commit.closes)
     if isinstance(commit, Judged):  # what stands behind a token that was not the draft's has not been judged
         kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
         shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]

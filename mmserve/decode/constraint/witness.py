@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -57,6 +57,7 @@ class Witness:
     ends: frozenset[int]
     closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
     kinds: Callable[[], Kinds] = Texts  # of the texts of its language
+    places: Places | None = field(default=None, repr=False, compare=False)  # of its language, where they are shared
     cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
 
     def resized(self, size: int) -> Witness:
@@ -76,8 +77,10 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
     return begun(constraint, budget, close)
 
 
-def begun(constraint: Constraint, budget: int, close: Close | None) -> Witness:
+def begun(constraint: Constraint, budget: int, close: Close | None, places: Places | None = None) -> Witness:
     """The first witness of an answer of ``budget`` positions, given the shortest answer found.
+
+    ``places``: what searches under ``constraint`` have learned, where they share it.
 
     Raises:
         Infeasible: it is longer, or there is none.
@@ -88,7 +91,8 @@ def begun(constraint: Constraint, budget: int, close: Close | None) -> Witness:
         raise Infeasible(len(close.tokens), exact=close.exact)
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
-    return Witness(tokens, len(close.tokens), constraint.start(), 0, constraint.end_ids, kinds=constraint.kinds)
+    start, ends = constraint.start(), constraint.end_ids
+    return Witness(tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places)
 
 
 def follow(witness: Witness, known: np.ndarray) -> Witness:
@@ -133,23 +137,23 @@ def improve(
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         top: the model's candidates for masked positions.
         block_end: the first position behind the block, or behind the answer where the policy looks at all of it.
-        places: what earlier searches of this answer have learned; they change the time that this one takes, not what it
-            finds.
+        places: what earlier searches have learned, the witness's own if None; they change the time that this one takes,
+            not what it finds.
     """
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
     committed = np.flatnonzero(known >= 0)
     horizon = max(block_end, int(committed[-1]) + 1 if len(committed) else 0)
     answer = witness.tokens[: witness.length].tolist()
-    field = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
-    closing = Closing(answer, len(known), lexicon, witness.closes)
-    places = places or Places(lexicon, witness.kinds)
-    root = places.behind(lexicon.text(answer[: witness.known]), witness.matcher)
+    laid = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
-    try:
-        path = best_path(root, places, field, closing, beam or Beam(), lambda: clock() < deadline)
-    except OutOfTime:
-        return witness, Outcome.LATE
+    with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:
+        closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
+        root = mine.behind(lexicon.text(answer[: witness.known]), witness.matcher)
+        try:
+            path = best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline)
+        except OutOfTime:
+            return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)
     # the parser has the last word on the whole path: its limits on work are counted anew for each fork
     if path is None or not fits(known[witness.known :], path.tokens, witness.ends):
@@ -162,7 +166,7 @@ def improve(
     tokens[length:] = min(witness.ends)
     last = min(horizon, len(known))
     if length < last:
-        tokens[length:last] = field.end_token[length - field.start : last - field.start]
+        tokens[length:last] = laid.end_token[length - laid.start : last - laid.start]
     tokens[committed] = known[committed]
     closes = tuple(dict.fromkeys((*closing.found, *witness.closes)))[:_REMEMBERED]
     return replace(witness, tokens=tokens, length=length, closes=closes), Outcome.FOUND

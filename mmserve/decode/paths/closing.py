@@ -6,14 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.least import Effort, shortest_close
+from mmserve.decode.paths.least import shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Place
-
-#: For a way that a walk of the parser did not find.
-SOME = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
+from mmserve.decode.paths.places import BLIND, Place
 
 
 @dataclass
@@ -26,10 +22,12 @@ class Closing:
     remembered: tuple[tuple[int, ...], ...] = ()
     places: int = 60  # of the parser, for a new way
     shift: int = 6  # positions that the old witness's own way may be moved
-    searches: int = 6  # new ways looked for in one search
+    searches: int = 6  # places from which a new way is looked for in one search
     thorough: int = 1  # of these, with more effort: where what comes first leads nowhere, as in `a+b`
     patient: bool = False  # whether another way is looked for where one that is known is too long
+    far: Callable[[Place], tuple[int, ...] | None] | None = None  # how, if not by asking the parser alone
     found: list[tuple[int, ...]] = field(default_factory=list)
+    asked: set[Place] = field(default_factory=set)  # from where new ways were looked for
     cramped: bool = False  # a new way was found, and there was no room for it
     cut: bool = False  # a better path than the one taken was given up for want of room
 
@@ -50,14 +48,12 @@ class Closing:
             elif agrees(way) and completes(matcher, way):
                 return way
         self.cramped |= cramped
-        if not self.searches or (cramped and not self.patient):  # a way to the end is known, and too long
+        if not self._may_ask(place) or (cramped and not self.patient):  # a way to the end is known, and too long
             return None
         new = self.shortest(place)
-        if (new is None or (self.patient and len(new) > room)) and self.thorough and not place.hopeless:
+        if (new is None or (self.patient and len(new) > room)) and self.thorough:
             self.thorough -= 1
-            close = shortest_close(matcher, self.lexicon, SOME, within=room)
-            place.hopeless = close is None
-            new = new if close is None else close.tokens
+            new = (self._blindly(place, room) if self.far is None else self.far(place)) or new
         if new is None:
             return None
         self.found.append(new)
@@ -66,18 +62,29 @@ class Closing:
 
     def shortest(self, place: Place) -> tuple[int, ...] | None:
         """A short way from ``place`` to the end, if one is known or may still be looked for."""
-        if not self.searches:
+        if not self._may_ask(place):
             return None
-        self.searches -= not place.asked
+        self.asked.add(place)
         return place.close(self.lexicon, self.places)
 
-    def next_tokens(self, matcher: Matcher) -> list[int]:
+    def _blindly(self, place: Place, room: int) -> tuple[int, ...] | None:
+        """A way found with more effort; None where all are known to be longer than ``room``, too."""
+        close = shortest_close(place.matcher, self.lexicon, BLIND, within=room)
+        return None if close is None else close.tokens
+
+    def _may_ask(self, place: Place) -> bool:
+        """Whether a way from ``place`` may be looked for; it counts even if it is known, so that no result depends on
+        what other searches have asked."""
+        return place in self.asked or len(self.asked) < self.searches
+
+    def next_tokens(self, place: Place) -> list[int]:
         """A token or two for a fork that none of the model's candidates may follow."""
-        forced = self.lexicon.cover(matcher.forced())
-        if forced:
-            return forced[:1]
-        following = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
-        return list(islice(following, 2))
+        if place.few is None:
+            matcher = place.matcher
+            forced = self.lexicon.cover(matcher.forced())
+            closers = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
+            place.few = forced[:1] if forced else list(islice(closers, 2))
+        return place.few
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
         """The old witness's way from here, then as if it were a little farther on or back, then those seen before."""

@@ -1,40 +1,50 @@
-"""Places of a constraint that a search has been at, so that the parser is asked once where texts are alike.
+"""Places of a constraint that searches have been at, so that the parser is asked once where texts are alike.
 
 A step's search goes mostly where the step before it has gone, and half of the ways that it tries at once differ in
-nothing that a constraint could tell (``constraint.likeness``): other words in a string, another digit.
+nothing that a constraint could tell (``constraint.likeness``): other words in a string, another digit. What is kept
+changes the time that a search takes, never what it finds, so that all requests under a grammar may share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import after
-from mmserve.decode.paths.least import quick_close
+from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 
-#: Places that a request keeps from one search to the next. A parser takes about 10 KB.
-_KEPT = 400
+#: Bytes that may be kept from one search to the next.
+LIMIT = 16 << 20
+#: Bytes of a place, of a byte of text in front of it (a parser keeps what it has read, up to 190 bytes for each), and
+#: of a way that was asked for, with what the parser's lexer has learned on it. Measured, and rounded up.
+_PLACE, _BYTE, _WAY = 8_000, 200, 500
+#: A matcher is put in another's place where it has read so much less: to fork it takes time for all that it has read.
+_DEEPER = 500
+#: Places gone on from in search of an end that a walk of the parser did not find.
+_FAR = 24
+#: The same for texts that are each of their own kind.
+BLIND = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
 
 
 class Place:
     """What may follow texts of one kind. ``matcher`` stands behind one of them, and is never moved."""
 
-    __slots__ = ("_close", "accepting", "hopeless", "kind", "matcher", "next")
+    __slots__ = ("_close", "accepting", "depth", "far", "few", "kind", "matcher", "next")
 
-    def __init__(self, matcher: Matcher, kind: Hashable | None) -> None:
-        self.matcher, self.kind = matcher, kind
+    def __init__(self, matcher: Matcher, kind: Hashable | None, depth: int) -> None:
+        self.matcher, self.kind, self.depth = matcher, kind, depth  # bytes in front of the matcher
         self.accepting = matcher.accepting
-        #: What is behind a token or a row of them, as far as it was asked: a place, None, or that there is one.
+        #: What is behind a token or a row of them, as far as it was asked: a place, None, that there is one (True), or
+        #: that there is one which the parser does not reach within its limits (False).
         self.next: dict[int | tuple[int, ...], Place | bool | None] = {}
-        self.hopeless = False  # whether a thorough search for an end has found none that was near
-        self._close: tuple[int, ...] | bool | None = False
-
-    @property
-    def asked(self) -> bool:
-        """Whether its ``close`` is known."""
-        return not isinstance(self._close, bool)
+        self._close: tuple[int, ...] | bool | None = False  # False: not looked for yet
+        self.few: list[int] | None = None  # as ``Closing.next_tokens``
+        self.far: tuple[int, ...] | bool | None = False  # as ``Places.far_close``
 
     def close(self, lexicon: Lexicon, places: int) -> tuple[int, ...] | None:
         """As ``quick_close``."""
@@ -44,34 +54,61 @@ class Place:
 
 
 class Places:
-    """The places of one request; the kinds of texts are those of its constraint."""
+    """The places of one constraint, and the kinds of its texts. Everything is asked of what ``lent`` gives."""
 
     def __init__(self, lexicon: Lexicon, kinds: Callable[[], Kinds] = Texts) -> None:
+        self._lock = threading.Lock()
         self._lexicon, self._make = lexicon, kinds
-        self._kinds = kinds()
-        self._places: dict[Hashable, Place] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kinds, self._places = self._make(), dict[Hashable, Place]()
+        self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
+        self._limited = False
+        self.size = 0  # about so many bytes
+
+    @contextmanager
+    def lent(self) -> Iterator[Places]:
+        """For one search: these places, or new ones where another thread's search is at them, so that none waits.
+
+        Nothing is kept of a search in which a parser has failed or come to its limits, nor more than ``LIMIT`` bytes.
+        """
+        if not self._lock.acquire(blocking=False):
+            yield Places(self._lexicon, self._make)
+            return
+        try:
+            yield self
+        except BaseException:
+            self._limited = True
+            raise
+        finally:
+            if self._limited or self.size > LIMIT:
+                self._forget()
+            self._lock.release()
 
     def behind(self, text: bytes, matcher: Matcher) -> Place:
         """The place of ``text``, behind which ``matcher`` stands. A search begins with it."""
-        if len(self._places) > _KEPT:
-            self._places, self._kinds = {}, self._make()
-        return self._of(self._kind(self._kinds.begun(), text), matcher)
+        known, kind = self._root
+        if kind is None or not text.startswith(known):
+            known, kind = b"", self._kinds.begun()
+        kind = self._kind(kind, text[len(known) :])
+        self._root = text, kind
+        return self._of(kind, matcher, len(text))
 
     def after(self, place: Place, token: int) -> Place | None:
         """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""
         found = place.next.get(token, True)
         if found is True:
             found = place.next[token] = self._moved(place, [token])
-        return found or None
+        return found if isinstance(found, Place) else None
 
     def through(self, place: Place, tokens: Sequence[int]) -> Place | None:
         """The place behind ``tokens``; None if they may not follow."""
         key = tuple(tokens)
         found = place.next.get(key, True)
         if found is True:
-            may = place.matcher.valid(tokens) == len(tokens)
-            found = place.next[key] = self._moved(place, tokens) if may else None
-        return found or None
+            found = place.next[key] = self._moved(place, key)
+        return found if isinstance(found, Place) else None
 
     def reach(self, place: Place, tokens: list[int]) -> int:
         """How many of ``tokens``, from the first on, may follow one another."""
@@ -81,23 +118,70 @@ class Places:
                 return i
             if not isinstance(found, Place):
                 far = place.matcher.valid(tokens[i:] if i else tokens)
-                place.next[token] = True if far else None
+                if token not in place.next:
+                    place.next[token] = True if far else None
+                    self.size += _WAY
                 return i + far
             place = found
         return len(tokens)
 
-    def _moved(self, place: Place, tokens: Sequence[int]) -> Place | None:
+    def far_close(self, place: Place) -> tuple[int, ...] | None:
+        """A completion found with more effort than ``Place.close``, where what comes first leads nowhere, as in `a+b`;
+        None if there was none so near."""
+        if isinstance(place.far, bool):
+            if isinstance(self._kinds, Texts):
+                found = shortest_close(place.matcher, self._lexicon, BLIND)
+                place.far = None if found is None else found.tokens
+            else:
+                place.far = self._nearest_end(place)
+        return place.far
+
+    def _nearest_end(self, place: Place) -> tuple[int, ...] | None:
+        """The fewest closers that lead from ``place`` to the end; of ways to places that are alike one is gone on."""
+        ways: dict[Place, tuple[int, ...]] = {place: ()}
+        queue = deque([place])
+        for _ in range(_FAR):
+            if not queue:
+                break
+            at = queue.popleft()
+            forced = self._lexicon.cover(at.matcher.forced())
+            closers = self._lexicon.closers
+            for step in [forced] if forced else closers[at.matcher.among(closers)][:, None].tolist():
+                behind = self.through(at, step) if forced else self.after(at, step[0])
+                if behind is None or behind in ways:
+                    continue
+                ways[behind] = (*ways[at], *step)
+                if behind.accepting:
+                    return ways[behind]
+                queue.append(behind)
+        return None
+
+    def _moved(self, place: Place, tokens: Sequence[int]) -> Place | bool | None:
+        """What is behind ``tokens``, as ``Place.next`` says it."""
+        self.size += _WAY
+        if place.matcher.valid(tokens) < len(tokens):
+            return None
+        text = self._lexicon.text(tokens)
+        kind, depth = self._kind(place.kind, text), place.depth + len(text)
+        found = None if kind is None else self._places.get(kind)
+        if found is not None and found.depth <= depth + _DEEPER:
+            return found  # to ask whether the tokens may follow takes a fifth of moving a parser there
         matcher = after(place.matcher, tokens)
         if matcher is None:
-            return None
-        return self._of(self._kind(place.kind, self._lexicon.text(tokens)), matcher)
+            self._limited = True
+            return False
+        return self._of(kind, matcher, depth)
 
-    def _of(self, kind: Hashable | None, matcher: Matcher) -> Place:
-        if kind is None:
-            return Place(matcher, None)
-        found = self._places.get(kind)
+    def _of(self, kind: Hashable | None, matcher: Matcher, depth: int) -> Place:
+        found = None if kind is None else self._places.get(kind)
         if found is None:
-            found = self._places[kind] = Place(matcher, kind)
+            found = Place(matcher, kind, depth)
+            self.size += _PLACE + _BYTE * depth
+            if kind is not None:
+                self._places[kind] = found
+        elif found.depth > depth + _DEEPER:
+            self.size -= _BYTE * (found.depth - depth)
+            found.matcher, found.depth = matcher, depth
         return found
 
     def _kind(self, kind: Hashable | None, text: bytes) -> Hashable | None:

@@ -256,7 +256,7 @@ class _Search:
                     add(0.0, score, fork, token)
                     enough = max(enough, log_probability - beam.clear)
             if len(grown) == begun and floor > bound:
-                for token in self.closing.next_tokens(fork.place.matcher):
+                for token in self.closing.next_tokens(fork.place):
                     if places.reach(fork.place, [token, *following]) > least:
                         add(beam.broken, fork.score + floor, fork, token)
         grown.sort(key=lambda g: -g[0])

@@ -1,0 +1,41 @@
+"""What searches have learned of grammars, kept for the requests to come: the first steps of a request are else dear."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+
+from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.places import Places
+
+#: Bytes that the places of all grammars may take together, those of requests under way aside.
+LIMIT = 64 << 20
+#: Bytes that any grammar counts for: its parser, and what a server knows of it before it has been searched.
+_GRAMMAR = 200_000
+
+
+class SharedPlaces:
+    """The places of grammars over one vocabulary, of those asked for last; may be called from any thread."""
+
+    def __init__(self, lexicon: Lexicon, limit: int = LIMIT) -> None:
+        self._lexicon, self._limit = lexicon, limit
+        self._places: OrderedDict[bytes, Places] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, grammar: Grammar) -> Places:
+        """The places of ``grammar``, the same for each request while they are kept."""
+        key = hashlib.sha256(grammar.source.encode()).digest()
+        with self._lock:
+            found = self._places.get(key) or Places(self._lexicon, grammar.kinds)
+            self._places[key] = found
+            self._places.move_to_end(key)
+            while len(self._places) > 1 and self.used > self._limit:
+                self._places.popitem(last=False)
+            return found
+
+    @property
+    def used(self) -> int:
+        """About so many bytes are kept."""
+        return sum(_GRAMMAR + places.size for places in self._places.values())

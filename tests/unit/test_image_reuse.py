@@ -75,8 +75,12 @@ class Prompt:
     def take(self, policy: Reuse) -> np.ndarray:
         """Which positions of the prompt are not run."""
         encoded = dataclasses.replace(self.encoded, span_keys=self.blender.keys(self.encoded))
-        held = self.blender.take(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
-        return held[: self.size]
+        taking = self.blender.take(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
+        while True:
+            try:
+                next(taking)
+            except StopIteration as ended:
+                return ended.value[: self.size]
 
     def run(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of the last row."""

@@ -221,8 +221,13 @@ def test_drafts_are_refused_where_they_would_have_a_say(
 
 @pytest.mark.parametrize(
     ("engine", "ahead"),
-    [({}, True), ({"kv_bits": 4, "kv_kept": 0.25}, False), ({"sparse_decode": "quest"}, False)]
-    + [({"sparse_decode": "random"}, False), ({"sparse_decode": "tidal"}, True)],
+    [
+        ({}, True),
+        ({"kv_bits": 4, "kv_kept": 0.25}, False),
+        ({"sparse_decode": "quest"}, False),
+        ({"sparse_decode": "random"}, False),
+        ({"sparse_decode": "tidal"}, True),
+    ],
 )
 @pytest.mark.parametrize("sampling", [ConstraintSampling.MASK, ConstraintSampling.AWRS])
 def test_forced_text_is_run_ahead_only_where_rows_have_no_say(

@@ -355,17 +355,18 @@ def test_a_file_that_may_not_be_touched_is_used(tmp_path: Path, monkeypatch: pyt
     assert not again.made and list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_whole_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [OSError("no space left"), RuntimeError("some tensors share memory")])
+def test_a_file_that_cannot_be_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     def half(_tensors: object, path: Path, **_named: object) -> None:
         path.write_bytes(b"half")
         raise failure
 
     monkeypatch.setattr(disk, "save_file", half)
-    failure: Exception
-    for failure in (OSError("no space left"), RuntimeError("some tensors share memory")):
-        maker = stored(tmp_path)
-        maker.get(1)
-        assert not list(tmp_path.iterdir()) and maker.cache.stats().disk_bytes == 0
+    maker = stored(tmp_path)
+    maker.get(1)
+    assert not list(tmp_path.iterdir()) and maker.cache.stats().disk_bytes == 0
 
 
 def test_types_and_empty_tensors_come_back(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ Measured on the served model's tower and on one of the size of CLIP ViT-L/14-336
 of one tile and for one of eight. A tower runs once a round, with all that pruners ask for taken from that run, so that
 shares of a per cent are not lost in the noise of two runs' difference. Processor time of one thread.
 
-Where the decoder is asked, its first layers run over the whole prompt before there are scores: ``layers_ms``, which
-what is then left out of prefill must pay for, is told beside what scores and choices take.
+Where the decoder is asked, its first layers run over the whole prompt before there are scores: ``layers_ms``, a part
+of ``scoring_ms`` which what is left out of prefill must pay for.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def tower_shares(
 
 @torch.inference_mode()
 def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dict[str, tuple[Share, float]]:
-    """What scores and choices of the pruners ``names``, which ask the decoder, take beside the tower's time for a
-    picture of one tile, and milliseconds (median) of the layers that run before.
+    """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile, and the
+    milliseconds (median) of that which the layers take that run before there are scores.
 
     The prompt has ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
     """
@@ -202,7 +202,7 @@ def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dic
             begun = time.thread_time()
             look.prune(prompt, grids, pruner, _quarter(pruner), _ANSWER)
             layers[name].append(onlooker.layers)
-            costs[name].append(time.thread_time() - begun - onlooker.layers)
+            costs[name].append(time.thread_time() - begun)
     return {
         name: (Share.of(towers[1:], costs[name][1:]), round(1e3 * statistics.median(layers[name][1:]), 3))
         for name in names

@@ -84,6 +84,16 @@ def take_on(begun: Prefilling, most: int) -> bool:
     return begun.taking is None and not (most and ran)
 
 
+def in_one_go(taking: Taking) -> np.ndarray:
+    """What comes of ``taking``, with nothing else done in between."""
+    while True:
+        try:
+            next(taking)
+        except StopIteration as ended:
+            held: np.ndarray = ended.value
+            return held
+
+
 class Blender:
     """Takes images' K/V for one model and its store; ``cache`` keeps them for later, for other models too."""
 

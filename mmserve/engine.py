@@ -326,7 +326,7 @@ class Engine:
     def _prefilled(self, record: Record, run: int | None) -> None:
         """So many positions have been run, or all: the pages they fill are there for others, too."""
         record.pages.publish(self._pool, None if run is None else run // self.config.page_size)
-        record.prefilled = run or 0
+        record.prefilled = run
         record.last_step = self._steps  # if it waits for decode from now on, then behind whoever waits already
         self._advance(record, Stage.PREFILLED if run is None else Stage.ENCODED)
 

@@ -41,7 +41,7 @@ class Record:
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
     last_step: int = 0
-    prefilled: int = 0  # positions run, while some of the prompt is left
+    prefilled: int | None = None  # positions run, while some of the prompt is left; None = none is, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
     first_token: float = 0.0
 

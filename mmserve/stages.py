@@ -51,7 +51,7 @@ from mmserve.errors import ConfigError, InvalidArgument, Unimplemented
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
-from mmserve.kv.reuse import reuse_of
+from mmserve.kv.reuse import REUSES, reuse_of
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
@@ -117,8 +117,7 @@ class Stages:
         paged = model.spec.renoising is None and model.spec.attention_block is not None
         # A reduction moves keys and values as they are, and every one it leaves is read.
         self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
-        # Rows of a draft would have a say in what is looked at, or kept, for the others.
-        self._drafts = not (engine.sparse_prefill or engine.sparse_decode in ("quest", "random") or engine.kv_kept)
+        self._drafts = not engine.sparse_prefill and _rows_apart(engine)
         self._shares = engine.prefix_cache and paged and whole_pages
         self.shared_pages = pages_a_unit(engine.page_size, model.spec.attention_block or 1)  # at once
         self.to_prefill: Transport = LocalTransport()
@@ -163,6 +162,7 @@ class Stages:
             device=str(self.model.device),
             kernels={} if isinstance(self.model, CanvasModel) else self.store.kernels,
             kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self._reducible else (),
+            image_reuses=tuple(REUSES) if self.model.spec.causal and sees and self._reducible else (),
         )
 
     def check(self, request: Request) -> None:
@@ -232,10 +232,11 @@ class Stages:
         None = done; a number = so many positions have been run, and some of the prompt is left.
         """
         opened = [outcome for item in batch for outcome in run_isolated(self._begin, [item])]
-        ran = iter(run_isolated(self.decoder.prefill, [o for o in opened if not isinstance(o, BaseException)]))
+        ready = [o for o in opened if o is not None and not isinstance(o, BaseException)]
+        ran = iter(run_isolated(self.decoder.prefill, ready))
         outcomes: list[int | BaseException | None] = []
         for (request, _pages), state in zip(batch, opened, strict=True):
-            outcome = state if isinstance(state, BaseException) else next(ran)
+            outcome = state if state is None or isinstance(state, BaseException) else next(ran)
             if isinstance(outcome, BaseException):
                 outcomes.append(outcome)
             elif outcome is None:
@@ -390,13 +391,17 @@ class Stages:
             logit_shift=spec.logit_shift,
         )
 
-    def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any]]:
+    def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any] | None]:
+        """The prefill state of each request; None where something comes before its first pass, and is not yet done."""
+        found: list[tuple[Request, Any] | None] = []
         for request, pages in batch:
             if request.id not in self._prefilling:
                 encoded = self.to_prefill.receive(request.id)
                 admitted = self._admitted.pop(request.id, None)
                 self._prefilling[request.id] = self.decoder.begin(request, encoded, pages, admitted)
-        return [(request, self._prefilling[request.id]) for request, _pages in batch]
+            state = self._prefilling[request.id]
+            found.append((request, state) if self.decoder.ready(state) else None)
+        return found
 
     def _states(self, requests: list[Request]) -> list[Any]:
         for request in requests:
@@ -410,6 +415,12 @@ class Stages:
             if outcome.reason == "end" and state.constrained is not None:
                 state.constrained.check(state.text.text, known_tokens(state.canvas))
         return outcomes
+
+
+def _rows_apart(engine: EngineConfig) -> bool:
+    """Whether rows that a pass of decode runs beside each other have no say in what each of them looks at, or in which
+    of them are kept whole: only then is a row of a draft, or of forced text, what it is by itself."""
+    return not (engine.sparse_decode in ("quest", "random") or engine.kv_kept)
 
 
 def _decoder(model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache) -> DiffusionDecoder | CanvasDecoder:
@@ -433,6 +444,7 @@ def _decoder(model: Model, engine: EngineConfig, offered: Offered, kv: TensorCac
         sparse=sparse,
         graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
         blender=Blender(model, store, kv),
+        runs_ahead=_rows_apart(engine),
     )
 
 

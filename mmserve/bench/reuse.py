@@ -25,7 +25,7 @@ from mmserve.client import Blend, Client, LegoLink, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart
-from mmserve.decode.blending import Blender
+from mmserve.decode.blending import Blender, in_one_go
 from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.state import Encoded
@@ -214,7 +214,7 @@ class _Logits:
         wanted = rows[len(prompt.ids) - 1 :]
         if (reuse := reuse_of(request)) is not None:
             encoded = replace(encoded, span_keys=self._blender.keys(encoded))
-            rows = rows[~self._blender.take(reuse, encoded, made, embeddings, deep, pages)[:size]]
+            rows = rows[~in_one_go(self._blender.take(reuse, encoded, made, embeddings, deep, pages))[:size]]
         one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, size, deep)
         [found] = forward(model, self._store, [one_pass], self._floor)
         return found.whole().log_softmax(-1)

@@ -3,6 +3,9 @@
 Measured on the served model's tower and on one of the size of CLIP ViT-L/14-336, with random weights, for one picture
 of one tile and for one of eight. A tower runs once a round, with all that pruners ask for taken from that run, so that
 shares of a per cent are not lost in the noise of two runs' difference. Processor time of one thread.
+
+Where the decoder is asked, its first layers run over the whole prompt before there are scores: ``layers_ms``, a part
+of ``scoring_ms`` which what is left out of prefill must pay for.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from mmserve.bench.settings import measured_config
@@ -26,6 +29,7 @@ from mmserve.core.request import Amount
 from mmserve.decode.state import Encoded
 from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.errors import ConfigError
+from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
 from mmserve.models.evidence import Watched, layers_of
 from mmserve.models.registry import load_model
@@ -35,6 +39,8 @@ from mmserve.prune.base import Look
 
 #: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
 _TEXT, _ANSWER = 24, 8
+#: Seconds after which no round begins, but for the fewest rounds that have quartiles; and between lines of progress.
+SECONDS, FEWEST, _TOLD = 100.0, 3, 10.0
 #: Tiles of a picture.
 TILES = (1, 8)
 #: LLaVA's and CLIP's, of openai/clip-vit-large-patch14-336.
@@ -56,6 +62,7 @@ class Share:
     tower_ms: float
     scoring_ms: float
     share: tuple[float, float, float]
+    rounds: int
 
     @classmethod
     def of(cls, towers: Sequence[float], costs: Sequence[float]) -> Share:
@@ -63,15 +70,16 @@ class Share:
         shares = [cost / tower for cost, tower in zip(costs, towers, strict=True)]
         low, middle, high = statistics.quantiles(shares, n=4, method="inclusive")
         tower, cost = (round(1e3 * statistics.median(of), 3) for of in (towers, costs))
-        return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)))
+        return cls(tower, cost, (round(low, 4), round(middle, 4), round(high, 4)), len(shares))
 
     def row(self) -> dict[str, Any]:
         """As a report has it."""
-        return {"tower_ms": self.tower_ms, "scoring_ms": self.scoring_ms, "scoring_share": list(self.share)}
+        shares = {"tower_ms": self.tower_ms, "scoring_ms": self.scoring_ms, "scoring_share": list(self.share)}
+        return {**shares, "rounds": self.rounds}
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """A row for each tower, number of tiles and pruner, of ``--limit`` rounds."""
+    """A row for each tower, number of tiles and pruner, of ``--limit`` rounds, or of as many as ``SECONDS`` hold."""
     if arguments.limit < 2:
         raise ConfigError("`bench scoring` gives quartiles: --limit must be at least 2 rounds")
     [settings, *_others] = measured_config(arguments).models
@@ -88,13 +96,19 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     rows = []
     for name, tower, select in towers:
         names = _chosen(arguments.pruners, [n for n in pruners_for(vision.evidence) if n != "none"])
-        for tiles in TILES:
-            progress(f"{name}: {tiles} tiles, {arguments.limit} rounds")
-            found = tower_shares(tower, select, names, tiles, arguments.limit)
+        for tiles in TILES if names else ():
+
+            def note(text: str, of: str = f"{name}, {tiles} tiles") -> None:
+                progress(f"{of}: {text}")
+
+            found = tower_shares(tower, select, names, tiles, arguments.limit, note)
             rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row()} for n in names]
     looking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
     looked = decoder_shares(model, looking, arguments.limit)
-    rows += [{"tower": model.spec.name, "tiles": 1, "pruner": n, **looked[n].row()} for n in looked]
+    rows += [
+        {"tower": model.spec.name, "tiles": 1, "pruner": n, **share.row(), "layers_ms": layers}
+        for n, (share, layers) in looked.items()
+    ]
     return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), "rounds": arguments.limit}}
 
 
@@ -107,8 +121,18 @@ def _quarter(pruner: Pruner) -> Amount:
 
 
 @torch.inference_mode()
-def tower_shares(tower: nn.Module, select: int, names: Sequence[str], tiles: int, rounds: int) -> dict[str, Share]:
-    """What the pruners ``names`` add to a CLIP-style ``tower`` that looks at a picture of so many ``tiles``."""
+def tower_shares(
+    tower: nn.Module,
+    select: int,
+    names: Sequence[str],
+    tiles: int,
+    rounds: int,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> dict[str, Share]:
+    """What the pruners ``names`` add to a CLIP-style ``tower`` that looks at a picture of so many ``tiles``.
+
+    Of ``rounds``, as many are run as ``SECONDS`` hold, and ``FEWEST`` at least: ``Share.rounds``.
+    """
     config: Any = tower.config
     side = config.image_size // config.patch_size
     first = int(hasattr(tower.get_submodule("embeddings"), "class_embedding"))
@@ -118,7 +142,15 @@ def tower_shares(tower: nn.Module, select: int, names: Sequence[str], tiles: int
     pruners = {name: PRUNERS[name]() for name in names}
     towers: list[float] = []
     costs: dict[str, list[float]] = defaultdict(list)
-    for _round in range(rounds + 1):  # the first is not counted
+    begun_all, told = time.monotonic(), 0.0
+    while len(towers) <= rounds:  # the first is not counted
+        seconds = time.monotonic() - begun_all
+        if seconds > SECONDS and len(towers) > FEWEST:
+            progress(f"{seconds:.0f} s: {len(towers) - 1} rounds of {rounds} have to do")
+            break
+        if not towers or seconds - told > _TOLD:
+            told = seconds
+            progress(f"round {len(towers)} of {rounds}")
         spent = dict.fromkeys(names, 0.0)
         watching: dict[str, Watched] = {}
         with ExitStack() as stack:
@@ -140,8 +172,9 @@ def tower_shares(tower: nn.Module, select: int, names: Sequence[str], tiles: int
 
 
 @torch.inference_mode()
-def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dict[str, Share]:
-    """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile.
+def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dict[str, tuple[Share, float]]:
+    """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile, and the
+    milliseconds (median) of that which the layers take that run before there are scores.
 
     The prompt has ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
     """
@@ -153,11 +186,13 @@ def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dic
     if vision.anyres is not None:
         raise ConfigError("pruners by the decoder are measured on pictures of one tile, which this model has not")
     [picture] = vision.see([{"pixels": pixels}], frozenset(), clip=False)
-    look, rows = PromptLook(model), len(picture.tokens)
+    onlooker = _Timed(model)
+    look, rows = PromptLook(model, onlooker), len(picture.tokens)
     prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens)
     grids = [[grid.patches.numpy() for grid in picture.grids]]
     towers: list[float] = []
     costs: dict[str, list[float]] = defaultdict(list)
+    layers: dict[str, list[float]] = defaultdict(list)
     for _round in range(rounds + 1):
         begun = time.thread_time()
         vision.see([{"pixels": pixels}], frozenset(), clip=False)
@@ -166,5 +201,21 @@ def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dic
             pruner = PRUNERS[name]()
             begun = time.thread_time()
             look.prune(prompt, grids, pruner, _quarter(pruner), _ANSWER)
+            layers[name].append(onlooker.layers)
             costs[name].append(time.thread_time() - begun)
-    return {name: Share.of(towers[1:], costs[name][1:]) for name in names}
+    return {
+        name: (Share.of(towers[1:], costs[name][1:]), round(1e3 * statistics.median(layers[name][1:]), 3))
+        for name in names
+    }
+
+
+class _Timed(Onlooker):
+    """One that notes the processor time (seconds) of the layers that it ran last."""
+
+    layers = 0.0
+
+    def run_before(self, *given: Any) -> Tensor:
+        begun = time.thread_time()
+        found = super().run_before(*given)
+        self.layers = time.thread_time() - begun
+        return found

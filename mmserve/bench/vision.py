@@ -217,7 +217,7 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
     late = [name for name in pruners if judged_by_decoder(PRUNERS[name]())]
     early = [name for name in pruners if name not in late]
     found = tower_shares(model.vision.tower, model.vision.select_layer, early, 1, SCORING_ROUNDS)
-    found |= decoder_shares(model, late, SCORING_ROUNDS)
+    found |= {name: share for name, (share, _layers) in decoder_shares(model, late, SCORING_ROUNDS).items()}
     return {name: one.share for name, one in found.items()}
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=16,
         metavar="N",
-        help="scenes, a task each; rounds of `kernels` and `scoring` (default 16)",
+        help="scenes, a task each; rounds of `kernels` and, at most, of `scoring` (default 16)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="rounds over the scenes (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")

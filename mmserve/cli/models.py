@@ -45,5 +45,6 @@ def _paragraph(m: ModelInfo) -> str:
             f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
             *([f"  pruners: {', '.join(m.pruners)}"] if m.pruners else []),
             *([f"  K/V reductions: {', '.join(m.kv_reductions)}"] if m.kv_reductions else []),
+            *([f"  image reuse: {', '.join(m.image_reuses)}"] if m.image_reuses else []),
         )
     )

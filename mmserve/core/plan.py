@@ -17,7 +17,7 @@ class Entry:
     tokens: int = 0  # positions of prompt and answer; known once encoded
     pages: int = 0  # K/V pages they need
     last_step: int = 0  # number of the decode batch it was last in
-    prefilled: int = 0  # positions run by prefill so far: it holds its pages and waits for its next chunk
+    prefilled: int | None = None  # positions run so far: it waits for its next chunk; None = it holds no pages yet
     constrained: bool = False  # it needs a grammar before anything else
 
 

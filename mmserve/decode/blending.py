@@ -10,6 +10,7 @@ Shapes in names: N layers, L positions, D hidden, G key/value heads, K head size
 from __future__ import annotations
 
 import secrets
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,10 +21,10 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.request import Request
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.embedding import deep_rows, embedded
-from mmserve.decode.state import DeepStack, Encoded, Span
+from mmserve.decode.state import DeepStack, Encoded, Prefilling, Span, Taking
 from mmserve.encode.cache import Entry, TensorCache
 from mmserve.encode.keys import digest
-from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.models.alone import kv_alone
@@ -69,6 +70,30 @@ def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
         raise InvalidArgument.of("kv_reduction", "must not be set with image_reuse")
 
 
+def take_on(begun: Prefilling, most: int) -> bool:
+    """Go on with what a request takes, until ``most`` positions (0 = any number) have been run through a layer or
+    there is nothing left; whether its first pass is due, which is not before the next call where ``most`` is set and
+    there was anything to run."""
+    ran = 0
+    while begun.taking is not None and (ran < most or not most):
+        try:
+            ran += next(begun.taking)
+        except StopIteration as ended:
+            begun.taking, begun.taken = None, ended.value
+            begun.reused += int(ended.value.sum())
+    return begun.taking is None and not (most and ran)
+
+
+def in_one_go(taking: Taking) -> np.ndarray:
+    """What comes of ``taking``, with nothing else done in between."""
+    while True:
+        try:
+            next(taking)
+        except StopIteration as ended:
+            held: np.ndarray = ended.value
+            return held
+
+
 class Blender:
     """Takes images' K/V for one model and its store; ``cache`` keeps them for later, for other models too."""
 
@@ -91,34 +116,53 @@ class Blender:
         embeddings: Tensor,
         deep: DeepStack | None,
         pages: np.ndarray,
-    ) -> np.ndarray:
+    ) -> Taking:
         """Write the K/V of the prompt's images into its ``pages``; which positions of the canvas need not be run.
 
-        Bool ``[canvas]``. ``encoded`` has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the
-        request's own.
+        A layer of an image that stands alone, or of the prompt that is looked at, is a piece of that work. ``encoded``
+        has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the request's own.
         """
         held = np.zeros(canvas.size, dtype=bool)
         sizes = reusable(encoded)
         if not reused(policy, encoded):
             return held
         rows = np.concatenate([span.start + np.arange(n) for span, n in zip(encoded.spans, sizes, strict=True)])
-
-        def make(which: list[int]) -> list[Entry]:
-            return [self._make(encoded, encoded.spans[i]) for i in which]
-
-        def fits(i: int, entry: Entry) -> bool:
-            return self._fits(encoded.spans[i], entry)
-
-        with self._cache.lease(encoded.span_keys, make, fits) as entries:
-            found = [[entry[name][:, :n] for entry, n in zip(entries, sizes, strict=True)] for name in _NAMES]
-            taken_NLGK = [torch.cat(of_each, 1) for of_each in found]
+        taken_NLGK = yield from self._found(encoded, sizes)
         deviation = np.zeros(0)
         if policy.layers and policy.count(sizes):
-            deviation = self._look(policy.layers, taken_NLGK, rows, canvas, embeddings, deep)
+            deviation = yield from self._look(policy.layers, taken_NLGK, rows, canvas, embeddings, deep)
         self._write(taken_NLGK, rows, canvas, pages)
         held[rows] = True
         held[rows[policy.choose(sizes, deviation)]] = False
         return held
+
+    def _found(self, encoded: Encoded, sizes: Sequence[int]) -> Generator[int, None, list[Tensor]]:
+        """Keys and values ``[N, n, G, K]`` of the first so many positions of each image and clip, side by side."""
+        parts: dict[int, Entry] = {}
+        for key in dict.fromkeys(encoded.span_keys):
+            which = [i for i, other in enumerate(encoded.span_keys) if other == key]
+            entry = yield from self._alone(key, encoded, encoded.spans[which[0]])
+
+            def make(_missing: list[int], made: Entry = entry) -> list[Entry]:
+                return [made]
+
+            def fits(i: int, found: Entry, which: list[int] = which) -> bool:
+                return self._fits(encoded.spans[which[i]], found)
+
+            with self._cache.lease([key] * len(which), make, fits) as entries:
+                parts |= zip(which, entries, strict=True)
+        return [torch.cat([parts[i][name][:, :n] for i, n in enumerate(sizes)], 1) for name in _NAMES]
+
+    def _alone(self, key: bytes, encoded: Encoded, span: Span) -> Generator[int, None, Entry]:
+        """The K/V of an image or clip alone: those that are kept, or made a layer at a time."""
+        kept = self._cache.peek(key)
+        if kept is not None and self._fits(span, kept):
+            return kept
+        made: list[tuple[Tensor, Tensor]] = []
+        for of_layer in self._make(encoded, span):
+            made.append(of_layer)
+            yield len(of_layer[0])
+        return {name: torch.stack(of_each) for name, of_each in zip(_NAMES, zip(*made, strict=True), strict=True)}
 
     def _look(
         self,
@@ -128,7 +172,7 @@ class Blender:
         canvas: Canvas,
         embeddings: Tensor,
         deep: DeepStack | None,
-    ) -> np.ndarray:
+    ) -> Generator[int, None, np.ndarray]:
         """How far the K/V of ``rows`` at the last of ``layers`` are from what they are in this prompt, squared: fp32.
 
         To know that, those of all these layers were computed: they are taken from here on.
@@ -140,10 +184,13 @@ class Blender:
         fresh = kv_alone(decoder, embeddings[: len(before)], positions, layers=layers, deep=deep_rows([(before, deep)]))
         at = torch.from_numpy(rows).to(self._model.device)
         apart = torch.zeros(len(rows), device=at.device)
-        for taken, found in zip(taken_NLGK, fresh, strict=True):
-            own = found[:, at]
-            apart += (own[-1].float() - taken[layers - 1].float()).square().sum((1, 2))
-            taken[:layers] = own
+        for layer, of_layer in enumerate(fresh):
+            for taken, found in zip(taken_NLGK, of_layer, strict=True):
+                own = found[at]
+                if layer == layers - 1:
+                    apart += (own.float() - taken[layer].float()).square().sum((1, 2))
+                taken[layer] = own
+            yield len(before)
         return apart.cpu().numpy()
 
     def _write(self, taken_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:
@@ -162,8 +209,8 @@ class Blender:
             places = np.broadcast_to(places, (axes, places.shape[-1])).copy()
         return torch.from_numpy(places).to(self._model.device)
 
-    def _make(self, encoded: Encoded, span: Span) -> Entry:
-        """K/V of an image or clip alone, keys not yet rotated, ``[N, L, G, K]``."""
+    def _make(self, encoded: Encoded, span: Span) -> Iterator[tuple[Tensor, Tensor]]:
+        """K/V ``[L, G, K]`` of each layer of an image or clip alone, keys not yet rotated."""
         context, model = self._context(span.clip), self._model
         ids = np.concatenate([context, encoded.ids[span.start : span.stop]])
         own = span.places_of(encoded) + len(context)
@@ -176,9 +223,8 @@ class Blender:
         x, deep = embedded(model, ids, alone)
         added = deep_rows([(np.arange(len(ids)), deep)])
         positions = torch.from_numpy(places).to(model.device)
-        layers = len(model.decoder.layers)
-        made = kv_alone(model.decoder, x, positions, layers=layers, deep=added)
-        return {name: kv[:, len(context) :].contiguous() for name, kv in zip(_NAMES, made, strict=True)}
+        made = kv_alone(model.decoder, x, positions, layers=len(model.decoder.layers), deep=added)
+        return ((k[len(context) :], v[len(context) :]) for k, v in made)
 
     def _fits(self, span: Span, entry: Entry) -> bool:
         config, model = self._model.decoder.config, self._model
@@ -198,8 +244,14 @@ class Blender:
         if clip not in self._contexts:
             spec, kind = self._model.spec, "video" if clip else "image"
             chat = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}]
-            ids = prompt_ids(self._model.tokenizer, chat, special_tokens=spec.special_tokens)
             placeholder = spec.video_id if clip else spec.image_id
             assert placeholder is not None, "there is an image or clip in the prompt"
+            unable = f"model {spec.name!r} has no image_reuse: its chat template takes no chat that begins with {kind}s"
+            try:
+                ids = prompt_ids(self._model.tokenizer, chat, special_tokens=spec.special_tokens)
+            except InvalidArgument as error:
+                raise FailedPrecondition(f"{unable}; ask without it") from error
+            if placeholder not in ids:  # those of the request stood in its text
+                raise FailedPrecondition(f"{unable}; ask without it")
             self._contexts[clip] = np.asarray(ids[: ids.index(placeholder)], dtype=np.int64)
         return self._contexts[clip]

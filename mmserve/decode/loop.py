@@ -15,7 +15,7 @@ from torch import Tensor
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
-from mmserve.decode.blending import Blender
+from mmserve.decode.blending import Blender, take_on
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
 from mmserve.decode.commit.base import Partial, Proposing
 from mmserve.decode.companion import Companion
@@ -50,6 +50,7 @@ class DiffusionDecoder:
     drafts or judges for the requests whose commit policy asks for it. ``offered``: what their policies may ask for;
     None = what the model offers by itself. ``sparse`` chooses what passes look at; None = everything. ``graphs`` run
     passes of decode where they can; None = none do. ``blender`` takes K/V of images for the requests that ask for it.
+    ``runs_ahead``: what a constraint forces may be run in one pass.
     """
 
     def __init__(
@@ -63,14 +64,20 @@ class DiffusionDecoder:
         sparse: Sparse | None = None,
         graphs: Graphs | None = None,
         blender: Blender | None = None,
+        runs_ahead: bool = True,
     ) -> None:
         self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
-        self._sparse, self._graphs, self.blender = sparse, graphs, blender
+        self._sparse, self._graphs, self.blender, self._runs_ahead = sparse, graphs, blender, runs_ahead
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
         self._scores = scores_for(model, store)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
+
+    @torch.inference_mode()
+    def ready(self, begun: Prefilling) -> bool:
+        """Go on with what comes before a request's first pass, by as much as a chunk; whether that pass is due."""
+        return take_on(begun, self._chunk * len(self.model.decoder.layers))
 
     @torch.inference_mode()
     def prefill(self, batch: list[tuple[Request, Prefilling]]) -> list[Prefilled | None]:
@@ -285,8 +292,7 @@ class DiffusionDecoder:
             begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
         reuse = reuse_of(request)
         if reuse is not None and self.blender is not None:
-            begun.taken = self.blender.take(reuse, encoded, canvas, embeddings, deep, ids_of_pages)
-            begun.reused += int(begun.taken.sum())
+            begun.taking = self.blender.take(reuse, encoded, canvas, embeddings, deep, ids_of_pages)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
@@ -340,7 +346,8 @@ class DiffusionDecoder:
 
     def _next_pass(self, d: Decoding, rows: np.ndarray) -> Pass:
         drafted = d.companion.drafted if d.companion is not None else None
-        if d.constrained is not None and self.model.spec.causal and d.prefilled.reducing is None:
+        ahead = self._runs_ahead and self.model.spec.causal and d.prefilled.reducing is None
+        if d.constrained is not None and ahead:
             drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
         p = d.prefilled
         return replace(self._pass(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)

@@ -121,6 +121,10 @@ class CanvasDecoder:
             begun.constrained = admitted.begun(request)
         return begun
 
+    def ready(self, _begun: CanvasPrefilled) -> bool:
+        """Whether nothing is left to do before a prompt is read."""
+        return True
+
     @torch.inference_mode()
     def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled]:
         """Read each prompt, whole; after a failure the call can be repeated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +73,11 @@ class DeepStack:
     features_nLD: Tensor
 
 
+#: K/V of images on their way into a request's pages: how many positions each piece of that work has run through a
+#: layer, and in the end bool ``[canvas]``, which positions need not be run.
+Taking = Generator[int, None, np.ndarray]
+
+
 @dataclass
 class CompanionState:
     """What a companion has of one request, and what it says to the pass that is under way."""
@@ -94,7 +100,8 @@ class Prefilling:
     commit: Commit
     run: int = 0
     reused: int = 0  # positions, counted from the left, that earlier requests ran
-    taken: np.ndarray | None = None  # bool [canvas]: positions whose K/V are taken from elsewhere, and are not run
+    taking: Taking | None = None  # until K/V that are taken from elsewhere are in its pages
+    taken: np.ndarray | None = None  # bool [canvas]: positions of theirs, which are not run
     companion: CompanionState | None = None  # for policies that ask for it
     constrained: Constrained | None = None
     deep: DeepStack | None = None

@@ -106,11 +106,19 @@ class TensorCache:
             elif others:
                 key, making = others[0]
                 making.done.wait()
-                if making.entry is not None:
+                if making.entry is not None and fits(index[key], making.entry):
                     found[key] = making.entry
-                    with self._lock:
-                        self._count["joined"] += 1
+                    self._join(key, making.entry, held)
         return found
+
+    def _join(self, key: bytes, entry: Entry, held: list[bytes]) -> None:
+        """Take note of who waited for ``entry``: where it is kept, it stays for them, too."""
+        with self._lock:
+            self._count["joined"] += 1
+            kept = self._kept.get(key)
+            if kept is not None and kept.entry is entry:
+                kept.references += 1
+                held.append(key)
 
     def _claim(
         self,

@@ -6,6 +6,7 @@ never used. Files appear whole, by renaming.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -16,8 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from mmserve.errors import ConfigError
@@ -61,14 +61,13 @@ class DiskCache:
                 return None
             self._sizes.move_to_end(path.name)
         try:
-            with safe_open(path, "pt") as file:
-                said = file.metadata() or {}
-                entry = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            said, entry = _read(path)
             if said == _label(key, entry):
-                os.utime(path)
+                with suppress(OSError):  # gone since, or another user's: only what goes first depends on it
+                    os.utime(path)
                 return entry
             why = "it is not what was written under this key"
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever stands in a file fails no request
             why = str(error)
         logger.warning("removed %s from the encoder cache: %s", path, why)
         with self._lock:
@@ -88,14 +87,13 @@ class DiskCache:
                 if self._make_room(size):
                     partial.rename(path)
                     self._add(path.name, size)
-                else:
-                    partial.unlink()
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                partial.unlink()
+        except Exception as error:  # noqa: BLE001 - what cannot be kept fails no request
             self._tell(error)
         else:
             self._tell(None)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)  # no room for it, or none on the disk: nobody counts its bytes
 
     def _tell(self, error: Exception | None) -> None:
         """A full disk fails for every request: only its beginning and its end are news."""
@@ -127,6 +125,17 @@ class DiskCache:
             self._used -= size
             with suppress(OSError):  # gone already, or for the next start to count
                 (self.folder / name).unlink()
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What a file says of itself, and its tensors, on the CPU.
+
+    Read and not mapped: of a mapped file, what is cut off or written over later would be so in memory, too, behind the
+    hash, and a page that is gone ends the process.
+    """
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header.get("__metadata__", {}), load(data)
 
 
 def _label(key: bytes, entry: Mapping[str, Tensor]) -> dict[str, str]:

@@ -31,8 +31,8 @@ def judged_by_decoder(pruner: Pruner | None) -> bool:
 class PromptLook:
     """A second look at prompts, by the decoder; holds no state of any request."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model, self._onlooker = model, Onlooker(model)
+    def __init__(self, model: LoadedModel, onlooker: Onlooker | None = None) -> None:
+        self._model, self._onlooker = model, onlooker or Onlooker(model)
 
     def prune(
         self, encoded: Encoded, media: Sequence[Grids], pruner: Pruner, amount: Amount, new_tokens: int

@@ -5,7 +5,8 @@ The same row always has the same bits. Shapes in names: L positions, D hidden, N
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
@@ -15,29 +16,28 @@ from mmserve.models.decoder import Decoder, DecoderLayer, DeepRows
 
 def kv_alone(
     decoder: Decoder, x_LD: Tensor, positions: Tensor, *, layers: int, deep: DeepRows | None = None
-) -> tuple[Tensor, Tensor]:
-    """Keys, not yet rotated, and values of the first ``layers`` layers, each ``[N, L, G, K]``, under causal attention.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers, under causal attention.
 
+    A layer is run when its own are asked for: who has other things to do stops between two.
     ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
     behind the first layers.
     """
     cos, sin = decoder.rotary(positions)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    made: list[tuple[Tensor, Tensor]] = []
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        keys.append(k)
-        values.append(v)
+        made.append((k, v))
         return causal_attention(q, k, v, cos, sin)
 
     for index in range(layers - 1):
         x_LD = decoder.layers[index](x_LD, cos, sin, index, attend)
         if deep is not None and index < len(deep.features_LnD):
             x_LD = x_LD.index_add(0, deep.rows, deep.features_LnD[index])
+        yield made.pop()
     last = decoder.layers[layers - 1]
     assert isinstance(last, DecoderLayer)
-    k, v = last.keys_and_values(x_LD)
-    return torch.stack([*keys, k]), torch.stack([*values, v])
+    yield last.keys_and_values(x_LD)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

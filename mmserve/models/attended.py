@@ -49,21 +49,26 @@ class Onlooker:
         ``x_LD``: the embedded prompt and, where attention is full, the masked answer behind it; ``positions``: int64
         ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add behind the first layers.
         """
-        decoder, depth = self._decoder, self._layer[kind]
-        cos, sin = decoder.rotary(positions)
-        for index in range(depth):
-            x_LD = decoder.layers[index](x_LD, cos, sin, index, self._attend)
-            if deep is not None and index < len(deep.features_LnD):
-                x_LD = x_LD.index_add(0, deep.rows, deep.features_LnD[index])
-        layer = decoder.layers[depth]
+        cos, sin = self._decoder.rotary(positions)
+        x_LD = self.run_before(self._layer[kind], x_LD, cos, sin, deep)
+        layer = self._decoder.layers[self._layer[kind]]
         assert isinstance(layer, DecoderLayer)
-        q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(x_LD))
-        rows_RHK = q_LHK[prompt - 1 : prompt] if kind is Evidence.LAST_ROW else q_LHK[prompt:]
+        asking = slice(prompt - 1, prompt) if kind is Evidence.LAST_ROW else slice(prompt, None)
+        q_RHK, k_LGK = layer.queries_and_keys(x_LD, asking)
+        rows_RHK, k_LGK = rotate(q_RHK, cos[asking], sin[asking]), rotate(k_LGK, cos, sin)
         keys_PSGK = F.pad(k_LGK, (0, 0, 0, 0, 0, -len(k_LGK) % _PAGE)).unflatten(0, (-1, _PAGE))
         table = torch.arange(len(keys_PSGK), device=x_LD.device)
         ragged = Ragged((len(rows_RHK),), (len(k_LGK),), (table,), table[:0])
         summed_LH: Tensor = self._scores(rows_RHK, keys_PSGK, ragged)
         return summed_LH[:prompt].mean(1) / len(rows_RHK)
+
+    def run_before(self, depth: int, x_LD: Tensor, cos: Tensor, sin: Tensor, deep: DeepRows | None) -> Tensor:
+        """What the layer at ``depth`` gets of the prompt: what all of this takes but for the scores."""
+        for index in range(depth):
+            x_LD = self._decoder.layers[index](x_LD, cos, sin, index, self._attend)
+            if deep is not None and index < len(deep.features_LnD):
+                x_LD = x_LD.index_add(0, deep.rows, deep.features_LnD[index])
+        return x_LD
 
     def _attend(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))

@@ -119,11 +119,12 @@ class DecoderLayer(nn.Module):
             return x_TD + self.moe(h_TD)
         return x_TD + self.down_proj(F.silu(self.gate_proj(h_TD)) * self.up_proj(h_TD))
 
-    def queries_and_keys(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries ``[..., H, K]`` and keys ``[..., G, K]``, not yet rotated, that the layer makes of its input."""
+    def queries_and_keys(self, x_TD: Tensor, asking: slice) -> tuple[Tensor, Tensor]:
+        """Queries ``[R, H, K]`` of the R tokens ``asking`` and keys ``[T, G, K]``, not yet rotated, that the layer
+        makes of its input."""
         h_TD = self.attn_norm(x_TD)
-        q, k = (project(h_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj))
-        return self.q_norm(q), self.k_norm(k)
+        q, k = self.q_proj(h_TD[asking]), self.k_proj(h_TD)
+        return self.q_norm(q.unflatten(-1, (-1, self.head_dim))), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
 
     def keys_and_values(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, not yet rotated, and values ``[..., G, K]`` that the layer makes of its input."""

@@ -110,6 +110,7 @@ def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     at_once = max(1, _SLICE_ELEMENTS // (layer.heads * count * count))
     means = []
     for q, k in zip(q_BNC.split(at_once), k_BNC.split(at_once), strict=True):
-        scores_bHNN = q.unflatten(-1, shape).transpose(1, 2) @ k.unflatten(-1, shape).permute(0, 2, 3, 1)
-        means.append((scores_bHNN.float() * layer.scale).softmax(-1).mean((1, 2)))
+        scaled_bHNK = (q * layer.scale).unflatten(-1, shape).transpose(1, 2)  # a pass over [H, N, N] less
+        scores_bHNN = scaled_bHNK @ k.unflatten(-1, shape).permute(0, 2, 3, 1)
+        means.append(scores_bHNN.float().softmax(-1).flatten(1, 2).mean(1))
     return means[0] if len(means) == 1 else torch.cat(means)

@@ -7,7 +7,8 @@ done behind projector and pooling, the same for each model that looks at the pic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar, Protocol
@@ -171,17 +172,40 @@ def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
     ]
 
 
-def averaged(groups: np.ndarray, places: np.ndarray) -> Plan:
-    """Each group of patches averaged into one.
+def averaged(groups_Tn: np.ndarray, places_Tk: np.ndarray) -> list[Plan]:
+    """Each group of patches averaged into one, in T grids of one size.
 
-    ``groups``: int64 ``[n]``, the group of each patch, -1 = dropped; ``places``: int64 ``[k]``, where each group's
+    ``groups_Tn``: int64, the group of each patch in its grid, -1 = dropped; ``places_Tk``: int64, where each group's
     average stands.
     """
-    order = places.argsort()
-    row = np.empty_like(order)
-    row[order] = np.arange(len(order))
-    members = np.flatnonzero(groups >= 0)
-    of = groups[members]
-    weights = np.zeros((len(places), len(groups)), np.float32)
-    weights[row[of], members] = (1 / np.bincount(of, minlength=len(places)))[of]
-    return Plan(torch.from_numpy(places[order]), torch.from_numpy(weights))
+    (tiles, size), count = groups_Tn.shape, places_Tk.shape[1]
+    order = places_Tk.argsort(1) + np.arange(tiles)[:, None] * count
+    row = np.empty(tiles * count, np.int64)
+    row[order.ravel()] = np.arange(tiles * count)
+    tile, member = np.nonzero(groups_Tn >= 0)
+    of = groups_Tn[tile, member] + tile * count
+    weights = np.zeros((tiles * count, size), np.float32)
+    weights[row[of], member] = (1 / np.bincount(of, minlength=tiles * count))[of]
+    stand = torch.from_numpy(places_Tk.ravel()[order])
+    return [Plan(*of_tile) for of_tile in zip(stand, torch.from_numpy(weights).view(tiles, count, size), strict=True)]
+
+
+def grouped(keys: Sequence[Hashable]) -> list[list[int]]:
+    """Indices of those that are equal, in order: what is alike can be judged together."""
+    found: dict[Hashable, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        found[key].append(i)
+    return list(found.values())
+
+
+def together(looks: Sequence[Look], which: Sequence[int], kind: Evidence) -> Tensor:
+    """Evidence of ``kind`` of those ``looks``, all of one size: ``[T, n]`` or ``[T, n, C]``."""
+    found = [looks[i][kind] for i in which]
+    return found[0][None] if len(found) == 1 else torch.stack(found)
+
+
+def highest_of_each(scores_Tn: np.ndarray, count: int) -> np.ndarray:
+    """``highest`` of each row of scores: int64 ``[T, count]``."""
+    found = np.argsort(-scores_Tn, axis=1, kind="stable")[:, :count]
+    found.sort(axis=1)
+    return found

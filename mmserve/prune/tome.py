@@ -5,7 +5,6 @@ ToMe merges a few in every layer of the tower; here all is done behind it, in ro
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts
+from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, together
 
 _LEAST = 1e-12  # of a key's length: what has none is like nothing
 
@@ -29,14 +28,9 @@ class ToMe:
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         kept = counts([look.size for look in looks], amount)
-        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i, (look, count) in enumerate(zip(looks, kept, strict=True)):
-            alike[look.size, count].append(i)
         plans: dict[int, Plan] = {}
-        for (_size, count), chosen in alike.items():
-            keys = [looks[i][Evidence.KEYS] for i in chosen]
-            together = keys[0][None] if len(keys) == 1 else torch.stack(keys)
-            plans |= zip(chosen, _merged(together, count), strict=True)
+        for which in grouped([(look.size, count) for look, count in zip(looks, kept, strict=True)]):
+            plans |= zip(which, _merged(together(looks, which, Evidence.KEYS), kept[which[0]]), strict=True)
         return [plans[i] for i in range(len(looks))]
 
 
@@ -66,7 +60,6 @@ def _merged(keys_TnC: Tensor, count: int) -> list[Plan]:
             onto = torch.from_numpy(joined).to(sums_TmC.device)
             empty = sums_TmC.new_zeros(tiles * left, width)
             sums_TmC = empty.index_add_(0, onto, sums_TmC.flatten(0, 1)).unflatten(0, (tiles, left))
-    grouped, placed = groups.reshape(tiles, size) - tile * left, places.reshape(tiles, left)
     if not count:
         return [Plan(torch.empty(0, dtype=torch.int64)) for _ in range(tiles)]
-    return [averaged(own, places) for own, places in zip(grouped, placed, strict=True)]
+    return averaged(groups.reshape(tiles, size) - tile * left, places.reshape(tiles, left))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, highest, on_cpu
+from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, highest_of_each, together
 
 #: Of the tokens kept, those that are averages: 10 of 64 in the paper.
 CONTEXTUAL = 10 / 64
@@ -28,27 +28,34 @@ class VisionZip:
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         kept = counts([look.size for look in looks], amount)
-        return [_zipped(look, count) for look, count in zip(looks, kept, strict=True)]
+        plans: dict[int, Plan] = {}
+        for which in grouped([(look.size, count) for look, count in zip(looks, kept, strict=True)]):
+            scores_Tn = together(looks, which, Evidence.CLS_ROW).cpu().numpy()
+            keys_TnC = together(looks, which, Evidence.KEYS)
+            plans |= zip(which, _zipped(scores_Tn, keys_TnC, kept[which[0]]), strict=True)
+        return [plans[i] for i in range(len(looks))]
 
 
-def _zipped(look: Look, count: int) -> Plan:
-    contextual = round(count * CONTEXTUAL) if count < look.size else 0
-    [scores] = on_cpu([look[Evidence.CLS_ROW]])
-    dominant = highest(scores, count - contextual)
+def _zipped(scores_Tn: np.ndarray, keys_TnC: Tensor, count: int) -> list[Plan]:
+    tiles, size = scores_Tn.shape
+    contextual = round(count * CONTEXTUAL) if count < size else 0
+    dominant = highest_of_each(scores_Tn, count - contextual)
     if not contextual:
-        return Plan(torch.from_numpy(dominant))
-    groups = np.full(look.size, -1)
-    groups[dominant] = np.arange(len(dominant))
-    rest = np.flatnonzero(groups < 0)
-    targets = rest[:: len(rest) // contextual][:contextual]
-    groups[rest] = len(dominant) + _nearest(look[Evidence.KEYS], rest, targets)
-    groups[targets] = len(dominant) + np.arange(contextual)
-    return averaged(groups, np.concatenate([dominant, targets]))
+        return [Plan(places) for places in torch.from_numpy(dominant)]
+    tile, first = np.arange(tiles)[:, None], dominant.shape[1]
+    groups = np.full((tiles, size), -1)
+    groups[tile, dominant] = np.arange(first)
+    rest = np.nonzero(groups < 0)[1].reshape(tiles, -1)
+    targets = rest[:, :: rest.shape[1] // contextual][:, :contextual]
+    groups[tile, rest] = first + _nearest(keys_TnC, targets)[tile, rest]
+    groups[tile, targets] = first + np.arange(contextual)
+    return averaged(groups, np.concatenate([dominant, targets], axis=1))
 
 
-def _nearest(keys_nC: Tensor, rest: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Which of ``targets`` has the key most like that of each of ``rest``; how long the latter's is has no say."""
-    centres = keys_nC.index_select(0, torch.from_numpy(targets).to(keys_nC.device))
-    likeness = keys_nC @ (centres / torch.linalg.vector_norm(centres, dim=-1, keepdim=True).clamp(min=_LEAST)).T
-    found: np.ndarray = likeness.argmax(-1).cpu().numpy()[rest]
+def _nearest(keys_TnC: Tensor, targets_Tc: np.ndarray) -> np.ndarray:
+    """Which of its grid's targets has the key most like that of each patch; how long the latter's is has no say."""
+    at = torch.from_numpy(targets_Tc).to(keys_TnC.device)
+    centres = keys_TnC.gather(1, at[..., None].expand(-1, -1, keys_TnC.shape[-1]))
+    unit = centres / torch.linalg.vector_norm(centres, dim=-1, keepdim=True).clamp(min=_LEAST)
+    found: np.ndarray = (keys_TnC @ unit.mT).argmax(-1).cpu().numpy()
     return found

@@ -19,6 +19,7 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
             commit_policies=info.commit_policies,
             pruners=info.pruners,
             kv_reductions=info.kv_reductions,
+            image_reuses=info.image_reuses,
         ),
         limits=model_pb2.ModelLimits(
             max_tokens=info.max_tokens,
@@ -71,4 +72,5 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         device=message.device,
         kernels=dict(message.kernels),
         kv_reductions=tuple(message.capabilities.kv_reductions),
+        image_reuses=tuple(message.capabilities.image_reuses),
     )

@@ -47,15 +47,15 @@ def _ready_to_encode(entry: Entry) -> bool:
 def _prefill(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
     places = max(0, budgets.handover - _count(entries, Stage.PREFILLING, Stage.PREFILLED))
     encoded = [e for e in entries if e.stage is Stage.ENCODED]
-    begun = [e for e in encoded if e.prefilled]  # these hold their pages already
+    begun = [e for e in encoded if e.prefilled is not None]  # these hold their pages already
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
     waiting = begun[:places]
-    for entry in (e for e in encoded if not e.prefilled):
+    for entry in (e for e in encoded if e.prefilled is None):
         if len(waiting) >= places or not running > 0 or entry.pages > pages:
             break  # nobody overtakes the first that does not fit: it would wait for ever
         running, pages = running - 1, pages - entry.pages
         waiting.append(entry)
-    return _fill(waiting, [e.tokens - e.prefilled for e in waiting], budgets.prefill_tokens)
+    return _fill(waiting, [e.tokens - (e.prefilled or 0) for e in waiting], budgets.prefill_tokens)
 
 
 def _decode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:

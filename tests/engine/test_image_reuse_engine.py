@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from harness import Bench, Call, eventually
 from helpers import ask, picture, tiny_model
 from plain_reuse import with_three_layers
@@ -16,9 +17,9 @@ from mmserve.config import EncoderCacheConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Stage, TextPart
-from mmserve.decode import loop
+from mmserve.decode import blending, loop
 from mmserve.encode.cache import EncoderCache
-from mmserve.errors import Cancelled, InvalidArgument, Unimplemented
+from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import REUSES
 from mmserve.models.base import LoadedModel
 
@@ -169,6 +170,59 @@ def test_samples_constraints_and_drafts(bench: Make, causal: LoadedModel) -> Non
     assert done.text.isdigit() and done.usage.reused_tokens == 8
 
 
+def test_running_decodes_wait_for_a_chunk_of_what_comes_before_a_pass(
+    bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images that are run alone, and the prompt that is looked at: no more than a chunk, and the layer it ends in."""
+    b = bench(causal, stages="inline", prefill_tokens=8, prefix_cache=False)
+    ran: list[tuple[str, int]] = []
+    alone, decode = blending.kv_alone, b.engine.stages.decode
+
+    def watched(decoder: Any, x: torch.Tensor, *given: Any, **named: Any) -> Any:
+        for of_layer in alone(decoder, x, *given, **named):
+            ran.append(("layer", len(x)))
+            yield of_layer
+
+    def watched_decode(batch: Any) -> Any:
+        ran.append(("decode", 0))
+        return decode(batch)
+
+    monkeypatch.setattr(blending, "kv_alone", watched)
+    monkeypatch.setattr(b.engine.stages, "decode", watched_decode)
+    parts = (TextPart("a line of text. " * 3), ONE, TWO, ONE, TextPart("what?"))
+    calls = b.submit(
+        say("short", (TextPart("?"),), None, max_new_tokens=40),
+        say("long", parts, Policy(name="blend", options={"recompute": 0.3, "layers": 3})),
+    )
+    assert [call.finished().usage.reused_tokens for call in calls] == [0, 8]
+    longest = max(rows for _name, rows in ran)
+    begun = next(i for i, (name, _rows) in enumerate(ran) if name == "decode")
+    between, most = 0, 0
+    for name, rows in ran[begun:]:
+        between = between + rows if name == "layer" else 0
+        most = max(most, between)
+    assert longest > 8 * 3, "a look by itself is more than a chunk"
+    assert 0 < most < 8 * 3 + longest and sum(name == "layer" for name, _rows in ran) == 3 * 3
+    b.await_nothing_left()
+
+
+def test_a_template_without_a_place_for_images_is_refused_with_a_typed_error(bench: Make, causal: LoadedModel) -> None:
+    """The placeholder may stand in the text, where the prompt itself is fine."""
+    for template, why in (
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", "takes no chat"),
+        ("{% if not messages[0].content[0].text %}{{ raise_exception('text first') }}{% endif %}<image>?", "takes no"),
+    ):
+        tokenizer = copy.deepcopy(causal.tokenizer)
+        tokenizer.chat_template = template
+        b = bench(dataclasses.replace(causal, tokenizer=tokenizer))
+        parts = (TextPart("what is this: <image>?"), ONE)
+        assert b.ask(say("plain", parts, None)).usage.visual_tokens == 4
+        [call] = b.submit(say("r", parts, rule("blend", 0.3)))
+        error = call.error()
+        assert isinstance(error, FailedPrecondition) and why in str(error)
+        b.await_nothing_left()
+
+
 def test_a_pass_that_failed_is_repeated_with_the_same_answers(
     bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +271,7 @@ def test_a_cancelled_request_leaves_nothing(bench: Make, causal: LoadedModel) ->
 def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> None:
     def refused(kind: type[Exception], why: str, model: LoadedModel | None = causal, **changes: Any) -> None:
         b = bench(model, **{k: v for k, v in changes.items() if k in ("kv_bits", "sparse_decode", "page_size")})
+        assert (kind is Unimplemented) == (b.engine.info.image_reuses == ()), "what it says of itself"
         request = say("r", PARTS[1], rule("blend", 0.3))
         fields = {k: v for k, v in changes.items() if k in ("diffusion", "kv_reduction", "image_reuse")}
         with pytest.raises(kind, match=why):

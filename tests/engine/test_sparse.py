@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from harness import Bench
-from helpers import ask, blank, picture
+from helpers import ask, blank, picture, tiny_model
 from mmserve_kernels.sparse_attention import Rows, page_bounds
 from torch import Tensor
 
 from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, EngineConfig, from_mapping
+from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Regex
 from mmserve.core.request import Policy
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.errors import ConfigError, Unimplemented
@@ -216,6 +217,30 @@ def test_drafts_are_refused_where_they_would_have_a_say(
     with pytest.raises(Unimplemented, match="ngram"):
         b.ask(ask("r", "a", commit=Policy(name="ngram")))
     assert b.ask(ask("s", "a", max_new_tokens=4)).text
+
+
+@pytest.mark.parametrize(
+    ("engine", "ahead"),
+    [
+        ({}, True),
+        ({"kv_bits": 4, "kv_kept": 0.25}, False),
+        ({"sparse_decode": "quest"}, False),
+        ({"sparse_decode": "random"}, False),
+        ({"sparse_decode": "tidal"}, True),
+    ],
+)
+@pytest.mark.parametrize("sampling", [ConstraintSampling.MASK, ConstraintSampling.AWRS])
+def test_forced_text_is_run_ahead_only_where_rows_have_no_say(
+    causal: LoadedModel, bench: Make, engine: dict[str, object], ahead: bool, sampling: ConstraintSampling
+) -> None:
+    """Then it is a draft as any other: a pass runs one row."""
+    spec = dataclasses.replace(causal.spec, end_ids=tiny_model(vision=False).spec.end_ids)
+    b = bench(dataclasses.replace(causal, spec=spec), stages="inline", page_size=16, **engine)
+    asked = ask("r", "a", max_new_tokens=12, recompute=Policy(name="last"), temperature=1.0)
+    done = b.ask(dataclasses.replace(asked, constraint=ConstraintSpec(kind=Regex("abcdef[0-9]gh"), sampling=sampling)))
+    assert done.text.startswith("abcdef")
+    ran = done.recomputed_tokens - done.usage.prompt_tokens
+    assert (ran > done.forwards - 1) == ahead and ran >= done.forwards - 1
 
 
 def test_a_prefix_cache_beside_sparse_prefill_is_refused_with_what_to_do(causal: LoadedModel, bench: Make) -> None:

@@ -44,6 +44,8 @@ def model_info(name: str = "echo", **changes: Any) -> ModelInfo:
         "dtype": "float32",
         "device": "cpu",
         "kernels": {"cached_attention": "pytorch"},
+        "kv_reductions": ("sink_window",),
+        "image_reuses": ("blend", "lego_link"),
     }
     return ModelInfo(**{**values, **changes})
 

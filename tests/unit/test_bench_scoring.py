@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import tiny_model
 
+from mmserve.bench import scoring
 from mmserve.bench.scoring import Share, decoder_shares, tower_shares
 from mmserve.models.evidence import Watched, layers_of
 from mmserve.models.vision import LlavaVision
@@ -49,4 +50,15 @@ def test_every_pruner_is_measured_on_one_run_of_the_tower_a_round(monkeypatch: A
 def test_pruners_by_the_decoder_are_measured_beside_the_tower() -> None:
     with torch.random.fork_rng():
         found = decoder_shares(tiny_model(vision=True), ["fastv", "redvtp"], 2)
-    assert set(found) == {"fastv", "redvtp"} and all(share.scoring_ms > 0 for share in found.values())
+    assert set(found) == {"fastv", "redvtp"}
+    assert all(share.scoring_ms > 0 and layers > 0 and share.rounds == 2 for share, layers in found.values())
+
+
+def test_rounds_that_take_too_long_are_fewer_and_said_to_be(monkeypatch: Any) -> None:
+    model, told = tiny_model(vision=True), list[str]()
+    assert isinstance(model.vision, LlavaVision)
+    monkeypatch.setattr(scoring, "SECONDS", 0.0)
+    tower = model.vision.get_submodule("tower")
+    found = tower_shares(tower, model.vision.select_layer, ["random"], 1, 9, told.append)
+    assert found["random"].rounds == scoring.FEWEST and found["random"].row()["rounds"] == 3
+    assert told[0] == "round 0 of 9" and told[-1].endswith("3 rounds of 9 have to do")

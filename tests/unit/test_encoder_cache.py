@@ -15,6 +15,7 @@ import torch
 from harness import eventually
 
 from mmserve.config import EncoderCacheConfig
+from mmserve.encode import disk
 from mmserve.encode.cache import EncoderCache, Entry, TensorCache
 from mmserve.encode.disk import DiskCache
 from mmserve.encode.keys import digest, settings_digest, weights_digest
@@ -115,6 +116,62 @@ def test_many_threads_make_each_value_once() -> None:
         assert len({f.result(30) for f in waiting}) == 1
     stats = maker.cache.stats()
     assert maker.made == {"slow": 1} and stats.made == 1 and stats.joined + stats.hits == 7
+
+
+def test_who_waited_for_a_value_holds_it_too() -> None:
+    """It is not driven out while they use it, though who made it has gone."""
+    cache, gate, made = TensorCache(SIZE), threading.Event(), threading.Event()
+
+    def slow(_chosen: list[int]) -> Sequence[Entry]:
+        assert gate.wait(30)
+        return [value(1)]
+
+    def first() -> None:
+        with cache.lease([key(1)], slow, anything):
+            pass
+        made.set()
+
+    def second() -> int:
+        with cache.lease([key(1)], lambda _c: [value(1)], anything):
+            assert made.wait(30)
+            Maker(cache).get(2)
+            return cache.stats().evicted
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first)
+        eventually(lambda: cache.stats().lookups == 1, "the first is under way")
+        other = pool.submit(second)
+        eventually(lambda: cache.stats().lookups == 2, "the second waits")
+        gate.set()
+        one.result(30)
+        assert other.result(30) == 0
+    Maker(cache).get(2)
+    assert cache.stats().evicted == 1
+
+
+def test_what_somebody_else_makes_is_used_only_if_it_fits() -> None:
+    cache, gate = TensorCache(10 * SIZE), threading.Event()
+
+    def slow(_chosen: list[int]) -> Sequence[Entry]:
+        assert gate.wait(30)
+        return [{"y": torch.zeros(3)}]
+
+    def first() -> None:
+        with cache.lease([key(1)], slow, anything):
+            pass
+
+    def second() -> set[str]:
+        with cache.lease([key(1)], lambda _c: [value(1)], lambda _i, entry: "x" in entry) as [entry]:
+            return set(entry)
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first)
+        eventually(lambda: cache.stats().lookups == 1, "the first is under way")
+        other = pool.submit(second)
+        eventually(lambda: cache.stats().lookups == 2, "the second waits")
+        gate.set()
+        one.result(30)
+        assert other.result(30) == {"x"}
 
 
 def test_two_that_want_each_others_values_do_not_wait_for_each_other() -> None:
@@ -251,6 +308,65 @@ def test_files_that_were_cut_changed_or_renamed_are_not_used(tmp_path: Path) -> 
     last = stored(tmp_path)
     last.get(1, 2, 3, 4)
     assert not last.made, "what was made anew is on disk again"
+
+
+def test_a_file_that_changes_once_it_is_read_changes_nothing_in_memory(tmp_path: Path) -> None:
+    """Of a mapped file the tensors would, and what is cut off would end the process."""
+    tier, ones = DiskCache(tmp_path, 1 << 20), torch.ones(50_000)
+    tier.put(key(1), {"x": ones})
+    found = tier.get(key(1))
+    [path] = tmp_path.iterdir()
+    with path.open("r+b") as file:
+        file.seek(-400, 2)
+        file.write(bytes(400))
+    assert found is not None and torch.equal(found["x"], ones)
+    path.write_bytes(b"")
+    assert torch.equal(found["x"], ones) and tier.get(key(1)) is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b"\xff\xfe",
+        b'{"__metadata__":[]}',
+        b'{"x":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}',
+        b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,400]}}',
+    ],
+)
+def test_whatever_stands_in_a_file_fails_no_request(tmp_path: Path, header: bytes) -> None:
+    stored(tmp_path).get(1)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))
+    again = stored(tmp_path)
+    again.get(1)
+    assert again.made == {1: 1}
+
+
+def test_a_file_that_may_not_be_touched_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise PermissionError("another user's")
+
+    stored(tmp_path).get(1)
+    monkeypatch.setattr(disk.os, "utime", refuse)
+    again = stored(tmp_path)
+    again.get(1)
+    assert not again.made and list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("failure", [OSError("no space left"), RuntimeError("some tensors share memory")])
+def test_a_file_that_cannot_be_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def half(_tensors: object, path: Path, **_named: object) -> None:
+        path.write_bytes(b"half")
+        raise failure
+
+    monkeypatch.setattr(disk, "save_file", half)
+    maker = stored(tmp_path)
+    maker.get(1)
+    assert not list(tmp_path.iterdir()) and maker.cache.stats().disk_bytes == 0
 
 
 def test_types_and_empty_tensors_come_back(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from qwen_vl_checkpoints import KINDS, Qwen
 from mmserve.config import MediaConfig
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, VideoPart, Vision
-from mmserve.decode.blending import Blender, reused
+from mmserve.decode.blending import Blender, in_one_go, reused
 from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward
 from mmserve.decode.state import Encoded, Span
@@ -75,8 +75,8 @@ class Prompt:
     def take(self, policy: Reuse) -> np.ndarray:
         """Which positions of the prompt are not run."""
         encoded = dataclasses.replace(self.encoded, span_keys=self.blender.keys(self.encoded))
-        held = self.blender.take(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
-        return held[: self.size]
+        taking = self.blender.take(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
+        return in_one_go(taking)[: self.size]
 
     def run(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of the last row."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from itertools import product
+from typing import Any
 
 import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
+from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.paths import completion, least
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
@@ -132,3 +135,20 @@ def test_cover_is_the_fewest_tokens(text: bytes) -> None:
 
 def test_cover_of_bytes_that_no_token_has() -> None:
     assert Lexicon.of(TOY).cover(b"ax") is None
+
+
+def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short constraint can ask for a long answer: whoever sends it must not keep all others waiting."""
+    searches: list[int] = []
+    joined: list[int] = []
+
+    def improve(*args: Any, **options: Any) -> list[int]:
+        searches.append(1)
+        return completion.improve(*args, **options)
+
+    monkeypatch.setattr(least, "improve", improve)
+    monkeypatch.setattr(completion, "_joined", lambda *_: joined.append(1))
+    close = Closes(Lexicon.of(BYTES.token_bytes)).of(Grammar("start: /[a-d]{60}/", BYTES), 8)
+    assert close is not None and len(close.tokens) == 60
+    assert len(searches) == 1, "the search by bytes is done once, and its result kept for the exact one"
+    assert not joined, "places on a way that is no shorter are not looked at"

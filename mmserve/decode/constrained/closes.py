@@ -29,20 +29,20 @@ class Closes:
 
     def of(self, grammar: Grammar, budget: int) -> Close | None:
         """The shortest answer found under ``grammar``, as ``shortest_close`` finds it with room for ``budget``."""
-        near = self._close(grammar, patient=False)
+        near = self._close(grammar)
         if near is not None and (near.exact or len(near.tokens) <= budget):
             return near
-        return self._close(grammar, patient=True)
+        return self._close(grammar, patient=True, bound=None if near is None else near.tokens)
 
-    def _close(self, grammar: Grammar, *, patient: bool) -> Close | None:
-        """``patient``: whether an exact answer is worth a far longer search."""
+    def _close(self, grammar: Grammar, *, patient: bool = False, bound: tuple[int, ...] | None = None) -> Close | None:
+        """``patient``: whether an exact answer is worth a far longer search, from the ``bound`` of the first one on."""
         key = hashlib.sha256(grammar.source.encode()).digest(), patient
         with self._lock:
             if key in self._found:
                 self._found.move_to_end(key)
                 return self._found[key]
         room = 0 if patient else _ENDLESS
-        close = shortest_close(grammar.start(), self._lexicon, kinds=grammar.kinds, room=room)
+        close = shortest_close(grammar.start(), self._lexicon, kinds=grammar.kinds, room=room, bound=bound)
         with self._lock:
             self._found[key] = close
             if len(self._found) > _KEPT:

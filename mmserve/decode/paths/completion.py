@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.lexicon import Lexicon
@@ -52,6 +53,14 @@ class Walk:
 
     tokens: tuple[int, ...]
     choices: tuple[tuple[int, Matcher], ...] = field(repr=False)  # tokens before the place, and the matcher there
+
+
+@dataclass(frozen=True)
+class _Detour:
+    """Another completion, and what makes a walk of it: a place of the parser for each choice, which few are worth."""
+
+    tokens: tuple[int, ...]
+    walk: Callable[[], Walk] = field(repr=False)
 
 
 #: Longest completion, in tokens, that a walk looks for.
@@ -111,14 +120,16 @@ def improve(begun: Walk, lexicon: Lexicon, work: Work, *, alternatives: int) -> 
         for other in _detours(best, n, lexicon, work, tried, alternatives):
             shorter = lexicon.cover(lexicon.text(other.tokens))
             if shorter is not None and len(shorter) < len(spelling):
-                best, spelling = other, shorter
+                best, spelling = other.walk(), shorter
                 break
         else:
             n += 1
     return spelling
 
 
-def _detours(best: Walk, n: int, lexicon: Lexicon, work: Work, tried: set[bytes], alternatives: int) -> Iterator[Walk]:
+def _detours(
+    best: Walk, n: int, lexicon: Lexicon, work: Work, tried: set[bytes], alternatives: int
+) -> Iterator[_Detour]:
     """Completions that leave ``best`` at its choice ``n``; ``tried`` holds the texts up to there that were seen."""
     place, at = best.choices[n]
     for token in _others(at, lexicon, best.tokens[place:], alternatives):
@@ -133,13 +144,15 @@ def _detours(best: Walk, n: int, lexicon: Lexicon, work: Work, tried: set[bytes]
         # mostly it joins the old way again, a little farther on: that costs no masks
         for joined in range(min(place + _NEAR, len(best.tokens)), place - 1, -1):
             if completes(fork, best.tokens[joined:]):
-                yield _joined(best, n, before, joined, fork)
+                tokens = (*before, *best.tokens[joined:])
+                yield _Detour(tokens, partial(_joined, best, n, before, joined, fork))
                 break
         else:
             walked = walk(fork, lexicon, work, keep=True)
             if walked is not None:
                 later = tuple((len(before) + i, m) for i, m in walked.choices)
-                yield Walk((*before, *walked.tokens), best.choices[: n + 1] + later)
+                tokens = (*before, *walked.tokens)
+                yield _Detour(tokens, partial(Walk, tokens, best.choices[: n + 1] + later))
 
 
 def _joined(best: Walk, n: int, before: tuple[int, ...], joined: int, at: Matcher) -> Walk:

@@ -44,6 +44,7 @@ def shortest_close(
     kinds: Callable[[], Kinds] = Texts,
     room: int = 0,
     within: int | None = None,
+    bound: tuple[int, ...] | None = None,
 ) -> Close | None:
     """The shortest completion found from where ``matcher`` is; None if none was found.
 
@@ -51,6 +52,7 @@ def shortest_close(
         kinds: makes classes of texts, from the one behind ``matcher`` on; otherwise every text is its own class.
         room: tokens that are few enough: above, an exact answer is worth a far longer search.
         within: tokens above which a completion is of no use; None where all are known to be longer.
+        bound: the completion that a search with the same effort found before, if one did.
     """
     effort = effort or Effort()
     exact, at_least = _by_tokens(matcher, lexicon, Texts(), effort.exact_tokens, effort.exact_tokens, within=within)
@@ -58,7 +60,7 @@ def shortest_close(
         return Close(exact, True)
     if within is not None and at_least > within:
         return None
-    bound = _bound(matcher, lexicon, effort)
+    bound = bound or _bound(matcher, lexicon, effort)
     if bound is not None and len(bound) <= max(at_least, room):
         return Close(bound, len(bound) <= at_least)
     try:

@@ -52,6 +52,7 @@ from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
 from mmserve.kv.reuse import REUSES, reuse_of
+from mmserve.kv.room import check_room, free_bytes, pool_bytes
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
@@ -432,6 +433,8 @@ def _decoder(model: Model, engine: EngineConfig, offered: Offered, kv: TensorCac
             )
         return CanvasDecoder(model, offered)
     beside = model.companion
+    if model.device.type == "cuda":
+        _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
     companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
     store = _store(model, engine)
     sparse = Sparse(model, store, engine) if chosen else None
@@ -446,6 +449,15 @@ def _decoder(model: Model, engine: EngineConfig, offered: Offered, kv: TensorCac
         blender=Blender(model, store, kv),
         runs_ahead=_rows_apart(engine),
     )
+
+
+def _check_room(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) -> None:
+    """``ConfigError`` where a GPU has no room for the models' pages beside what is kept for ``image_reuse``."""
+    first = models[0]
+    whole = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
+    kept = kv_bytes if first.spec.causal and first.vision is not None and whole else 0
+    pools = [pool_bytes(m.decoder.config, engine, m.dtype) for m in models]
+    check_room(pools, kept, free_bytes(first.device), first.device)
 
 
 def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:

@@ -145,12 +145,11 @@ def changed(config: Config) -> dict[str, dict[str, Any]]:
     Keys that each variant sets by itself are none of it. Weights and their dtype are told by their digest.
     """
     plain = Variant({})
-    pairs = {
-        "engine": (plain.engine(config.engine), plain.engine(EngineConfig())),
-        "media": (config.media, MediaConfig()),
+    return {
+        "engine": _other(plain.engine(config.engine), plain.engine(EngineConfig())),
+        "media": _other(config.media, MediaConfig()),
+        "schedulers": {s.name: [s.kind, dict(s.numbers)] for s in config.schedulers},
     }
-    found = {table: _other(*pair) for table, pair in pairs.items()}
-    return found | {"schedulers": {s.name: [s.kind, dict(s.numbers)] for s in config.schedulers}}
 
 
 def _other(given: EngineConfig | MediaConfig, default: EngineConfig | MediaConfig) -> dict[str, Any]:

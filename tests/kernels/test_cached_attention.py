@@ -78,7 +78,9 @@ def test_pages_that_lie_in_order_are_read_where_they_are_and_change_no_bit(
     assert torch.equal(cached_attention(case.q, *apart, case.ragged), gathered)
 
 
-@pytest.mark.parametrize(("pages", "first"), [([4], 4), ([2, 3, 4], 2), ([2, 4, 3], None), ([4, 3, 2], None), ([], None)])
+@pytest.mark.parametrize(
+    ("pages", "first"), [([4], 4), ([2, 3, 4], 2), ([2, 4, 3], None), ([4, 3, 2], None), ([], None)]
+)
 def test_which_pages_lie_one_behind_another(pages: list[int], first: int | None) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     ragged = Ragged((0,), (0,), (torch.tensor(pages, dtype=torch.int64),), none)

@@ -106,7 +106,11 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
         return _room(0, heads, device=q_THK.device)
     sizes = tiling(q_THK.dtype, head_size)
     tiles, blocks, table = _programs(ragged, sizes)
-    q_THK, k_PSGK, limit = q_THK.contiguous(), k_PSGK.contiguous(), table if ragged.kv_limit is None else ragged.kv_limit
+    q_THK, k_PSGK, limit = (
+        q_THK.contiguous(),
+        k_PSGK.contiguous(),
+        table if ragged.kv_limit is None else ragged.kv_limit,
+    )
     out = _room(sum(ragged.kv_lengths), heads, device=q_THK.device)
     options = _options(heads, groups, head_size, page, ragged.kv_limit is not None, sizes)
     scale = head_size**-0.5 / math.log(2)

@@ -131,13 +131,13 @@ def cached_attention(
             here = slice(start, start + rows)
             lse_TH[here] = _log_sum_exp(q_THK[here], k_1GLK[0].transpose(0, 1), mask)
         if not width:
-            out.append(torch.zeros_like(q_1GRUK).transpose(1, 2))
+            out.append(q_THK.new_zeros(rows, *q_THK.shape[1:]))
         elif share == 1:
-            out.append(F.scaled_dot_product_attention(q_1GRUK, k_1GLK, v_1GLK, mask).transpose(1, 2))
+            out.append(F.scaled_dot_product_attention(q_1GRUK, k_1GLK, v_1GLK, mask).squeeze(0).transpose(0, 1))
         else:
             out.append(_shared(q_1GRUK, k_1GLK, v_1GLK, mask))
         start += rows
-    return (out[0] if len(out) == 1 else torch.cat(out, 1)).reshape(q_THK.shape)
+    return out[0].contiguous() if len(out) == 1 else torch.cat(out)
 
 
 def _fixed(
@@ -173,14 +173,14 @@ def _fixed(
 
 
 def _shared(q_1GRUK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_RL: Tensor | None) -> Tensor:
-    """Attention ``[1, R, G, H / G, K]`` of one request whose query heads share keys.
+    """Attention ``[R, H, K]`` of one request whose query heads share keys.
 
     They become rows of one head: a row of 28 heads over 4 takes half as long as with SDPA's own sharing, which reads
     the keys once for each query head.
     """
     mask_ML = None if mask_RL is None else mask_RL.repeat_interleave(q_1GRUK.shape[3], 0)
     made = F.scaled_dot_product_attention(q_1GRUK.flatten(2, 3), k_1GLK, v_1GLK, mask_ML)
-    return made.view(q_1GRUK.shape).transpose(1, 2)
+    return made.view(q_1GRUK.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 def _reader(

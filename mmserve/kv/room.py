@@ -1,0 +1,49 @@
+"""Whether a device has room for the K/V that its models are to keep: known before any of it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mmserve.config import EngineConfig
+from mmserve.errors import ConfigError
+from mmserve.models.decoder import DecoderConfig
+
+_GIB = 1 << 30
+#: Range and lowest value of a token's quantised key or value, and which of a page's tokens are kept, in bytes.
+_RANGE, _PLACE = 2 * 4, 4
+
+
+def pool_bytes(decoder: DecoderConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes of the store that ``engine`` (resolved) gives a model with such a ``decoder``, scratch page included."""
+    heads, size, slots = decoder.num_kv_heads, decoder.head_dim, (engine.pages + 1) * engine.page_size
+    if not engine.kv_bits:
+        return 2 * decoder.num_layers * slots * heads * size * dtype.itemsize
+    kept = round(engine.kv_kept * engine.page_size)
+    slots = engine.pages * engine.page_size
+    coarse = 2 * slots * heads * (size * engine.kv_bits // 8 + _RANGE)
+    exact = 2 * engine.pages * kept * heads * size * dtype.itemsize + (slots * _PLACE if kept else 0)
+    return decoder.num_layers * (coarse + exact)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that nobody holds, or that PyTorch holds for nothing."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)
+
+
+def check_room(pools: Sequence[int], kept: int, free: int, device: torch.device) -> None:
+    """``ConfigError`` unless ``free`` bytes hold the ``pools`` and leave the ``kept`` of images that are set aside.
+
+    What is kept of images is only taken as requests come. Without this it would be missing then, in the middle of one.
+    """
+    pool = sum(pools)
+    if pool + kept <= free:
+        return
+    aside = f", and [encoder_cache] kv_bytes sets {kept / _GIB:.2f} GiB aside" if kept else ""
+    lower = "max_running, max_tokens or pages" + (", or kv_bytes" if kept else "")
+    raise ConfigError(
+        f"[engine] the K/V pages take {pool / _GIB:.2f} GiB{aside}, but {free / _GIB:.2f} GiB are free on {device}: "
+        f"lower {lower}"
+    )

@@ -164,7 +164,7 @@ def test_a_parser_that_has_read_much_gives_way_to_one_that_has_read_little() -> 
 
 
 def test_places_are_kept_for_the_grammars_asked_for_last_and_only_so_many() -> None:
-    limit = 600_000
+    limit = 1_200_000
     shared = SharedPlaces(language().lexicon, limit)
     first = shared.of(grammar("person"))
     assert shared.of(grammar("person")) is first

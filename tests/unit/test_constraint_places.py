@@ -152,18 +152,19 @@ def test_a_parser_that_has_read_much_gives_way_to_one_that_has_read_little() -> 
         matcher.consume(lexicon.cover(text) or [])
         return places.behind(text, matcher)
 
-    comma = lexicon.ids[b","]
+    quote = lexicon.ids[b'"']
     with places.lent():
         long = at(b'"' + b"a" * 3000)
-        behind = places.after(long, comma)
-        size = places.size
+        over, size = places.after(long, quote), places.size
+        assert over is not None and over.depth == 3002
         short = at(b'"a')
         assert short is long and short.depth == 2, "what is left of a string is the same"
-        assert places.after(short, comma) is behind and places.size < size
+        assert places.after(short, quote) is over and over.depth == 3
+        assert places.size < size - 1_000_000
 
 
 def test_places_are_kept_for_the_grammars_asked_for_last_and_only_so_many() -> None:
-    limit = 600_000
+    limit = 1_200_000
     shared = SharedPlaces(language().lexicon, limit)
     first = shared.of(grammar("person"))
     assert shared.of(grammar("person")) is first

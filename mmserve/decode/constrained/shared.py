@@ -12,8 +12,8 @@ from mmserve.decode.paths.places import Places
 
 #: Bytes that the places of all grammars may take together, those of requests under way aside.
 LIMIT = 64 << 20
-#: Bytes that any grammar counts for: its parser, and what a server knows of it before it has been searched.
-_GRAMMAR = 200_000
+#: Bytes that any grammar counts for, and those for each byte of its text: its parser. Measured, and rounded up.
+_GRAMMAR, _BYTE = 400_000, 50
 
 
 class SharedPlaces:
@@ -21,21 +21,22 @@ class SharedPlaces:
 
     def __init__(self, lexicon: Lexicon, limit: int = LIMIT) -> None:
         self._lexicon, self._limit = lexicon, limit
-        self._places: OrderedDict[bytes, Places] = OrderedDict()
+        self._places: OrderedDict[bytes, tuple[Places, int]] = OrderedDict()  # and bytes of its parser
         self._lock = threading.Lock()
 
     def of(self, grammar: Grammar) -> Places:
         """The places of ``grammar``, the same for each request while they are kept."""
         key = hashlib.sha256(grammar.source.encode()).digest()
         with self._lock:
-            found = self._places.get(key) or Places(self._lexicon, grammar.kinds)
-            self._places[key] = found
+            if key not in self._places:
+                parser = _GRAMMAR + _BYTE * len(grammar.source)
+                self._places[key] = Places(self._lexicon, grammar.kinds), parser
             self._places.move_to_end(key)
             while len(self._places) > 1 and self.used > self._limit:
                 self._places.popitem(last=False)
-            return found
+            return self._places[key][0]
 
     @property
     def used(self) -> int:
         """About so many bytes are kept."""
-        return sum(_GRAMMAR + places.size for places in self._places.values())
+        return sum(parser + places.size for places, parser in self._places.values())

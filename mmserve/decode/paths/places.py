@@ -17,6 +17,7 @@ from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.vocabulary import LONGEST
 
 #: Bytes that may be kept from one search to the next.
 LIMIT = 16 << 20
@@ -98,7 +99,7 @@ class Places:
     def after(self, place: Place, token: int) -> Place | None:
         """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""
         found = place.next.get(token, True)
-        if found is True:
+        if found is True or (isinstance(found, Place) and found.depth > place.depth + LONGEST + _DEEPER):
             found = place.next[token] = self._moved(place, [token])
         return found if isinstance(found, Place) else None
 
@@ -106,7 +107,7 @@ class Places:
         """The place behind ``tokens``; None if they may not follow."""
         key = tuple(tokens)
         found = place.next.get(key, True)
-        if found is True:
+        if found is True or (isinstance(found, Place) and found.depth > place.depth + LONGEST * len(key) + _DEEPER):
             found = place.next[key] = self._moved(place, key)
         return found if isinstance(found, Place) else None
 

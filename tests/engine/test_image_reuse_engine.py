@@ -268,6 +268,30 @@ def test_a_cancelled_request_leaves_nothing(bench: Make, causal: LoadedModel) ->
     b.await_nothing_left()
 
 
+def test_a_request_between_two_chunks_before_its_pass_holds_its_pages_and_gives_them_back(
+    bench: Make, causal: LoadedModel
+) -> None:
+    """It goes on though there are too few pages for another like it, and it can be cancelled."""
+    parts = (TextPart("a line of text. " * 3), *PARTS[2])
+    for cancelled in (False, True):
+        b = bench(causal, prefill_tokens=8, prefix_cache=False, pages=16)
+        calls_before: list[int] = []
+
+        def second(_ids: set[str], seen: list[int] = calls_before) -> bool:
+            seen.append(len(seen))
+            return len(seen) == 2
+
+        gate = b.gate("prefill", second)
+        [call] = b.submit(say("x", parts, rule("blend", 0.3)))
+        gate.wait()
+        assert b.engine.stats().pages_in_use > 8
+        if cancelled:
+            b.engine.cancel("x")
+        gate.open()
+        assert isinstance(call.error(), Cancelled) if cancelled else call.finished().usage.reused_tokens == 8
+        b.await_nothing_left()
+
+
 def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> None:
     def refused(kind: type[Exception], why: str, model: LoadedModel | None = causal, **changes: Any) -> None:
         b = bench(model, **{k: v for k, v in changes.items() if k in ("kv_bits", "sparse_decode", "page_size")})

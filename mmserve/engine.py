@@ -72,10 +72,10 @@ class Engine:
     ) -> None:
         self.config, self.media = config, media
         self.stages = Stages(model, config, media, schedulers, cache)
-        if config.pages * config.page_size < self.stages.max_tokens:
+        if config.pages * config.page_size < self.stages.capabilities.max_tokens:
             raise ConfigError(
                 f"[engine] pages × page_size is {config.pages * config.page_size}, less than one request of "
-                f"max_tokens {self.stages.max_tokens} needs"
+                f"max_tokens {self.stages.capabilities.max_tokens} needs"
             )
         self.info: ModelInfo = self.stages.describe()
         self._pool = PagePool(config.pages, unit=self.stages.shared_pages)

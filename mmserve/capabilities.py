@@ -1,0 +1,167 @@
+"""What one model can do here, with this server's settings: told to clients, and asked of every request at once."""
+
+from __future__ import annotations
+
+from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.constraint import Template
+from mmserve.core.info import ModelInfo, lacking
+from mmserve.core.request import Request, TextPart
+from mmserve.decode.blending import check_reuse
+from mmserve.decode.commit import (
+    ACCOMPANIED,
+    CAUSAL_COMMIT,
+    DIFFUSION_COMMIT,
+    DRAFTING,
+    FILTERED,
+    RENOISING_COMMIT,
+)
+from mmserve.decode.constrained.sampling import check_sampling
+from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
+from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING
+from mmserve.decode.renoise import check_renoising
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.kv.reduction import REDUCTIONS, reduction_of
+from mmserve.kv.reuse import REUSES
+from mmserve.models.attended import shown_by
+from mmserve.models.base import Attention, CanvasModel, Model
+from mmserve.prune import pruner_of, pruners_for
+
+#: Tokens of an answer where a request does not say how many.
+DEFAULT_NEW_TOKENS = 64
+
+
+class Capabilities:
+    """Those of ``model``: its kind, what it was given beside it (``offered``), and the settings of the engine."""
+
+    def __init__(self, model: Model, engine: EngineConfig, media: MediaConfig, offered: Offered) -> None:
+        self.model, self._media, self._offered = model, media, offered
+        models = [model, *([model.companion] if model.companion is not None else [])]
+        self.max_tokens = min([engine.max_tokens, *(m.spec.max_tokens for m in models)])
+        # A reduction moves keys and values as they are, and every one it leaves is read.
+        self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
+        self._drafts = not engine.sparse_prefill and rows_apart(engine)
+        self._longest_token = max(map(len, model.tokenizer.get_vocab()))
+
+    def describe(self, kernels: dict[str, str]) -> ModelInfo:
+        """All of it; ``kernels`` names the implementation of each operation."""
+        sees = self.model.vision is not None
+        frames = self.model.vision.frames_per_video if self.model.vision is not None else 0
+        policies = self._recompute_policies
+        an_image = self.model.vision.tokens_per_image if self.model.vision is not None else 0
+        fitting = (self.max_tokens - DEFAULT_NEW_TOKENS) // an_image if an_image else self._media.max_images
+        return ModelInfo(
+            name=self.model.spec.name,
+            architecture=self.model.spec.architecture,
+            images=sees,
+            videos=bool(frames),
+            diffusion=not self.model.spec.causal,
+            recompute_policies=policies,
+            commit_policies=self._commit_policies,
+            pruners=self._pruners,
+            max_tokens=self.max_tokens,
+            max_images=min(self._media.max_images, fitting) if sees else 0,
+            visual_tokens_per_image=an_image,
+            max_image_bytes=self._media.max_item_bytes,
+            max_videos=self._media.max_videos if frames else 0,
+            frames_per_video=frames,
+            max_video_seconds=self._media.max_video_seconds if frames else 0.0,
+            max_video_bytes=self._media.max_item_bytes if frames else 0,
+            max_new_tokens=self.model.spec.block_length() if self.model.spec.renoising else DEFAULT_NEW_TOKENS,
+            block_length=self.model.spec.block_length(),
+            recompute_policy=policies[0],
+            commit_policy=self._commit_policies[0],
+            parameters=self.model.parameters,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=str(self.model.device),
+            kernels=kernels,
+            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self._reducible else (),
+            image_reuses=tuple(REUSES) if self.model.spec.causal and sees and self._reducible else (),
+        )
+
+    def check(self, request: Request) -> None:
+        """Refuse at once what no stage could do.
+
+        ``InvalidArgument`` for unknown policies, for blocks other than those of the model's attention, and for endless
+        text: it is only tokenized in a stage, where megabytes of it would keep others waiting for seconds.
+        ``Unimplemented`` for a policy that the model's kind of attention makes wrong, and for a pruner that its tower
+        cannot serve.
+        """
+        self._require("commit", request.diffusion.commit.name, self._commit_policies)
+        commit = commit_policy(request, self._offered)
+        self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
+        recompute_policy(request)
+        check_sampling(request, self.model.spec, commit)
+        pruner_of(request)
+        if request.vision.pruner not in (*self._pruners, "none"):
+            known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
+            raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
+        self._check_reduction(request)
+        check_reuse(request, self.model, reads_pages=self._reducible)
+        asked = request.constraint
+        if self.model.spec.renoising is not None:
+            if asked is not None and (asked.scaffold or isinstance(asked.kind, Template)):
+                raise Unimplemented(f"model {self.model.spec.name!r} takes no templates: it has no mask token")
+            check_renoising(request, self.model.spec.block_length(), commit)
+        block = self.model.spec.attention_block
+        if block and request.diffusion.block_length not in (0, block):
+            why = "one token after another" if block == 1 else f"blocks of {block}"
+            raise InvalidArgument.of("diffusion.block_length", f"must be {block}: the model decodes {why}")
+        characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
+        if characters > self.max_tokens * self._longest_token:
+            raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
+
+    def _check_reduction(self, request: Request) -> None:
+        """Refuse a reduction of K/V that this model, or what else is asked for, leaves no room for."""
+        if reduction_of(request) is None:
+            return
+        name = self.model.spec.name
+        if not self.model.spec.causal:
+            raise Unimplemented(f"model {name!r} reduces no K/V: only autoregressive models never run a position again")
+        if not self._reducible:
+            raise Unimplemented(f"model {name!r} reduces no K/V here: the server has [engine] sparse_* or kv_bits")
+        if request.diffusion.recompute.name != "last":
+            raise InvalidArgument.of("diffusion.recompute", "must be 'last' with kv_reduction")
+        if request.diffusion.commit.name in DRAFTING:
+            raise InvalidArgument.of("diffusion.commit", "must not be a policy that drafts with kv_reduction")
+
+    def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
+        """``Unimplemented`` for a policy that there is, but not for this model."""
+        if exists(asked) and asked not in allowed:
+            spec = self.model.spec
+            raise Unimplemented(lacking(spec.name, kind, asked, allowed, diffusion=not spec.causal))
+
+    @property
+    def _recompute_policies(self) -> tuple[str, ...]:
+        if self.model.spec.renoising:
+            return RENOISING
+        return {
+            Attention.FULL: FULL_ATTENTION,
+            Attention.PREFIX: FULL_ATTENTION,
+            Attention.BLOCK_CAUSAL: BLOCK_CAUSAL_ATTENTION,
+            Attention.CAUSAL: CAUSAL_ATTENTION,
+        }[self.model.spec.attention]
+
+    @property
+    def _pruners(self) -> tuple[str, ...]:
+        """Those whose evidence tower or decoder can show; networks with K/V of their own know no gaps in them."""
+        if self.model.vision is None or isinstance(self.model, CanvasModel):
+            return ()
+        return pruners_for(self.model.vision.evidence | shown_by(self.model))
+
+    @property
+    def _commit_policies(self) -> tuple[str, ...]:
+        model = self.model
+        known: tuple[str, ...] = CAUSAL_COMMIT if model.spec.causal else DIFFUSION_COMMIT
+        if model.spec.renoising is not None:
+            known = RENOISING_COMMIT
+        absent = ACCOMPANIED if model.companion is None else frozenset()
+        absent |= FILTERED if model.commit_filter is None else frozenset()
+        absent |= frozenset() if self._drafts else DRAFTING
+        added = ("scheduler",) if self._offered.schedulers else ()
+        return (*(name for name in known if name not in absent), *added)
+
+
+def rows_apart(engine: EngineConfig) -> bool:
+    """Whether rows that a pass of decode runs beside each other have no say in what each of them looks at, or in which
+    of them are kept whole: only then is a row of a draft, or of forced text, what it is by itself."""
+    return not (engine.sparse_decode in ("quest", "random") or engine.kv_kept)

@@ -1,0 +1,74 @@
+"""The decoder of a model as the engine's settings have it: its pages, graphs, sparse attention and companion."""
+
+from __future__ import annotations
+
+from mmserve.capabilities import rows_apart
+from mmserve.config import EngineConfig
+from mmserve.decode.blending import Blender
+from mmserve.decode.companion import Companion
+from mmserve.decode.graphs import graphs_for
+from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.policies import Offered
+from mmserve.decode.renoise import CanvasDecoder
+from mmserve.encode.cache import TensorCache
+from mmserve.errors import ConfigError
+from mmserve.kv.quantized import QuantizedStore
+from mmserve.kv.room import check_room, free_bytes, pool_bytes
+from mmserve.kv.sparse import Sparse
+from mmserve.kv.store import KVStore
+from mmserve.models.base import CanvasModel, LoadedModel, Model
+
+
+def decoder_for(
+    model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache
+) -> DiffusionDecoder | CanvasDecoder:
+    """The decoder of ``model`` with its pages; raises ``ConfigError`` where the settings and the model do not agree."""
+    chosen = engine.sparse_prefill or engine.sparse_decode
+    if isinstance(model, CanvasModel):
+        if chosen or engine.kv_bits:
+            raise ConfigError(
+                f"model {model.spec.name!r} keeps its K/V to itself: [engine] takes no sparse_* or kv_bits"
+            )
+        return CanvasDecoder(model, offered)
+    beside = model.companion
+    if model.device.type == "cuda":
+        _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
+    companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
+    store = _store(model, engine)
+    sparse = Sparse(model, store, engine) if chosen else None
+    return DiffusionDecoder(
+        model,
+        store,
+        chunk=engine.prefill_tokens,
+        companion=companion,
+        offered=offered,
+        sparse=sparse,
+        graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
+        blender=Blender(model, store, kv),
+        runs_ahead=rows_apart(engine),
+    )
+
+
+def _check_room(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) -> None:
+    """``ConfigError`` where a GPU has no room for the models' pages beside what is kept for ``image_reuse``."""
+    first = models[0]
+    whole = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
+    kept = kv_bytes if first.spec.causal and first.vision is not None and whole else 0
+    pools = [pool_bytes(m.decoder.config, engine, m.dtype) for m in models]
+    check_room(pools, kept, free_bytes(first.device), first.device)
+
+
+def _store(model: LoadedModel, engine: EngineConfig) -> KVStore:
+    """Room for the engine's pages: a request's page ids are good in the store of each model that it runs through."""
+    config, pages, page = model.decoder.config, engine.pages, engine.page_size
+    if not engine.kv_bits:
+        return KVStore(config, pages=pages, page_size=page, dtype=model.dtype, device=model.device)
+    return QuantizedStore(
+        config,
+        pages=pages,
+        page_size=page,
+        dtype=model.dtype,
+        device=model.device,
+        bits=engine.kv_bits,
+        kept=engine.kv_kept,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 
 from mmserve.cli.options import add_config, read_config
 
@@ -26,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{settings.server.host}:{await server.start()}"
         for engine in engines.values():
             engine.warm()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: a full collection would walk all of it, in some request's step (50 ms)
         await server.serve_until_signal(lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True))
 
     asyncio.run(serve())

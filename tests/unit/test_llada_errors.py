@@ -140,7 +140,9 @@ def test_every_end_banned(tmp_path: Path) -> None:
 
 
 def test_where_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"no model directory .*nothing; bundled and bundled-causal come .*hub:owner/name"):
+    with pytest.raises(
+        ConfigError, match=r"no model directory .*nothing; bundled and bundled-causal come .*hub:owner/name"
+    ):
         load(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="device 'tpu9' is not known"):
         load(tmp_path, device="tpu9")

@@ -1,4 +1,4 @@
-"""How much media the requests under way may hold together: a queue bounded in requests alone is not bounded in bytes."""
+"""How much media requests under way may hold together: a queue bounded in requests alone is not bounded in bytes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mmserve.decode.loop
 import mmserve.engine
-import mmserve.stages
+import mmserve.capabilities
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex
@@ -173,7 +173,7 @@ def test_confidences_are_bitwise_the_same_alone_and_in_a_batch(bench: Make, monk
             return super().choose(canvas, candidates)
 
     monkeypatch.setitem(COMMIT, "recording", Recording)
-    monkeypatch.setattr(mmserve.stages, "DIFFUSION_COMMIT", (*DIFFUSION_COMMIT, "recording"))
+    monkeypatch.setattr(mmserve.capabilities, "DIFFUSION_COMMIT", (*DIFFUSION_COMMIT, "recording"))
     requests = [
         ask(f"r{i}", f"shape {i}", max_new_tokens=12, block=12, recompute=dkv(), commit=Policy(name="recording"))
         for i in range(10)
@@ -751,7 +751,7 @@ def test_a_bug_in_a_commit_policy_fails_its_request_only(
     bench: Make, alone: dict[str, Outcome], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(COMMIT, "broken", BrokenCommit)
-    monkeypatch.setattr(mmserve.stages, "DIFFUSION_COMMIT", (*DIFFUSION_COMMIT, "broken"))
+    monkeypatch.setattr(mmserve.capabilities, "DIFFUSION_COMMIT", (*DIFFUSION_COMMIT, "broken"))
     run_with_victim(bench(), victim(commit=Policy(name="broken")), alone, caplog)
 
 
@@ -759,7 +759,7 @@ def test_a_bug_in_a_recompute_policy_fails_its_request_only(
     bench: Make, alone: dict[str, Outcome], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RECOMPUTE, "broken", BrokenRecompute)
-    monkeypatch.setattr(mmserve.stages, "FULL_ATTENTION", (*FULL_ATTENTION, "broken"))
+    monkeypatch.setattr(mmserve.capabilities, "FULL_ATTENTION", (*FULL_ATTENTION, "broken"))
     run_with_victim(bench(), victim(recompute=Policy(name="broken")), alone, caplog)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny_model
 
-import mmserve.stages
+import mmserve.decoders
 from mmserve.config import EngineConfig, resolve
 from mmserve.errors import ConfigError
 from mmserve.kv.quantized import QuantizedStore
@@ -33,7 +33,7 @@ DEVICE = torch.device("cuda", 0)
 def test_a_store_takes_what_was_told(engine: dict[str, float], dtype: torch.dtype) -> None:
     settings = EngineConfig(pages=5, **engine)  # type: ignore[arg-type]
     model = dataclasses.replace(tiny_model(vision=False), dtype=dtype)
-    store = mmserve.stages._store(model, settings)
+    store = mmserve.decoders._store(model, settings)
     taken = store.bytes if isinstance(store, QuantizedStore) else sum(x.nbytes for x in (*store.keys, *store.values))
     assert pool_bytes(model.decoder.config, settings, dtype) == taken
 
@@ -62,12 +62,12 @@ def test_only_models_that_reuse_images_set_something_aside(
     model = dataclasses.replace(made, spec=dataclasses.replace(made.spec, attention=attention, logit_shift=1))
     engine = resolve(EngineConfig(pages=5, kv_bits=bits))
     pool = pool_bytes(model.decoder.config, engine, model.dtype)
-    monkeypatch.setattr(mmserve.stages, "free_bytes", lambda _device: pool + 100)
-    mmserve.stages._check_room([model], engine, 100)
+    monkeypatch.setattr(mmserve.decoders, "free_bytes", lambda _device: pool + 100)
+    mmserve.decoders._check_room([model], engine, 100)
     if causal and vision and not bits:
         with pytest.raises(ConfigError, match="kv_bytes sets"):
-            mmserve.stages._check_room([model], engine, 101)
+            mmserve.decoders._check_room([model], engine, 101)
     else:
-        mmserve.stages._check_room([model], engine, 101)
+        mmserve.decoders._check_room([model], engine, 101)
     with pytest.raises(ConfigError, match="the K/V pages take"):
-        mmserve.stages._check_room([model, model], engine, 0)
+        mmserve.decoders._check_room([model, model], engine, 0)

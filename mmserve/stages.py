@@ -24,9 +24,7 @@ from mmserve.decode.blending import reused
 from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.constrained.state import known_tokens
 from mmserve.decode.policies import Offered
-from mmserve.decode.recompute import (
-    KEEPS_PROMPT,
-)
+from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Encoded, Stepped
 from mmserve.decoders import decoder_for

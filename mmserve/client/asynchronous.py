@@ -105,7 +105,8 @@ class AsyncClient(Base):
 
     async def close(self) -> None:
         """As ``Client.close``."""
-        self._closed = True
+        with self._lock:  # who is opening it has done so, or finds it closed
+            self._closed = True
         if self._opened is not None:
             await self._opened.channel.close()
 

@@ -107,7 +107,8 @@ class Client(Base):
 
     def close(self) -> None:
         """Close the connection; calls under way end with ``Cancelled``."""
-        self._closed = True
+        with self._lock:  # who is opening it has done so, or finds it closed
+            self._closed = True
         if self._opened is not None:
             self._opened.channel.close()
 

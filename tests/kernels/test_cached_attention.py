@@ -146,6 +146,8 @@ def test_rows_of_equal_or_rising_sight_need_no_limits() -> None:
         Piece(0, 2, 200, 199),
     )
     assert pieces([100], [200], np.full(100, 150)) == (Piece(0, 100, 150, ALL),)
+    assert pieces([100], [90], np.full(100, 150)) == (Piece(0, 100, 90, ALL),), "nobody sees what is not there"
+    assert pieces([70], [40], np.arange(10, 80)) == (Piece(0, 64, 40, LOOKED_UP), Piece(0, 6, 40, ALL))
     assert pieces([100], [200], None) == (Piece(0, 100, 200, ALL),)
     assert pieces([100], [200], None, known=False) == (Piece(0, 100, 200, LOOKED_UP),)
 

@@ -10,12 +10,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from mmserve.bench.copyist import Copyist, written
 from mmserve.bench.schemas import SCHEMAS
 from mmserve.bench.search import Language, made_up
 from mmserve.constraint.grammar import grammar_of
-from mmserve.core.constraint import ConstraintSpec, JsonSchema
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Outcome, Witness, admit, choose, follow, improve
@@ -130,6 +132,36 @@ def test_a_search_that_fails_leaves_nothing_behind() -> None:
         raise RuntimeError("the parser failed")
     assert not places.size
     assert told(steps("person", 0, SIZE, lambda: places)) == alone("person", 0, SIZE)
+
+
+def test_a_parser_that_others_have_spent_changes_nothing() -> None:
+    """What its lexer learns is bounded, and shared by all matchers of a grammar: those of requests that are over."""
+    lexicon, limits = language().lexicon, LLParserLimits(**PARSER_LIMITS)
+    text = grammar_of(ConstraintSpec(Regex("[ab]*a[ab]{20}"))).text
+    letters = [lexicon.ids[b"a"], lexicon.ids[b"b"]]
+    rng = random.Random(0)
+
+    def new_grammar() -> Grammar:
+        return Grammar(text, language().vocabulary, limits)
+
+    def search(of: Grammar, places: Places, wish: str = "a") -> tuple[list[int], Outcome]:
+        tokens = np.tile(letters if wish == "a" else letters[::-1], (30, 1))
+        top = TopK(np.arange(30), tokens, np.full((30, 2), np.log([[0.9, 0.1]]), np.float32))
+        witness = admit(of, lexicon, 30)
+        found, outcome = improve(witness, np.full(30, -1), top, 30, lexicon, places=places, seconds=60)
+        return found.tokens.tolist(), outcome
+
+    alone = search(new_grammar(), Places(lexicon, new_grammar().kinds))
+    assert alone[1] is Outcome.FOUND
+    first = new_grammar()
+    places = Places(lexicon, first.kinds)
+    assert search(first, places, "b") != alone and places.size
+    while first.start().valid(rng.choices(letters, k=200)) == 200:
+        pass
+    assert not first.start().valid(letters[:1]), "it denies everything"
+    for _ in range(2):
+        assert search(new_grammar(), places) == alone
+    assert places.size, "places of a parser that can go on are kept"
 
 
 def test_a_search_never_waits_for_another() -> None:

@@ -55,6 +55,7 @@ def pieces(
 def _of_request(request: int, limits: np.ndarray, length: int) -> list[Piece]:
     if len(limits) <= ROWS:
         return [Piece(request, len(limits), length, _sight(limits, length))]
+    limits = np.minimum(limits, length)
     if (limits == limits[0]).all():
         return [Piece(request, len(limits), int(limits[0]), ALL)]
     parts = np.split(limits, range(ROWS, len(limits), ROWS))

@@ -21,7 +21,7 @@ from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places
-from mmserve.decode.paths.search import Beam, OutOfTime, best_path, fits
+from mmserve.decode.paths.search import Beam, OutOfTime, Path, best_path, fits
 
 #: Ways to the end that a request remembers.
 _REMEMBERED = 8
@@ -147,11 +147,18 @@ def improve(
     answer = witness.tokens[: witness.length].tolist()
     laid = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
-    with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:
+    told, follows = lexicon.text(answer[: witness.known]), answer[witness.known :][:1]
+
+    def searched(mine: Places) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
-        root = mine.behind(lexicon.text(answer[: witness.known]), witness.matcher)
+        root = mine.behind(told, witness.matcher, follows)
+        return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
+
+    with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:
         try:
-            path = best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline)
+            path, closing = searched(mine)
+            if mine.spent:  # by others, maybe: what is found shall not depend on them
+                path, closing = searched(Places(lexicon, witness.kinds))
         except OutOfTime:
             return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)

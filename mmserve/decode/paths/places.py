@@ -66,7 +66,18 @@ class Places:
         self._kinds, self._places = self._make(), dict[Hashable, Place]()
         self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
         self._limited = False
+        #: Of each parser that places were made with, one of its matchers and a token that may follow there.
+        self._parsers: list[tuple[Matcher, list[int]]] = []
         self.size = 0  # about so many bytes
+
+    @property
+    def spent(self) -> bool:
+        """Whether one of the parsers has come to its limits for good.
+
+        What its lexer has learned is shared by all matchers of a parser, and bounded. With the last of it they all deny
+        whatever they are asked, and say of no error.
+        """
+        return any(matcher.valid(follows) < len(follows) for matcher, follows in self._parsers)
 
     @contextmanager
     def lent(self) -> Iterator[Places]:
@@ -79,6 +90,7 @@ class Places:
             return
         try:
             yield self
+            self._limited |= self.spent
         except BaseException:
             self._limited = True
             raise
@@ -87,14 +99,20 @@ class Places:
                 self._forget()
             self._lock.release()
 
-    def behind(self, text: bytes, matcher: Matcher) -> Place:
-        """The place of ``text``, behind which ``matcher`` stands. A search begins with it."""
+    def behind(self, text: bytes, matcher: Matcher, follows: Sequence[int] = ()) -> Place:
+        """The place of ``text``, behind which ``matcher`` stands. A search begins with it.
+
+        ``follows``: what is known to be able to follow, a token.
+        """
         known, kind = self._root
         if kind is None or not text.startswith(known):
             known, kind = b"", self._kinds.begun()
         kind = self._kind(kind, text[len(known) :])
         self._root = text, kind
-        return self._of(kind, matcher, len(text))
+        place = self._of(kind, matcher, len(text))
+        if follows and place.matcher is matcher:
+            self._parsers.append((matcher, list(follows)))
+        return place
 
     def after(self, place: Place, token: int) -> Place | None:
         """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""

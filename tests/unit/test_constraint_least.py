@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from mmserve.decode.constrained.closes import Closes
-from mmserve.decode.constraint.matcher import Grammar
+from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
 from mmserve.decode.paths import completion, least
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
@@ -140,15 +141,41 @@ def test_cover_of_bytes_that_no_token_has() -> None:
 def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short constraint can ask for a long answer: whoever sends it must not keep all others waiting."""
     searches: list[int] = []
-    joined: list[int] = []
 
     def improve(*args: Any, **options: Any) -> list[int]:
         searches.append(1)
         return completion.improve(*args, **options)
 
     monkeypatch.setattr(least, "improve", improve)
-    monkeypatch.setattr(completion, "_joined", lambda *_: joined.append(1))
     close = Closes(Lexicon.of(BYTES.token_bytes)).of(Grammar("start: /[a-d]{60}/", BYTES), 8)
     assert close is not None and len(close.tokens) == 60
     assert len(searches) == 1, "the search by bytes is done once, and its result kept for the exact one"
-    assert not joined, "places on a way that is no shorter are not looked at"
+
+
+@pytest.mark.parametrize("pattern", ["[a-d]{900}", "[\u0400-\u04ff]{900}", "((a|b){20}){20}", "([a-c]{20}-){20}"])
+def test_the_work_of_a_long_answer_is_bounded(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in tokens that the parser reads and copies of it; a bound on places alone let them be 31 million."""
+    work = {"reads": 0, "forks": 0}
+    valid, consume, fork = GrammarMatcher.valid, GrammarMatcher.consume, GrammarMatcher.fork
+
+    def counted_valid(self: GrammarMatcher, tokens: Sequence[int]) -> int:
+        reach = valid(self, tokens)
+        work["reads"] += reach + 1
+        return reach
+
+    def counted_consume(self: GrammarMatcher, tokens: Sequence[int]) -> None:
+        work["reads"] += len(tokens)
+        consume(self, tokens)
+
+    def counted_fork(self: GrammarMatcher) -> GrammarMatcher:
+        work["forks"] += 1
+        return fork(self)
+
+    monkeypatch.setattr(GrammarMatcher, "valid", counted_valid)
+    monkeypatch.setattr(GrammarMatcher, "consume", counted_consume)
+    monkeypatch.setattr(GrammarMatcher, "fork", counted_fork)
+    grammar = Grammar(f"start: /{pattern}/", BYTES)
+    close = Closes(Lexicon.of(BYTES.token_bytes)).of(grammar, 8)
+    assert close is not None and completes(grammar.start(), close.tokens)
+    assert work["reads"] < 1_500_000
+    assert work["forks"] < 50_000

@@ -42,7 +42,9 @@ class Closes:
                 self._found.move_to_end(key)
                 return self._found[key]
         room = 0 if patient else _ENDLESS
-        close = shortest_close(grammar.start(), self._lexicon, kinds=grammar.kinds, room=room, bound=bound)
+        close = shortest_close(
+            grammar.start(), self._lexicon, kinds=grammar.kinds, room=room, bound=bound, searched=patient
+        )
         with self._lock:
             self._found[key] = close
             if len(self._found) > _KEPT:

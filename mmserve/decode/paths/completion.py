@@ -9,24 +9,42 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from mmserve.decode.constraint.base import Matcher
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.lexicon import Lexicon
+
+#: What a search costs, in tokens that a parser reads (about 0.3 microseconds each): a copy of a parser, a mask of all
+#: tokens, and a byte of a text that is spelled in the fewest tokens. Measured, and rounded up.
+_FORK, _MASK, _BYTE = 16, 100, 8
 
 
 @dataclass
 class Work:
-    """Places of the parser that a search may still look at: the same for the same text, whatever the clock says."""
+    """What a search may still do: the same for the same text, whatever the clock says.
+
+    Places of the parser alone bound no time: of a long text, a single one may be asked for all that is behind it.
+    """
 
     places: int
+    reads: int = 1_000_000  # tokens that parsers read, and what takes as long
 
-    def spend(self) -> bool:
-        """Take one place; False when none is left."""
+    def spend(self, reads: int = 0) -> bool:
+        """Take one place, and what was read there; False when nothing is left."""
         self.places -= 1
-        return self.places >= 0
+        self.reads -= reads
+        return self.left
+
+    def read(self, reads: int) -> None:
+        """Take what was read at a place that is paid for."""
+        self.reads -= reads
+
+    @property
+    def left(self) -> bool:
+        """Whether anything may still be done."""
+        return self.places >= 0 and self.reads >= 0
 
 
 def after(matcher: Matcher, tokens: Sequence[int]) -> Matcher | None:
@@ -52,15 +70,7 @@ class Walk:
     """A completion and the places on its way where there was a choice."""
 
     tokens: tuple[int, ...]
-    choices: tuple[tuple[int, Matcher], ...] = field(repr=False)  # tokens before the place, and the matcher there
-
-
-@dataclass(frozen=True)
-class _Detour:
-    """Another completion, and what makes a walk of it: a place of the parser for each choice, which few are worth."""
-
-    tokens: tuple[int, ...]
-    walk: Callable[[], Walk] = field(repr=False)
+    choices: tuple[int, ...] = field(repr=False)  # tokens before the place; a parser for each would take megabytes
 
 
 #: Longest completion, in tokens, that a walk looks for.
@@ -71,19 +81,20 @@ _TIRED = 8
 _NEAR = 12
 #: Long tokens tried at a choice.
 _FILLERS = 3
+#: Closers that are asked for one by one, before all of them are.
+_LIKELY = 8
 
 
-def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) -> Walk | None:
+def walk(matcher: Matcher, lexicon: Lexicon, work: Work) -> Walk | None:
     """The completion that takes the way known, or else the first closer that may follow, everywhere.
 
     None if it does not arrive.
 
     Where one closer has led nowhere several times in a row, as zeros behind ``0.`` do, the next one is taken.
-    ``keep``: whether the choices are to be kept.
     """
     at, tokens = matcher, list[int]()
-    choices: list[tuple[int, Matcher]] = []
-    while work.spend() and len(tokens) < _LONGEST:
+    choices: list[int] = []
+    while work.spend(_MASK) and len(tokens) < _LONGEST:
         if at.accepting:
             return Walk(tuple(tokens), tuple(choices))
         step = lexicon.cover(at.ahead()) or []
@@ -91,8 +102,7 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) 
             step = _first(at, lexicon, tokens[-_TIRED:])
             if not step:
                 return None
-            if keep:
-                choices.append((len(tokens), at))
+            choices.append(len(tokens))
         behind = after(at, step)
         if behind is None:
             return None
@@ -104,23 +114,41 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work, *, keep: bool = False) 
 def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
     """The first closer that may follow, but for one that is all of the ``latest`` tokens, if there is another.
 
-    Asked one by one: mostly one of the first may follow, and a mask of all tokens takes longer by far.
+    The likely ones are asked for one by one: that takes a tenth of the time of a mask, and mostly one of them may
+    follow.
     """
     tired = latest[:1] if len(latest) == _TIRED and len(set(latest)) == 1 else []
-    others = (token for token in lexicon.closers.tolist() if token not in tired)
-    return next(([token] for token in others if at.valid([token])), tired if at.valid(tired) else [])
+    for token in lexicon.closers[:_LIKELY].tolist():
+        if token not in tired and at.valid([token]):
+            return [token]
+    others = lexicon.closers[_LIKELY:]
+    for token in others[at.among(others)].tolist():
+        if token not in tired:
+            return [token]
+    return tired if at.valid(tired) else []
 
 
-def improve(begun: Walk, lexicon: Lexicon, work: Work, *, alternatives: int) -> list[int]:
-    """Fewest tokens found for ``begun``, or for a way that differs from it: its choices are gone through once."""
+def improve(begun: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, *, alternatives: int) -> list[int]:
+    """Fewest tokens found for ``begun``, or for a way that differs from it: its choices are gone through once.
+
+    ``matcher``: where ``begun`` begins.
+    """
     best, spelling = begun, lexicon.cover(lexicon.text(begun.tokens)) or list(begun.tokens)
     tried: set[bytes] = set()
-    n = 0
-    while n < len(best.choices) and work.places > 0:
-        for other in _detours(best, n, lexicon, work, tried, alternatives):
-            shorter = lexicon.cover(lexicon.text(other.tokens))
+    n, at, done = 0, matcher, 0
+    while n < len(best.choices) and work.left:
+        place = best.choices[n]
+        if place > done:
+            at = at.fork()
+            at.consume(best.tokens[done:place])
+            work.read(_FORK + place - done)
+            done = place
+        for other in _detours(best, n, at, lexicon, work, tried, alternatives):
+            text = lexicon.text(other.tokens)
+            work.read(_BYTE * len(text) + len(other.choices))
+            shorter = lexicon.cover(text)
             if shorter is not None and len(shorter) < len(spelling):
-                best, spelling = other.walk(), shorter
+                best, spelling = other, shorter
                 break
         else:
             n += 1
@@ -128,14 +156,15 @@ def improve(begun: Walk, lexicon: Lexicon, work: Work, *, alternatives: int) -> 
 
 
 def _detours(
-    best: Walk, n: int, lexicon: Lexicon, work: Work, tried: set[bytes], alternatives: int
-) -> Iterator[_Detour]:
-    """Completions that leave ``best`` at its choice ``n``; ``tried`` holds the texts up to there that were seen."""
-    place, at = best.choices[n]
-    for token in _others(at, lexicon, best.tokens[place:], alternatives):
+    best: Walk, n: int, at: Matcher, lexicon: Lexicon, work: Work, tried: set[bytes], alternatives: int
+) -> Iterator[Walk]:
+    """Completions that leave ``best`` at its choice ``n``, where ``at`` is; ``tried`` holds the texts up to there that
+    were seen."""
+    place = best.choices[n]
+    for token in _others(at, lexicon, best.tokens[place:], alternatives, work):
         before = (*best.tokens[:place], token)
         text = lexicon.text(before)
-        if text in tried or not work.spend():
+        if text in tried or not work.spend(_FORK + len(before)):
             continue
         tried.add(text)
         fork = after(at, [token])
@@ -143,49 +172,40 @@ def _detours(
             continue
         # mostly it joins the old way again, a little farther on: that costs no masks
         for joined in range(min(place + _NEAR, len(best.tokens)), place - 1, -1):
-            if completes(fork, best.tokens[joined:]):
-                tokens = (*before, *best.tokens[joined:])
-                yield _Detour(tokens, partial(_joined, best, n, before, joined, fork))
+            rest = best.tokens[joined:]
+            work.read(_FORK + 2 * len(rest))
+            if completes(fork, rest):
+                moved = len(before) - joined
+                later = tuple(i + moved for i in best.choices[n + 1 :] if i >= joined)
+                yield Walk((*before, *rest), best.choices[: n + 1] + later)
                 break
         else:
-            walked = walk(fork, lexicon, work, keep=True)
+            walked = walk(fork, lexicon, work)
             if walked is not None:
-                later = tuple((len(before) + i, m) for i, m in walked.choices)
-                tokens = (*before, *walked.tokens)
-                yield _Detour(tokens, partial(Walk, tokens, best.choices[: n + 1] + later))
+                later = tuple(len(before) + i for i in walked.choices)
+                yield Walk((*before, *walked.tokens), best.choices[: n + 1] + later)
 
 
-def _joined(best: Walk, n: int, before: tuple[int, ...], joined: int, at: Matcher) -> Walk:
-    """The way of tokens ``before``, that leaves ``best`` at its choice ``n`` and then joins it at its token ``joined``.
-
-    ``at``: the matcher behind ``before``.
-    """
-    moved, choices, done = len(before) - joined, list(best.choices[: n + 1]), joined
-    for place, _matcher in best.choices[n + 1 :]:
-        if place >= joined:
-            at = at.fork()
-            at.consume(best.tokens[done:place])
-            choices.append((place + moved, at))
-            done = place
-    return Walk((*before, *best.tokens[joined:]), tuple(choices))
-
-
-def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int) -> list[int]:
+def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int, work: Work) -> list[int]:
     """Up to ``count`` tokens besides the one taken, and a few long ones.
 
     A byte behind which the rest of the way is still open has led no farther: more of a string, mostly. One is enough.
     """
     found: list[int] = []
     idle = 0
-    for token in lexicon.closers[at.among(lexicon.closers)].tolist():
-        if token == rest[0] or len(found) == count:
+    mask = at.mask()
+    work.read(_MASK)
+    for token in lexicon.closers[bitmask.has(mask, lexicon.closers)].tolist():
+        if token == rest[0] or len(found) == count or not work.left:
             continue
-        if at.valid([token, *rest]) == len(rest) + 1:
+        reach = at.valid([token, *rest])
+        work.read(reach)
+        if reach == len(rest) + 1:
             idle += 1
             if idle > 1:
                 continue
         found.append(token)
-    return found + lexicon.fillers[at.among(lexicon.fillers)][:_FILLERS].tolist()
+    return found + lexicon.fillers[bitmask.has(mask, lexicon.fillers)][:_FILLERS].tolist()
 
 
 def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, similar: int) -> list[int] | None:
@@ -198,7 +218,7 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
     queue: list[tuple[int, int, bytes, Matcher]] = [(0, 0, b"", matcher)]
     seen = {b""}
     alike: Counter[tuple[int, bytes]] = Counter()
-    while queue and work.spend():
+    while queue and work.spend(_MASK):
         length, _serial, text, at = heapq.heappop(queue)
         if at.accepting:
             return lexicon.cover(text)
@@ -213,6 +233,7 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
             grown = text + lexicon.text(step)
             if grown not in seen:
                 seen.add(grown)
+                work.read(_FORK + len(grown))
                 fork = after(at, step)
                 if fork is None:
                     continue

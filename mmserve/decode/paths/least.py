@@ -45,6 +45,7 @@ def shortest_close(
     room: int = 0,
     within: int | None = None,
     bound: tuple[int, ...] | None = None,
+    searched: bool = False,
 ) -> Close | None:
     """The shortest completion found from where ``matcher`` is; None if none was found.
 
@@ -53,6 +54,7 @@ def shortest_close(
         room: tokens that are few enough: above, an exact answer is worth a far longer search.
         within: tokens above which a completion is of no use; None where all are known to be longer.
         bound: the completion that a search with the same effort found before, if one did.
+        searched: whether there was such a search, so that it is not made again where it found none.
     """
     effort = effort or Effort()
     exact, at_least = _by_tokens(matcher, lexicon, Texts(), effort.exact_tokens, effort.exact_tokens, within=within)
@@ -60,7 +62,8 @@ def shortest_close(
         return Close(exact, True)
     if within is not None and at_least > within:
         return None
-    bound = bound or _bound(matcher, lexicon, effort)
+    if bound is None and not searched:
+        bound = _bound(matcher, lexicon, effort)
     if bound is not None and len(bound) <= max(at_least, room):
         return Close(bound, len(bound) <= at_least)
     try:
@@ -75,11 +78,11 @@ def shortest_close(
 
 def _bound(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> tuple[int, ...] | None:
     """A completion that is short, found by bytes."""
-    begun = walk(matcher, lexicon, Work(effort.places), keep=True)
+    begun = walk(matcher, lexicon, Work(effort.places))
     found = (
         _searched(matcher, lexicon, effort)
         if begun is None
-        else improve(begun, lexicon, Work(effort.places), alternatives=effort.alternatives)
+        else improve(begun, matcher, lexicon, Work(effort.places), alternatives=effort.alternatives)
     )
     if found is not None and completes(matcher, found):
         return tuple(found)

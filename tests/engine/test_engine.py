@@ -17,9 +17,9 @@ from harness import MAX_TOKENS, PATIENCE, Bench, Call, eventually
 from helpers import ask, dkv, picture, threshold
 from torch import Tensor
 
+import mmserve.capabilities
 import mmserve.decode.loop
 import mmserve.engine
-import mmserve.capabilities
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex

@@ -29,7 +29,7 @@ class Work:
     """
 
     places: int
-    reads: int = 1_000_000  # tokens that parsers read, and what takes as long
+    reads: int = 4_000_000  # tokens that parsers read, and what takes as long
 
     def spend(self, reads: int = 0) -> bool:
         """Take one place, and what was read there; False when nothing is left."""

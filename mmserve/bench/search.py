@@ -28,6 +28,7 @@ from mmserve.decode.constraint.witness import Outcome, begun
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places
 from mmserve.decode.paths.vocabulary import Vocabulary
+from mmserve.settle import settle
 
 #: Rows of LLaDA's logits.
 TOKENS = 126_464
@@ -105,8 +106,12 @@ def run(
     tokens: int = TOKENS,
     schemas: Sequence[Wanted] = SCHEMAS,
 ) -> dict[str, Any]:
-    """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``."""
+    """Figures over ``rounds`` decodings of each document of ``schemas``, with a vocabulary of ``tokens``.
+
+    The vocabulary is out of the garbage collector's rounds, as in a server.
+    """
     language = made_up(tokens)
+    settle()
     shared = SharedPlaces(language.lexicon)
     taken = _Taken()
     for wanted in schemas:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 
 from mmserve.cli.options import add_config, read_config
 
@@ -18,6 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve; prints the address once requests are welcome."""
     from mmserve.assembly import build_engines  # loads torch: `mmserve --help` need not wait for it
     from mmserve.rpc.server import Server
+    from mmserve.settle import settle
 
     settings = read_config(arguments)
     engines = build_engines(settings)
@@ -27,8 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{settings.server.host}:{await server.start()}"
         for engine in engines.values():
             engine.warm()
-        gc.collect()
-        gc.freeze()  # what is loaded stays: a full collection would walk all of it, in some request's step (50 ms)
+        settle()
         await server.serve_until_signal(lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True))
 
     asyncio.run(serve())

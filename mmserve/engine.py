@@ -10,14 +10,13 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.events import Admitted, Delta, Failed, Finished, StageTimes
+from mmserve.core.events import Admitted, Delta, Failed
 from mmserve.core.info import ModelInfo
 from mmserve.core.plan import Budgets
 from mmserve.core.request import TERMINAL, Request, RequestId, Stage, advance
@@ -209,7 +208,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """After a bug in the engine itself nothing is known of anybody's state: every live request ends."""
-        failed = Failed(_internal(error, "the engine's loop failed"))
+        failed = Failed(Internal.logged(error, "the engine's loop", logger))
         for record in list(self._records.values()):
             told, record.call.failed = record.doomed, True
             if not self._held(record):  # else its worker's report ends it
@@ -345,37 +344,10 @@ class Engine:
             return
         answer = self.stages.finished(record.request.id)
         self._advance(record, Stage.FINISHED)
-        usage = replace(record.usage, completion_tokens=answer.completion_tokens, kv_positions=answer.kv_positions)
-        times = self._times(record)
-        self._seconds += 0.1 * (times.total / 1000 - self._seconds)
+        event = record.finished(outcome.reason, answer, time.monotonic())
+        self._seconds += 0.1 * (event.times.total / 1000 - self._seconds)
         self._release(record)
-        record.call.sink(
-            Finished(
-                outcome.reason,
-                answer.text,
-                usage,
-                answer.forwards,
-                answer.recomputed_tokens,
-                times,
-                warnings=answer.warnings,
-                edits=answer.edits,
-                tokens=answer.tokens,
-                sample=record.sample,
-                closed_by_budget=answer.closed_by_budget,
-                companion_forwards=answer.companion_forwards,
-                log_weight=answer.log_weight,
-                constraint=answer.constraint,
-                holes=answer.holes,
-            )
-        )
-
-    def _times(self, record: Record) -> StageTimes:
-        now = time.monotonic()
-        total = now - record.call.arrived
-        first = (record.first_token or now) - record.call.arrived
-        run = [record.run[name] for name in ("encode", "prefill", "decode")]  # waiting for a grammar is waiting
-        seconds = (total - sum(run), *run, total, first)
-        return StageTimes(*(round(1000 * s, 3) for s in seconds))
+        record.call.sink(event)
 
     def _fail(self, request: RequestId, error: MMServeError) -> None:
         record = next((r for r in self._records.values() if r.call.id == request), None)
@@ -430,10 +402,4 @@ def _typed(error: BaseException, record: Record) -> MMServeError:
     """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
     if isinstance(error, MMServeError):
         return error
-    return _internal(error, f"request {record.request.id} failed while {record.stage.name}")
-
-
-def _internal(error: BaseException, what: str) -> Internal:
-    error_id = uuid.uuid4().hex[:12]
-    logger.error("%s, error id %s", what, error_id, exc_info=error)
-    return Internal("an unexpected error ended the request; the server's log has the details", error_id=error_id)
+    return Internal.logged(error, f"request {record.request.id} while {record.stage.name}", logger)

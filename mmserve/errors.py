@@ -5,6 +5,8 @@ Raised anywhere in the server, carried over the wire by ``mmserve.rpc.status``, 
 
 from __future__ import annotations
 
+import logging
+import uuid
 from dataclasses import dataclass
 
 
@@ -102,6 +104,13 @@ class Internal(MMServeError):
     def __init__(self, message: str, *, error_id: str) -> None:
         super().__init__(message)
         self.error_id = error_id
+
+    @classmethod
+    def logged(cls, error: BaseException, where: str, logger: logging.Logger) -> Internal:
+        """One with a fresh id, under which ``error`` and its traceback are in the log."""
+        error_id = uuid.uuid4().hex
+        logger.error("internal error %s in %s", error_id, where, exc_info=error)
+        return cls(f"internal error; the server's log has it under {error_id}", error_id=error_id)
 
 
 #: Every concrete error class by its gRPC status code's name.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmserve.core.constraint import ConstraintSampling
-from mmserve.core.events import Event, Usage
+from mmserve.core.events import Event, Finished, StageTimes, Usage
 from mmserve.core.plan import Entry
 from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
 from mmserve.core.samples import samples
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
+from mmserve.stages import Answer
 
 Sink = Callable[[Event], None]
 #: The stages that have workers.
@@ -91,6 +92,34 @@ class Record:
             for i, one in enumerate(samples(self.request))
         ]
         return self.call.records
+
+    def finished(self, reason: str, answer: Answer, now: float) -> Finished:
+        """The event that ends it; ``now`` is on the monotonic clock (seconds)."""
+        usage = replace(self.usage, completion_tokens=answer.completion_tokens, kv_positions=answer.kv_positions)
+        return Finished(
+            reason,
+            answer.text,
+            usage,
+            answer.forwards,
+            answer.recomputed_tokens,
+            self._times(now),
+            warnings=answer.warnings,
+            edits=answer.edits,
+            tokens=answer.tokens,
+            sample=self.sample,
+            closed_by_budget=answer.closed_by_budget,
+            companion_forwards=answer.companion_forwards,
+            log_weight=answer.log_weight,
+            constraint=answer.constraint,
+            holes=answer.holes,
+        )
+
+    def _times(self, now: float) -> StageTimes:
+        total = now - self.call.arrived
+        first = (self.first_token or now) - self.call.arrived
+        run = [self.run[name] for name in ("encode", "prefill", "decode")]  # waiting for a grammar is waiting
+        seconds = (total - sum(run), *run, total, first)
+        return StageTimes(*(round(1000 * s, 3) for s in seconds))
 
 
 def open_call(request: Request, sink: Sink, arrived: float) -> Record:

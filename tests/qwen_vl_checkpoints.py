@@ -225,7 +225,7 @@ def served_rows(model: LoadedModel, request: Request, one: Encoded) -> Tensor:
     decoder = DiffusionDecoder(model, store)
     begun = decoder.begin(request, one, PageTable(tuple(range(100))))
     rows = np.arange(len(one.ids))
-    whole = replace(decoder._first_pass(begun), rows=rows, targets=rows + 1, wanted=rows, visible=len(rows))
+    whole = replace(decoder.passes.first(begun), rows=rows, targets=rows + 1, wanted=rows, visible=len(rows))
     return forward(model, store, [whole], decoder._floor)[0].whole()
 
 

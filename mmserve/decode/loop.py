@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
@@ -22,14 +21,15 @@ from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.best import Best, Ranked
 from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.constrained.step import led, settle
+from mmserve.decode.constrained.step import settle
 from mmserve.decode.embedding import embedded
 from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits
+from mmserve.decode.passes import Passes
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
-from mmserve.decode.recompute.base import Watching, every_position
+from mmserve.decode.recompute.base import Watching
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
@@ -66,8 +66,9 @@ class DiffusionDecoder:
         blender: Blender | None = None,
         runs_ahead: bool = True,
     ) -> None:
-        self.model, self.store, self._chunk, self._companion = model, store, chunk, companion
-        self._sparse, self._graphs, self.blender, self._runs_ahead = sparse, graphs, blender, runs_ahead
+        self.model, self.store, self._companion = model, store, companion
+        self._sparse, self._graphs, self.blender = sparse, graphs, blender
+        self.passes = Passes(model, store.page_size, chunk, runs_ahead)
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
         self._scores = scores_for(model, store)
@@ -77,7 +78,7 @@ class DiffusionDecoder:
     @torch.inference_mode()
     def ready(self, begun: Prefilling) -> bool:
         """Go on with what comes before a request's first pass, by as much as a chunk; whether that pass is due."""
-        return take_on(begun, self._chunk * len(self.model.decoder.layers))
+        return take_on(begun, self.passes.chunk * len(self.model.decoder.layers))
 
     @torch.inference_mode()
     def prefill(self, batch: list[tuple[Request, Prefilling]]) -> list[Prefilled | None]:
@@ -85,7 +86,7 @@ class DiffusionDecoder:
 
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
-        passes = [self._watched(self._first_pass(p), p.reducing) for _request, p in batch]
+        passes = [self._watched(self.passes.first(p), p.reducing) for _request, p in batch]
         selection = self._sparse.prefill if self._sparse is not None else None
         logits = self._forward(passes, [begun.constrained for _request, begun in batch], selection)
         proposed = [
@@ -134,7 +135,7 @@ class DiffusionDecoder:
             self._companion.draft(running)
         if running:
             passes = [
-                self._watched(self._next_pass(d, rows), d.prefilled.reducing)
+                self._watched(self.passes.next(d, rows), d.prefilled.reducing)
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
@@ -297,30 +298,6 @@ class DiffusionDecoder:
             begun.companion = self._companion.begin(canvas, encoded)
         return begun
 
-    def _first_pass(self, p: Prefilling) -> Pass:
-        """The pass over what has not been run yet; of a next-token model's prompt, over its next chunk.
-
-        Chunks end with a page: which rows of a page are run together must not depend on where the first one began.
-        """
-        drafted = p.canvas.tokens[:0] if p.constrained is not None else None
-        whole = self._pass(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
-        whole = replace(whole, deep=p.deep)
-        rows = whole.rows[p.run :]
-        if p.taken is not None:
-            rows = rows[~p.taken[rows]]
-        if self._chunk and self.model.spec.causal and len(rows) > self._chunk:
-            most = min(rows[self._chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
-            end = p.run + self._whole_pages(p.run, int(most))
-            chunk, none = rows[rows < end], rows[:0]
-            if len(chunk):
-                return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
-        return replace(whole, rows=rows)
-
-    def _whole_pages(self, start: int, size: int) -> int:
-        """``size`` positions from ``start``, cut at the last page end among them; all where chunks are shorter."""
-        page = self.store.page_size
-        return size if self._chunk < page else max(0, (start + size) // page * page - start)
-
     def _rows(self, running: list[Decoding]) -> list[np.ndarray]:
         """Positions to run of each request; for policies that ask how far positions have moved, that is found first.
 
@@ -343,56 +320,6 @@ class DiffusionDecoder:
             if d.rows is None:
                 d.rows = d.recompute.rows(d.canvas)
         return [d.rows for d in running if d.rows is not None]
-
-    def _next_pass(self, d: Decoding, rows: np.ndarray) -> Pass:
-        drafted = d.companion.drafted if d.companion is not None else None
-        ahead = self._runs_ahead and self.model.spec.causal and d.prefilled.reducing is None
-        if d.constrained is not None and ahead:
-            drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
-        p = d.prefilled
-        return replace(self._pass(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)
-
-    def _pass(
-        self,
-        canvas: Canvas,
-        pages: np.ndarray,
-        embeddings: Tensor,
-        rows: np.ndarray,
-        commit: Commit,
-        drafted: np.ndarray | None = None,
-    ) -> Pass:
-        """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
-
-        The rows that tell of them are run too. Where attention ends at a row, or at its block, what stands right of
-        that is of no use yet. ``drafted``: what a companion drafted for this pass; None = that is the policy's to do.
-        """
-        spec = self.model.spec
-        if spec.attention is Attention.BLOCK_CAUSAL:
-            rows = rows[rows < canvas.block_end]
-        if drafted is None:
-            drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
-        targets = canvas.all_masked() if commit.whole_canvas or len(drafted) else canvas.block_masked()
-        if commit.whole_block:
-            targets = canvas.block()
-            rows = np.union1d(rows, targets)  # all of the block is judged, whatever the cache policy
-        if len(drafted):
-            places = torch.from_numpy(targets[: len(drafted)]).to(self.model.device)
-            embeddings[places] = self.model.decoder.embed(torch.from_numpy(drafted).to(self.model.device))
-            rows = np.union1d(rows, targets[: len(drafted)])
-        if spec.causal:
-            targets = targets[: len(drafted) + 1]
-        targets = targets[np.isin(targets, rows) | np.isin(targets - spec.logit_shift, rows)]
-        wanted = targets - spec.logit_shift
-        visible = int(wanted[-1]) + 1 if spec.causal else canvas.size
-        if spec.attention is Attention.BLOCK_CAUSAL:
-            visible = canvas.block_end
-        return Pass(canvas, pages, embeddings, np.union1d(rows[rows < visible], wanted), targets, wanted, visible)
-
-    def _draft(self, canvas: Canvas, commit: Commit) -> np.ndarray:
-        """The policy's draft up to the first token that the model cannot generate, such as an image's placeholder."""
-        drafted = commit.draft(canvas)
-        impossible = np.isin(drafted, self.model.spec.banned_ids) | (drafted >= self.model.decoder.config.vocab_size)
-        return drafted[: int(np.argmax(impossible))] if impossible.any() else drafted
 
     def tokens(self, d: Decoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they were committed, as far as its text goes."""

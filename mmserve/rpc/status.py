@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -105,20 +104,13 @@ async def errors_to_status(context: Any, method: str) -> AsyncIterator[None]:
         yield
     except MMServeError as error:
         if type(error) is MMServeError:
-            await abort(context, logged_internal(error, method))
+            await abort(context, Internal.logged(error, method, logger))
         await abort(context, error)
     except Exception as error:  # the boundary: logged with its traceback, sent as INTERNAL
         if context.cancelled():
             logger.debug("%s ended after its client had gone: %r", method, error)
             raise asyncio.CancelledError from error
-        await abort(context, logged_internal(error, method))
-
-
-def logged_internal(error: BaseException, where: str) -> Internal:
-    """An ``Internal`` with a fresh id, under which ``error`` and its traceback are in the log."""
-    error_id = uuid.uuid4().hex
-    logger.error("internal error %s in %s", error_id, where, exc_info=error)
-    return Internal(f"internal error; the server's log has it under {error_id}", error_id=error_id)
+        await abort(context, Internal.logged(error, method, logger))
 
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:

@@ -10,6 +10,7 @@ from helpers import ask
 from llama_checkpoints import Sighted, load
 
 from mmserve.core.request import Policy, Stage
+from mmserve.decode.passes import Passes
 from mmserve.errors import Cancelled
 from mmserve.models.base import LoadedModel
 
@@ -26,10 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def turns(b: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What ran, in order: ("prefill", rows) of each pass and ("decode", requests) of each batch."""
     ran: list[tuple[str, int]] = []
-    first, decode = b.engine.stages.decoder._first_pass, b.engine.stages.decode
+    first, decode = Passes.first, b.engine.stages.decode
 
-    def watched(begun):
-        made = first(begun)
+    def watched(passes, begun):
+        made = first(passes, begun)
         ran.append(("prefill", len(made.rows)))
         return made
 
@@ -37,7 +38,7 @@ def turns(b: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ran.append(("decode", len(batch)))
         return decode(batch)
 
-    monkeypatch.setattr(b.engine.stages.decoder, "_first_pass", watched)
+    monkeypatch.setattr(Passes, "first", watched)
     monkeypatch.setattr(b.engine.stages, "decode", watched_decode)
     return ran
 

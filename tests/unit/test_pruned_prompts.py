@@ -64,7 +64,7 @@ def served_logits(model: LoadedModel, request: Request, encoded: Encoded) -> tup
     """Logits of the first pass over paged K/V, and where their rows stood before pruning."""
     store = KVStore(model.decoder.config, pages=150, page_size=4, dtype=model.dtype, device=model.device)
     decoder = DiffusionDecoder(model, store)
-    p = decoder._first_pass(decoder.begin(request, encoded, PageTable(tuple(range(150)))))
+    p = decoder.passes.first(decoder.begin(request, encoded, PageTable(tuple(range(150)))))
     return forward(model, store, [p], decoder._floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
 
 

@@ -1,0 +1,109 @@
+"""What is run next of a request: its positions, what is drafted among them, and whose logits are wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit import Commit
+from mmserve.decode.constrained.step import led
+from mmserve.decode.forward import Pass
+from mmserve.decode.recompute.base import every_position
+from mmserve.decode.state import Decoding, Prefilling
+from mmserve.models.base import Attention, LoadedModel
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of one model's requests, one request at a time.
+
+    ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``runs_ahead``:
+    what a constraint forces may be run in one pass.
+    """
+
+    model: LoadedModel
+    page_size: int
+    chunk: int = 0
+    runs_ahead: bool = True
+
+    def first(self, p: Prefilling) -> Pass:
+        """The pass over what has not been run yet; of a next-token model's prompt, over its next chunk.
+
+        Chunks end with a page: which rows of a page are run together must not depend on where the first one began.
+        """
+        drafted = p.canvas.tokens[:0] if p.constrained is not None else None
+        whole = self._over(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
+        whole = replace(whole, deep=p.deep)
+        rows = whole.rows[p.run :]
+        if p.taken is not None:
+            rows = rows[~p.taken[rows]]
+        if self.chunk and self.model.spec.causal and len(rows) > self.chunk:
+            most = min(rows[self.chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
+            end = p.run + self._whole_pages(p.run, int(most))
+            chunk, none = rows[rows < end], rows[:0]
+            if len(chunk):
+                return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
+        return replace(whole, rows=rows)
+
+    def _whole_pages(self, start: int, size: int) -> int:
+        """``size`` positions from ``start``, cut at the last page end among them; all where chunks are shorter."""
+        page = self.page_size
+        return size if self.chunk < page else max(0, (start + size) // page * page - start)
+
+    def next(self, d: Decoding, rows: np.ndarray) -> Pass:
+        """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
+
+        A draft's embeddings are put into the request's own: it is run as if it stood on the canvas.
+        """
+        drafted = d.companion.drafted if d.companion is not None else None
+        ahead = self.runs_ahead and self.model.spec.causal and d.prefilled.reducing is None
+        if d.constrained is not None and ahead:
+            drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
+        p = d.prefilled
+        return replace(self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)
+
+    def _over(
+        self,
+        canvas: Canvas,
+        pages: np.ndarray,
+        embeddings: Tensor,
+        rows: np.ndarray,
+        commit: Commit,
+        drafted: np.ndarray | None = None,
+    ) -> Pass:
+        """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
+
+        The rows that tell of them are run too. Where attention ends at a row, or at its block, what stands right of
+        that is of no use yet. ``drafted``: what a companion drafted for this pass; None = that is the policy's to do.
+        """
+        spec = self.model.spec
+        if spec.attention is Attention.BLOCK_CAUSAL:
+            rows = rows[rows < canvas.block_end]
+        if drafted is None:
+            drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
+        targets = canvas.all_masked() if commit.whole_canvas or len(drafted) else canvas.block_masked()
+        if commit.whole_block:
+            targets = canvas.block()
+            rows = np.union1d(rows, targets)  # all of the block is judged, whatever the cache policy
+        if len(drafted):
+            places = torch.from_numpy(targets[: len(drafted)]).to(self.model.device)
+            embeddings[places] = self.model.decoder.embed(torch.from_numpy(drafted).to(self.model.device))
+            rows = np.union1d(rows, targets[: len(drafted)])
+        if spec.causal:
+            targets = targets[: len(drafted) + 1]
+        targets = targets[np.isin(targets, rows) | np.isin(targets - spec.logit_shift, rows)]
+        wanted = targets - spec.logit_shift
+        visible = int(wanted[-1]) + 1 if spec.causal else canvas.size
+        if spec.attention is Attention.BLOCK_CAUSAL:
+            visible = canvas.block_end
+        return Pass(canvas, pages, embeddings, np.union1d(rows[rows < visible], wanted), targets, wanted, visible)
+
+    def _draft(self, canvas: Canvas, commit: Commit) -> np.ndarray:
+        """The policy's draft up to the first token that the model cannot generate, such as an image's placeholder."""
+        drafted = commit.draft(canvas)
+        impossible = np.isin(drafted, self.model.spec.banned_ids) | (drafted >= self.model.decoder.config.vocab_size)
+        return drafted[: int(np.argmax(impossible))] if impossible.any() else drafted

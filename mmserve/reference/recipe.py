@@ -71,9 +71,21 @@ MIXES: dict[str, dict[str, float]] = {
         "pair": 0.08,
         "cells": 0.03,
     },
+    "reckoning": {
+        "image": 0.15,
+        "listing": 0.02,
+        "json": 0.2,
+        "video": 0.1,
+        "narration": 0.02,
+        "text": 0.42,
+        "pair": 0.07,
+        "cells": 0.02,
+    },
 }
 #: Tasks that a mix asks more often than the others of their kind, once more for each time named here.
-REPEATED: dict[str, tuple[str, ...]] = {"perfecting": ("count", "count", "comparison", "yes_no")}
+REPEATED: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("perfecting", "reckoning"), ("count", "count", "comparison", "yes_no")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ INK, OPEN, PAPER = (30, 30, 30), (190, 205, 225), (250, 250, 250)
 
 def frame(scene: Image.Image, text: str, caption: str) -> Image.Image:
     """One picture of the animation: the scene, the canvas with a bar for each open position, and a caption."""
-    page = Image.new("RGB", (MARGIN * 3 + PICTURE + WIDTH, MARGIN * 2 + PICTURE), PAPER)
+    page = Image.new("RGB", (MARGIN * 3 + PICTURE + WIDTH, MARGIN * 2 + PICTURE + LINE), PAPER)
     page.paste(scene, (MARGIN, MARGIN))
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(15)
     left, x, y = MARGIN * 2 + PICTURE, 0.0, MARGIN
@@ -30,7 +30,7 @@ def frame(scene: Image.Image, text: str, caption: str) -> Image.Image:
         else:
             pen.text((left + x, y), character, fill=INK, font=font)
         x += advance
-    pen.text((left, PICTURE - 4), caption, fill=INK, font=font)
+    pen.text((left, PICTURE + MARGIN), caption, fill=INK, font=font)
     return page
 
 

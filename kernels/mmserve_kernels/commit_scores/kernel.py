@@ -212,7 +212,7 @@ def _chunk(
     if seeds is not None:
         tempered = x * tl.load(inverse + row)
         if SHAPED:
-            x = tempered
+            x = tl.minimum(tempered, _LARGEST_FLOAT)
         noise = _gumbel(tl.load(seeds + row), chunk * CHUNK, CHUNK) * tl.load(loud + row)
         tl.store(drawn + at, tl.max(_key(tempered + noise, ids), 0))
     largest = tl.max(x, 0)
@@ -285,6 +285,6 @@ def _join(
     if DRAW:
         value = _finite(tl.load(logits + row * row_stride + token, mask=token >= 0, other=float("-inf")))
         if inverse is not None:
-            value = value * tl.load(inverse + row)
+            value = tl.minimum(value * tl.load(inverse + row), _LARGEST_FLOAT)
     tl.store(tokens_out + row, token)
     tl.store(token_log_probs_out + row, value - log_z)

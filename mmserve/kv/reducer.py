@@ -114,7 +114,9 @@ class Reducer:
     def __init__(self, decoder: Decoder, store: KVStore, dtype: torch.dtype) -> None:
         self._decoder, self._store = decoder, store
         self._heads = decoder.config.num_kv_heads
-        self._scores = pick("attention_scores", store.device, dtype, decoder.config.head_dim).run
+        op = pick("attention_scores", store.device, dtype, decoder.config.head_dim)
+        self._scores = op.run
+        store.kernels[op.op] = op.path
 
     def begin(self, policy: Reduction, prompt: int, size: int, visual_rows: np.ndarray) -> Reducing:
         """The state of a request before its first pass; ``visual_rows`` (int64) of the ``prompt`` rows of its ``size``

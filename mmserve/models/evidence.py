@@ -13,16 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from mmserve.models.scores import mean_attention
 from mmserve.prune.base import Evidence
 
 #: What a tower without a class token shows, and what only one with it does.
 OF_PATCHES = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS, Evidence.FIRST_FEATURES})
 OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
-#: Scores in fp32 that are held at once.
-_SLICE_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -97,20 +95,19 @@ class Watched:
 
 def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """How much position 0 attends to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
-    query_BH1K = q_BNC[:, 0].unflatten(-1, (layer.heads, 1, -1))
-    key_BHKN = k_BNC.unflatten(-1, (layer.heads, -1)).permute(0, 2, 3, 1)
-    scores_BH1N = query_BH1K @ key_BHKN
-    return (scores_BH1N.float() * layer.scale).softmax(-1).mean((1, 2))
+    return _attention(layer, q_BNC[:, :1], k_BNC)
 
 
 def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """How much all positions attend to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over positions
-    and heads. Some pictures at a time, so that few ``[H, N, N]`` are held."""
-    shape, count = (layer.heads, -1), q_BNC.shape[1]
-    at_once = max(1, _SLICE_ELEMENTS // (layer.heads * count * count))
-    means = []
-    for q, k in zip(q_BNC.split(at_once), k_BNC.split(at_once), strict=True):
-        scaled_bHNK = (q * layer.scale).unflatten(-1, shape).transpose(1, 2)  # a pass over [H, N, N] less
-        scores_bHNN = scaled_bHNK @ k.unflatten(-1, shape).permute(0, 2, 3, 1)
-        means.append(scores_bHNN.float().softmax(-1).flatten(1, 2).mean(1))
-    return means[0] if len(means) == 1 else torch.cat(means)
+    and heads."""
+    return _attention(layer, q_BNC, k_BNC)
+
+
+def _attention(layer: ShownLayer, q_BRC: Tensor, k_BNC: Tensor) -> Tensor:
+    pictures, count, width = k_BNC.shape
+    q_THK, k_THK = (x.flatten(0, 1).unflatten(-1, (layer.heads, -1)) for x in (q_BRC, k_BNC))
+    usual = (width // layer.heads) ** -0.5
+    if layer.scale != usual:
+        q_THK = q_THK * (layer.scale / usual)
+    return mean_attention(q_THK, k_THK, [q_BRC.shape[1]] * pictures, [count] * pictures).view(pictures, count)

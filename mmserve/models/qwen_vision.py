@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mmserve_kernels.attention_scores import attention_scores
-from mmserve_kernels.cached_attention import Ragged
 from PIL import Image
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
 from mmserve.models.qwen_pixels import QwenPixels
+from mmserve.models.scores import mean_attention
 from mmserve.prune.base import Evidence, Look
 
 
@@ -151,19 +150,6 @@ def _evidence(
     if Evidence.KEYS in wanted:
         yield Evidence.KEYS, key_NHK.flatten(1).float()
     if Evidence.COLUMN_MEANS in wanted:
-        turned = apply_rotary_pos_emb_vision(query_NHK, key_NHK, *position_embeddings)
-        lengths = cu_seqlens.diff().tolist()
-        frames = zip(*(x.split(lengths) for x in turned), strict=True)
-        yield Evidence.COLUMN_MEANS, torch.cat([_column_means(q, k) for q, k in frames])
-
-
-def _column_means(query_NHK: Tensor, key_NHK: Tensor) -> Tensor:
-    """How much all patches of a frame attend to each: fp32 ``[N]``, mean over patches and heads."""
-    count, device = len(query_NHK), query_NHK.device
-    frame = Ragged(
-        row_counts=(count,),
-        kv_lengths=(count,),
-        page_tables=(torch.zeros(1, dtype=torch.int64, device=device),),
-        slots=torch.arange(count, device=device),
-    )
-    return attention_scores(query_NHK, key_NHK[None], frame).mean(1) / count
+        query_NHK, key_NHK = apply_rotary_pos_emb_vision(query_NHK, key_NHK, *position_embeddings)
+        lengths = cu_seqlens.diff().tolist()  # of each frame's patches, all of which look at all
+        yield Evidence.COLUMN_MEANS, mean_attention(query_NHK, key_NHK, lengths, lengths)

@@ -153,6 +153,7 @@ def test_tidal_decode_chooses_twice_wherever_there_are_layers_between() -> None:
 
 def test_what_runs_is_told(bench: Make) -> None:
     assert bench(started=False, page_size=16, sparse_decode="quest").engine.stages.describe().kernels == {
+        "attention_scores": "pytorch",
         "cached_attention": "pytorch",
         "commit_scores": "pytorch",
         "decode_step": "eager",

@@ -164,6 +164,17 @@ def test_equal_logits_rank_by_id_and_what_is_no_number_cannot_be_chosen(commit_s
     assert_scores(made, exact(logits, 4))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")  # which numpy tells of, and a GPU does not
+@pytest.mark.parametrize("commit_scores", PATHS)
+def test_a_temperature_makes_no_infinity_of_a_large_logit(commit_scores) -> None:
+    logits = torch.tensor([[1.0, torch.inf, 2.0], [3e38, 0.0, -3e38]], device=DEVICE)
+    draw = Draw(torch.arange(2, device=DEVICE), torch.full((2,), 0.5, device=DEVICE), shaped=True)
+    made = commit_scores(logits, 2, draw=draw)
+    assert made.ids[:, 0].tolist() == made.tokens.tolist() == [1, 0]
+    assert made.log_probs[:, 0].tolist() == made.token_log_probs.tolist() == [0, 0]
+    assert made.entropy.tolist() == [0, 0] and made.gap.isfinite().all()
+
+
 @pytest.mark.parametrize("commit_scores", PATHS)
 def test_a_row_is_the_same_alone_and_among_others_bit_for_bit(commit_scores) -> None:
     logits, draw = logits_of(5, 5000, torch.bfloat16), drawing(5)

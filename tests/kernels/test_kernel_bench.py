@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mmserve_kernels.bench import OPS
 from mmserve_kernels.bench.harness import Case, Device, measure, surroundings, write_csv
 from mmserve_kernels.bench.requests import FlexAttention, Heads, Requests
 from mmserve_kernels.dispatch import OPS as DISPATCHED
+from mmserve_kernels.sparse_attention import block_index, sparse_attention
 
 CPU = torch.device("cpu")
 ON = Device(CPU, torch.float32, 1e10, 1e11)
@@ -79,6 +81,31 @@ def test_flex_attention_computes_the_same(causal: bool) -> None:
     requests = Requests.drawn([(5, 20), (33, 33), (1, 7)], Heads(4, 2, 16), CPU, torch.float32, causal=causal)
     torch.testing.assert_close(FlexAttention.over(requests, compiled=False)(), requests.exact(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(requests.sdpa_gathering(), requests.exact(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("causal", "index_heads"), [(False, 2), (True, 4)])
+def test_flex_attention_over_blocks_computes_the_same(causal: bool, index_heads: int) -> None:
+    requests = Requests.drawn([(70, 90)], Heads(4, 2, 16), CPU, torch.float32, causal=causal)
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.rand(index_heads, 3, 6, generator=draw) < 0.5
+    mask[:, :, 0] = True  # so that every row sees something
+    wanted = sparse_attention(
+        requests.q_THK, requests.k_PSGK, requests.v_PSGK, requests.ragged, block_index([mask], 32, 16)
+    )
+    made = FlexAttention.over_blocks(requests, mask, 32, 16, compiled=False)
+    torch.testing.assert_close(made(), wanted, rtol=1e-4, atol=1e-5)
+    # What is compiled looks at the listed blocks only, each of them once.
+    assert torch.equal(made.block_mask.to_dense()[0].bool(), mask.repeat_interleave(4 // index_heads, 0))
+    assert (made.block_mask.full_kv_num_blocks > 0).any() and (made.block_mask.kv_num_blocks > 0).any()
+
+
+def test_whatever_is_raised_beside_it_the_rest_is_measured() -> None:
+    def broken() -> torch.Tensor:
+        raise KeyError("no such compiler")
+
+    row = measure("op", replace(case(2.0), beside={"other": broken}), ON, 3)
+    assert "no such compiler" in row["wrong_other"] and row["microseconds"]
 
 
 def test_rows_are_written_with_where_they_are_from(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import build
+from attention_cases import build, plain, plain_lse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmserve_kernels.cached_attention import kernel as attention_kernel
@@ -28,6 +28,7 @@ pytestmark = runs_kernels
 IMPLEMENTATIONS = {"pytorch": reference.kv_quant, "triton": kernel.kv_quant}
 KINDS = ["int8", "int4", "fp8"]
 RANGES = ["channel", "token"]
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 
 implementations = pytest.mark.parametrize("kv_quant", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
 Quantize = Callable[..., QuantizedPages]
@@ -187,8 +188,8 @@ def test_attention_over_quantised_pages_is_attention_over_what_they_stand_for(
     if kept:
         some = torch.cat([table[:2] * 16 + 3 for table in case.ragged.page_tables])
         k, v = keep(k, case.k_pages, some), keep(v, case.v_pages, some)
-    plain = attention_reference.cached_attention(case.q.float(), dequantize(k), dequantize(v), case.ragged)
-    assert_near(attention_reference.cached_attention(case.q, k, v, case.ragged), plain, torch.bfloat16)
+    exact = attention_reference.cached_attention(case.q.float(), dequantize(k), dequantize(v), case.ragged)
+    assert_near(attention_reference.cached_attention(case.q, k, v, case.ragged), exact, torch.bfloat16)
     on = {name: _moved(pages) for name, pages in (("k", k), ("v", v))}
     ragged = replace(
         case.ragged,
@@ -197,7 +198,61 @@ def test_attention_over_quantised_pages_is_attention_over_what_they_stand_for(
         kv_limit=case.ragged.kv_limit.to(DEVICE),
     )
     out = attention_kernel.cached_attention(case.q.to(DEVICE), on["k"], on["v"], ragged)
-    assert_near(out, plain, torch.bfloat16)
+    assert_near(out, exact, torch.bfloat16)
+
+
+lengths = st.integers(1, 70)
+requests = lengths.flatmap(lambda length: st.tuples(st.integers(0, min(length, 9)), st.just(length)))
+
+
+@pytest.mark.parametrize("path", ["reference", "kernel"])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_attention_over_any_quantised_pages(path: str, data: st.DataObject) -> None:
+    """Every kind, range, dtype and page size, with and without kept tokens, in order or not, against fp64."""
+    draw = data.draw
+    batch = draw(st.lists(requests, min_size=1, max_size=3).filter(lambda batch: any(rows for rows, _length in batch)))
+    page, heads, dtype = draw(st.sampled_from([1, 7, 16])), draw(st.sampled_from(["mha", "gqa"])), draw(DTYPES)
+    options = {
+        "kv_limit": draw(st.sampled_from([None, "causal", "block"])),
+        "head_dim": draw(st.sampled_from([16, 24])),
+    }
+    case = build(
+        batch, page, heads, **options, dtype=dtype, in_order=draw(st.booleans()), seed=draw(st.integers(0, 99))
+    )
+    filled = torch.zeros(len(case.k_pages), dtype=torch.int64)
+    for length, table in zip(case.ragged.kv_lengths, case.ragged.page_tables, strict=True):
+        filled[table] = (length - torch.arange(len(table)) * page).clamp(max=page)
+    kind, kept = draw(st.sampled_from(KINDS)), draw(st.booleans())
+    pair = []
+    for x in (case.k_pages, case.v_pages):
+        pages = reference.kv_quant(x, filled, kind=kind, per=draw(st.sampled_from(RANGES)))
+        first = torch.cat([table[:2] * page for table in case.ragged.page_tables])  # each page's first token
+        pair.append(keep(pages, x, first) if kept else pages)
+    case.keys, case.values = (
+        [
+            dequantize(pages.select(table)).flatten(0, 1)[:length].to(dtype).float()
+            for table, length in zip(case.ragged.page_tables, case.ragged.kv_lengths, strict=True)
+        ]
+        for pages in pair
+    )
+    lse = poisoned(*case.q.shape[:2])
+    if path == "reference":
+        lse = lse.cpu()
+        out = attention_reference.cached_attention(case.q, *pair, case.ragged, lse_TH=lse)
+    else:
+        limit = case.ragged.kv_limit
+        ragged = replace(
+            case.ragged,
+            page_tables=tuple(table.to(DEVICE) for table in case.ragged.page_tables),
+            slots=case.ragged.slots.to(DEVICE),
+            kv_limit=None if limit is None else limit.to(DEVICE),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention_kernel, "tiling", lambda *_, **__: Tiling(32, 32, 64, 4, 1))
+            out = attention_kernel.cached_attention(case.q.to(DEVICE), *map(_moved, pair), ragged, lse_TH=lse)
+    assert_near(out, plain(case), dtype)
+    assert_near(lse, plain_lse(case), torch.float32, scale=8)
 
 
 def _moved(pages: QuantizedPages) -> QuantizedPages:

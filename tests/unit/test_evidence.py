@@ -9,8 +9,10 @@ import pytest
 import torch
 from clips import video_model
 from llada_checkpoints import Sighted, image, load
+from mmserve_kernels import dispatch
 
-from mmserve.models.evidence import OF_CLASS, OF_PATCHES
+from mmserve.models import scores
+from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer, class_row, column_means
 from mmserve.models.picture import Tile
 from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, pool_grid
 from mmserve.prune.base import Evidence
@@ -62,6 +64,35 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
             assert tile.look[one].dtype == torch.float32
             close = 1e-7 if expected[one].dim() == 1 else 1e-5
             assert (tile.look[one] - expected[one]).abs().max() < close, one
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.5])
+def test_towers_ask_the_dispatcher_for_their_scores(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def picked(*of: object) -> Any:
+        asked.append(of)
+        return dispatch.pick(*of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scores, "pick", picked)
+    scores._op.cache_clear()
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(3, 21, 32, generator=draw) for _ in range(2))
+    nothing = torch.nn.Identity()
+    layer = ShownLayer(nothing, nothing, heads=2, scale=scale)
+    weights = (
+        torch.einsum("brhk,bnhk->bhrn", q.view(3, 21, 2, 16), k.view(3, 21, 2, 16)).mul(scale).double().softmax(-1)
+    )
+    for made, wanted in (
+        (column_means(layer, q, k), weights.mean((1, 2))),
+        (class_row(layer, q, k), weights[:, :, 0].mean(1)),
+    ):
+        torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=1e-7)
+    q_THK, k_THK = (x.view(63, 2, 16) for x in (q, k))
+    uneven = scores.mean_attention(q_THK, k_THK, [1, 62], [40, 23])
+    assert uneven[:40].sum().item() == pytest.approx(1) and uneven[40:].sum().item() == pytest.approx(1)
+    assert asked == [("attention_scores", q.device, torch.float32, 16)], "once for all of them"
+    scores._op.cache_clear()
 
 
 def test_nothing_is_shown_that_is_not_asked_for(tmp_path: Path) -> None:

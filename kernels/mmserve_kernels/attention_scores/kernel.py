@@ -109,7 +109,7 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
     q_THK, k_PSGK, limit = (
         q_THK.contiguous(),
         k_PSGK.contiguous(),
-        table if ragged.kv_limit is None else ragged.kv_limit,
+        table if ragged.kv_limit is None else ragged.kv_limit.contiguous(),
     )
     out = _room(sum(ragged.kv_lengths), heads, device=q_THK.device)
     options = _options(heads, groups, head_size, page, ragged.kv_limit is not None, sizes)

@@ -26,8 +26,9 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
     """
     out = torch.zeros(sum(ragged.kv_lengths), q_THK.shape[1], device=q_THK.device)
     row = position = 0
-    for rows, length, pages in zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, strict=True):
-        k_LGK = k_PSGK.index_select(0, pages).flatten(0, 1)[:length].float()
+    requests = zip(ragged.row_counts, ragged.kv_lengths, ragged.page_tables, ragged.runs, strict=True)
+    for rows, length, pages, first in requests:
+        k_LGK = _keys(k_PSGK, pages, first)[:length].float()
         step = max(1, _SLICE_ELEMENTS // (length * q_THK.shape[1] or 1))
         for start in range(row, row + rows, step):
             here = slice(start, min(start + step, row + rows))
@@ -39,12 +40,24 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
     return out
 
 
+def _keys(k_PSGK: Tensor, pages: Tensor, first: int | None) -> Tensor:
+    """Keys ``[positions, G, K]`` of ``pages``: where they are, if those lie one behind another from ``first`` on."""
+    there = k_PSGK.index_select(0, pages) if first is None else k_PSGK.narrow(0, first, len(pages))
+    return there.flatten(0, 1)
+
+
 def weights(q_RHK: Tensor, k_LGK: Tensor, limit_R: Tensor | None, lse_RH: Tensor | None) -> Tensor:
-    """Attention ``[H, R, L]`` in fp32."""
-    q_GRUK = q_RHK.float().unflatten(1, (k_LGK.shape[1], -1)).transpose(0, 1)
-    scores = torch.einsum("gruk,lgk->gurl", q_GRUK, k_LGK).flatten(0, 1) * q_RHK.shape[-1] ** -0.5
+    """Attention ``[H, R, L]`` in fp32; zeros in rows that see nothing."""
+    rows, heads, size = q_RHK.shape
+    groups = k_LGK.shape[1]
+    # Scaled before the product, and query heads that share keys as rows of one: fewer passes over [H, R, L].
+    q_GMK = (q_RHK.float() * size**-0.5).transpose(0, 1).reshape(groups, -1, size)
+    scores = (q_GMK @ k_LGK.permute(1, 2, 0)).view(heads, rows, len(k_LGK))
     if limit_R is not None:
         unseen = torch.arange(len(k_LGK), device=k_LGK.device) >= limit_R[:, None]
-        scores = scores.masked_fill(unseen, -torch.inf)
-    lse = scores.logsumexp(-1) if lse_RH is None else lse_RH.T
-    return (scores - torch.where(lse == -torch.inf, 0.0, lse)[:, :, None]).exp()
+        scores.masked_fill_(unseen, -torch.inf)
+    if lse_RH is not None:
+        lse_HR1 = lse_RH.T[:, :, None]
+        return scores.sub_(torch.where(lse_HR1 == -torch.inf, 0.0, lse_HR1)).exp_()
+    made = scores.softmax(-1)
+    return made if limit_R is None else made.masked_fill_((limit_R <= 0)[:, None], 0.0)

@@ -6,7 +6,7 @@ G key/value heads, K head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,18 +127,20 @@ class Requests:
 
 @dataclass(frozen=True, eq=False)
 class FlexAttention:
-    """FlexAttention over requests laid one behind another, with a block mask that keeps them apart."""
+    """FlexAttention over requests laid one behind another, with a block mask that keeps them apart, or over chosen
+    blocks of one."""
 
     q_1HTK: Tensor
     k_1GNK: Tensor
     v_1GNK: Tensor
     block_mask: Any
     attention: Any
+    options: Mapping[str, int]
 
     @classmethod
     def over(cls, requests: Requests, *, compiled: bool = True) -> FlexAttention:
         """Of ``requests``; without ``compiled`` it is not worth timing, and says only whether this is right."""
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import create_block_mask
 
         ragged, device = requests.ragged, requests.q_THK.device
         lengths = torch.tensor(ragged.kv_lengths, device=device)
@@ -152,17 +154,59 @@ class FlexAttention:
             return (position >= first[row]) & (position < last[row])
 
         mask = create_block_mask(seen, None, None, len(whose), int(ends[-1]), device=str(device))
+        return cls._made(requests, mask, compiled, {})
+
+    @classmethod
+    def over_blocks(
+        cls, requests: Requests, mask_ABC: Tensor, q_block: int, kv_block: int, *, compiled: bool = True
+    ) -> FlexAttention:
+        """Of one request whose blocks of rows look at the blocks of positions that ``mask_ABC`` (as of
+        ``block_index``) names; blocks that all of their rows see whole are not masked."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        rows, length = len(requests.q_THK), requests.ragged.kv_lengths[0]
+        limit = requests.ragged.kv_limit
+        seen_R = torch.full((rows,), length, device=mask_ABC.device) if limit is None else limit
+        lowest = torch.stack([part.amin() for part in seen_R.split(q_block)])
+        ends = (torch.arange(mask_ABC.shape[2], device=mask_ABC.device) + 1) * kv_block
+        mask_HBC = mask_ABC.repeat_interleave(requests.q_THK.shape[1] // len(mask_ABC), 0)
+        whole = mask_HBC & (ends <= lowest[:, None])
+
+        def seen(_batch: Tensor, head: Tensor, row: Tensor, position: Tensor) -> Tensor:
+            return (position < seen_R[row]) & mask_HBC[head, row // q_block, position // kv_block]
+
+        partly, wholly = (
+            (x.sum(-1).int(), x.int().argsort(dim=-1, descending=True, stable=True).int())
+            for x in ((mask_HBC & ~whole)[None], whole[None])
+        )
+        size = (q_block, kv_block)
+        made = BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=size, mask_mod=seen, seq_lengths=(rows, length))
+        # A GPU's kernel takes tiles of 128 unless told that blocks are smaller.
+        small = {} if mask_ABC.device.type == "cpu" else {"BLOCK_M": q_block, "BLOCK_N": kv_block}
+        return cls._made(requests, made, compiled, small)
+
+    @classmethod
+    def _made(cls, requests: Requests, mask: Any, compiled: bool, options: Mapping[str, int]) -> FlexAttention:
+        from torch.nn.attention.flex_attention import flex_attention
+
         q, k, v = (
             x.transpose(0, 1)[None].contiguous()
             for x in (requests.q_THK, torch.cat(requests.keys), torch.cat(requests.values))
         )
-        return cls(q, k, v, mask, torch.compile(flex_attention, dynamic=False) if compiled else flex_attention)
+        attention = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        return cls(q, k, v, mask, attention, options)
 
     def __call__(self) -> Tensor:
         """``[T, H, K]``."""
         grouped = self.q_1HTK.shape[1] != self.k_1GNK.shape[1]
+        options = dict(self.options) or None
         made: Tensor = self.attention(
-            self.q_1HTK, self.k_1GNK, self.v_1GNK, block_mask=self.block_mask, enable_gqa=grouped
+            self.q_1HTK,
+            self.k_1GNK,
+            self.v_1GNK,
+            block_mask=self.block_mask,
+            enable_gqa=grouped,
+            kernel_options=options,
         )
         return made[0].transpose(0, 1)
 

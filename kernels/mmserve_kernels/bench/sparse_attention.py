@@ -1,7 +1,7 @@
 """``sparse_attention``: prefill at several densities and decode over chosen pages, and what choosing them takes.
 
-Beside it dense SDPA (``dense_sdpa``, whose result is another one) and SDPA and, on a GPU, FlexAttention over the same
-blocks. Of an index builder ``dense_sdpa`` is what it must be small against.
+Beside it dense SDPA (``dense_sdpa``, whose result is another one), and over the same blocks SDPA (``masked_sdpa``) and,
+on a GPU, FlexAttention, compiled. Of an index builder ``dense_sdpa`` is what it must be small against.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve_kernels.bench.harness import Case, Run, assert_near
-from mmserve_kernels.bench.requests import DREAM, LLADA, PAGE, SMALL, Heads, Requests
+from mmserve_kernels.bench.requests import DREAM, LLADA, PAGE, SMALL, FlexAttention, Heads, Requests
 from mmserve_kernels.dispatch import pick
 from mmserve_kernels.sparse_attention import Rows, best_pages, block_index, page_bounds, query_aware, vertical_slash
 
@@ -70,6 +70,8 @@ def _attention(name: str, r: Requests, mask_ABC: Tensor, q_block: int, kv_block:
     exact = masked(r.q_THK.float(), r.keys[0].float(), r.values[0].float())
     share = float(mask_ABC.sum()) / mask_ABC.numel()
     beside: dict[str, Run] = {"masked_sdpa": lambda: masked(r.q_THK, r.keys[0], r.values[0])}
+    if device.type == "cuda":
+        beside["flex"] = FlexAttention.over_blocks(r, mask_ABC, q_block, kv_block)
     dense = r.sdpa()
 
     def check(out: Tensor) -> None:

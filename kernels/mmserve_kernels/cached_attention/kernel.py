@@ -164,6 +164,8 @@ def cached_attention(
     heads, head_size = q_THK.shape[1:]
     page, groups = k_PSGK.shape[1:3]
     sizes = tiling(q_THK.dtype, head_size, quantized=isinstance(k_PSGK, QuantizedPages), backend=BACKEND)
+    if lse_TH is not None and not (lse_TH.is_contiguous() and lse_TH.dtype == torch.float32):
+        raise ValueError("lse_TH is filled in place: it must be contiguous, and fp32")
     q_THK, out = q_THK.contiguous(), torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     if not len(q_THK):
         return out
@@ -189,7 +191,7 @@ def cached_attention(
     if len(plan.programs):
         _attend[(len(plan.programs), groups)](
             q_THK, _codes(k_PSGK), _codes(v_PSGK), out, out if lse_TH is None else lse_TH, partial, stats,
-            plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit,
+            plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit.contiguous(),
             plan.table.shape[1], head_size**-0.5 / math.log(2), *_parts(k_PSGK), *_parts(v_PSGK),
             **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None,
             BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **shared,
@@ -223,19 +225,19 @@ def _kinds(k: Tensor | QuantizedPages, v: Tensor | QuantizedPages) -> dict[str, 
 
 def variants() -> Iterator[Variant]:
     """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16."""
-    choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), ("plain", *LEVELS), ("cuda", "hip"))
-    for name, head_size, kind, backend in choices:
+    quantized = product(LEVELS, ("channel", "token"))
+    choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), (("plain", "none"), *quantized), ("cuda", "hip"))
+    for name, head_size, (kind, keys_per), backend in choices:
         if kind != "plain" and head_size > QUANTIZED_HEAD_SIZE:
             continue
         sizes = tiling(_DTYPES[name], head_size, quantized=kind != "plain", backend=backend)
         shared = {"HEADS": 28, "GROUPS": 4, "K": head_size, "HAS_LSE": True}
         shared |= {"BLOCK_M": sizes.block_m, "BLOCK_K": head_size}
-        label = f"{name} {head_size}" + ("" if kind == "plain" else f" over {kind}")
+        label = f"{name} {head_size}" + ("" if kind == "plain" else f" over {kind}, keys by {keys_per}")
         results = {"out_ptr": f"*{name}"} | dict.fromkeys(("lse_ptr", "acc_ptr", "stats_ptr"), "*fp32")
         launch = (sizes.num_warps, sizes.num_stages, backend)
-        yield Variant(
-            f"attend {label}", _attend, results | _types(name, kind), shared | _settings(sizes, kind), *launch
-        )
+        constants = shared | _settings(sizes, kind, keys_per)
+        yield Variant(f"attend {label}", _attend, results | _types(name, kind), constants, *launch)
         if kind == "plain":
             folds = {"folds_ptr": "*i32"}
             yield Variant(f"combine {label}", _combine, results | folds, shared | {"FOLDED": FOLDED}, backend=backend)
@@ -251,8 +253,8 @@ def _types(name: str, kind: str) -> dict[str, str]:
     return types | {"table_width": "i32", "scale": "fp32"}
 
 
-def _settings(sizes: Tiling, kind: str) -> dict[str, Any]:
-    """Constants of ``_attend``; keys have a range a channel, values one a token."""
-    ranges = {"K_KIND": kind, "K_PER": "channel", "V_KIND": kind, "V_PER": "token"}
+def _settings(sizes: Tiling, kind: str, keys_per: str) -> dict[str, Any]:
+    """Constants of ``_attend``; keys have a range a channel (KIVI) or a token (the store's), values one a token."""
+    ranges = {"K_KIND": kind, "K_PER": keys_per, "V_KIND": kind, "V_PER": "token"}
     kept = {"K_KEPT": kind != "plain", "V_KEPT": kind != "plain"}
     return {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split} | ranges | kept

@@ -23,6 +23,8 @@ from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 #: slow: to sum up a request's keys and values first, in the order they lie in, made 16 requests of one row over 512
 #: positions (8 heads of 32) take 2.0 ms instead of 4.2, and 32 rows each 6.1 instead of 7.0. Near ones it makes slower.
 _NEAR, _FETCHED = 4 << 20, 2 << 20
+#: Most rows of a head for which that is worth it: products with more take their keys into order themselves.
+_FEW = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,34 +112,63 @@ def cached_attention(
         return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH)
     if not ragged.pieces:
         return torch.empty_like(q_THK)
-    # Whatever can be is done once for all requests: a view takes a microsecond, and a row of 8 heads of 32 over 512
-    # positions only 40.
     share = q_THK.shape[1] // k_PSGK.shape[2]
-    q_1TGUK = q_THK.unsqueeze(0) if share == 1 else q_THK.unflatten(1, (-1, share)).unsqueeze(0)
-    q_1GTUK = q_1TGUK.transpose(1, 2)
-    of_piece = (q_1GTUK,) if len(ragged.pieces) == 1 else q_1GTUK.split(ragged.piece_rows, 2)
-    read = _reader(k_PSGK, v_PSGK, ragged, q_THK.dtype)
+    attend = _attends(q_THK, k_PSGK, v_PSGK, ragged, share, lse_TH)
+    if len(ragged.pieces) == 1 and share == 1:
+        return attend(ragged.pieces[0], 0, q_THK.transpose(0, 1).unsqueeze(0)).transpose(1, 2).reshape(q_THK.shape)
+    out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    start = 0
+    # Views of all pieces in one call, and each result to its place while it is near: of many small requests, a
+    # microsecond for each counts, and of large ones another pass over all of it.
+    pairs = (_by_group(x, share).split(ragged.piece_rows, 2) for x in (q_THK, out_THK))
+    for piece, q_1GRUK, out_1GRUK in zip(ragged.pieces, *pairs, strict=True):
+        made = attend(piece, start, q_1GRUK.flatten(2, 3))
+        out_1GRUK.copy_(made.view(out_1GRUK.shape))
+        start += piece.rows
+    return out_THK
+
+
+def _by_group(x_THK: Tensor, share: int) -> Tensor:
+    """``[1, G, T, U, K]`` of rows: U query heads share each key/value head, and become rows of it.
+
+    A row of 28 heads over 4 takes half as long so as with SDPA's own sharing, which reads the keys once for each query
+    head, and 32 rows a twentieth less.
+    """
+    return x_THK.unflatten(1, (-1, share)).transpose(0, 1).unsqueeze(0)
+
+
+def _attends(
+    q_THK: Tensor,
+    k_PSGK: Tensor | QuantizedPages,
+    v_PSGK: Tensor | QuantizedPages,
+    ragged: Ragged,
+    share: int,
+    lse_TH: Tensor | None,
+) -> Callable[[Piece, int, Tensor], Tensor]:
+    """Gives the attention ``[1, G, R · U, K]`` of a piece, its first row and its queries in that form."""
+    read = _reader(k_PSGK, v_PSGK, ragged, q_THK.dtype, share)
     mask_of = None if ragged.kv_limit is None else _masks(ragged, ragged.kv_limit, q_THK)
-    out: list[Tensor] = []
-    reading, start = -1, 0
-    for piece, q_1GRUK in zip(ragged.pieces, of_piece, strict=True):
+    last: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def attend(piece: Piece, start: int, q_1GMK: Tensor) -> Tensor:
+        nonlocal last
         request, rows, width, sight = piece
-        if request != reading:
-            reading, (keys, values) = request, read(request)
-        whole = width == ragged.kv_lengths[request]
-        k_1GLK, v_1GLK = (keys, values) if whole else (keys.narrow(2, 0, width), values.narrow(2, 0, width))
+        if last is None or last[0] != request:
+            last = request, read(request)
+        k_1GLK, v_1GLK = last[1]
+        if width != ragged.kv_lengths[request]:
+            k_1GLK, v_1GLK = k_1GLK.narrow(2, 0, width), v_1GLK.narrow(2, 0, width)
         mask = None if sight == ALL or mask_of is None else mask_of(piece, start)
         if lse_TH is not None:
             here = slice(start, start + rows)
             lse_TH[here] = _log_sum_exp(q_THK[here], k_1GLK[0].transpose(0, 1), mask)
         if not width:
-            out.append(q_THK.new_zeros(rows, *q_THK.shape[1:]))
-        elif share == 1:
-            out.append(F.scaled_dot_product_attention(q_1GRUK, k_1GLK, v_1GLK, mask).squeeze(0).transpose(0, 1))
-        else:
-            out.append(_shared(q_1GRUK, k_1GLK, v_1GLK, mask))
-        start += rows
-    return out[0].contiguous() if len(out) == 1 else torch.cat(out)
+            return torch.zeros_like(q_1GMK)
+        if mask is not None and share > 1:
+            mask = mask.repeat_interleave(share, 0)
+        return F.scaled_dot_product_attention(q_1GMK, k_1GLK, v_1GLK, mask)
+
+    return attend
 
 
 def _fixed(
@@ -172,25 +203,15 @@ def _fixed(
     return torch.einsum("tgul,tlgk->tguk", weights, v_TLGK).flatten(1, 2).to(q_THK.dtype)
 
 
-def _shared(q_1GRUK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_RL: Tensor | None) -> Tensor:
-    """Attention ``[R, H, K]`` of one request whose query heads share keys.
-
-    They become rows of one head: a row of 28 heads over 4 takes half as long as with SDPA's own sharing, which reads
-    the keys once for each query head.
-    """
-    mask_ML = None if mask_RL is None else mask_RL.repeat_interleave(q_1GRUK.shape[3], 0)
-    made = F.scaled_dot_product_attention(q_1GRUK.flatten(2, 3), k_1GLK, v_1GLK, mask_ML)
-    return made.view(q_1GRUK.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
 def _reader(
-    k_PSGK: Tensor | QuantizedPages, v_PSGK: Tensor | QuantizedPages, ragged: Ragged, dtype: torch.dtype
+    k_PSGK: Tensor | QuantizedPages, v_PSGK: Tensor | QuantizedPages, ragged: Ragged, dtype: torch.dtype, share: int
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Gives a request's keys and values, each ``[1, G, L, K]`` in its own order: where they lie, if in one piece."""
     lengths, tables, runs = ragged.kv_lengths, ragged.page_tables, ragged.runs
 
     def gathered(request: int) -> tuple[Tensor, Tensor]:
-        k, v = (_gathered(x, tables[request], lengths[request]).to(dtype) for x in (k_PSGK, v_PSGK))
+        of = (tables[request], lengths[request], runs[request])
+        k, v = (_gathered(x, *of).to(dtype) for x in (k_PSGK, v_PSGK))
         return k, v
 
     if isinstance(k_PSGK, QuantizedPages) or isinstance(v_PSGK, QuantizedPages) or k_PSGK.dtype != dtype:
@@ -209,7 +230,7 @@ def _reader(
         if first is None:
             return gathered(request)
         at = first * page
-        if fetched:
+        if fetched and ragged.row_counts[request] * share <= _FEW:
             for x, begin in ((k_PSGK, k_begin), (v_PSGK, v_begin)):
                 x.as_strided((length * position,), (1,), begin + at).sum()
         shape, apart = (1, groups, length, size), (0, head, position, 1)
@@ -236,9 +257,12 @@ def _masks(ragged: Ragged, limits: Tensor, like: Tensor) -> Callable[[Piece, int
     return mask
 
 
-def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int) -> Tensor:
-    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order."""
-    found = dequantize(source.select(pages)) if isinstance(source, QuantizedPages) else source.index_select(0, pages)
+def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int, first: int | None = None) -> Tensor:
+    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order; ``first``: they lie one behind another."""
+    if isinstance(source, QuantizedPages):
+        found = dequantize(source.select(pages) if first is None else source.narrow(first, len(pages)))
+    else:
+        found = source.index_select(0, pages)
     return found.flatten(0, 1).narrow(0, 0, length).transpose(0, 1).unsqueeze(0)
 
 

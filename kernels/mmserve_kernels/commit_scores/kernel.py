@@ -54,11 +54,11 @@ def commit_scores(
     sums = out.gap.new_empty(rows, chunks, 3)
     keys = out.ids.new_empty(rows, chunks, width)
     drawn = out.ids.new_empty(rows, chunks)
-    _chunk[(chunks, rows)](
+    _chunk[(rows, chunks)](  # rows first: a GPU takes at most 65,535 programs of the second kind
         logits_nV,
         logits_nV.stride(0),
         vocabulary,
-        banned,
+        None if banned is None else banned.contiguous(),
         0 if banned is None else len(banned),
         None if allowed is None else allowed.contiguous(),
         None if draw is None else draw.seeds.contiguous(),
@@ -197,8 +197,8 @@ def _chunk(
     CHUNK: tl.constexpr,
     SHAPED: tl.constexpr,
 ):
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    chunks = tl.num_programs(0)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     there = ids < vocabulary
     x = _finite(tl.load(logits + row * row_stride + ids, mask=there, other=float("-inf")))
@@ -212,7 +212,7 @@ def _chunk(
     if seeds is not None:
         tempered = x * tl.load(inverse + row)
         if SHAPED:
-            x = tempered
+            x = tl.minimum(tempered, _LARGEST_FLOAT)
         noise = _gumbel(tl.load(seeds + row), chunk * CHUNK, CHUNK) * tl.load(loud + row)
         tl.store(drawn + at, tl.max(_key(tempered + noise, ids), 0))
     largest = tl.max(x, 0)
@@ -285,6 +285,6 @@ def _join(
     if DRAW:
         value = _finite(tl.load(logits + row * row_stride + token, mask=token >= 0, other=float("-inf")))
         if inverse is not None:
-            value = value * tl.load(inverse + row)
+            value = tl.minimum(value * tl.load(inverse + row), _LARGEST_FLOAT)
     tl.store(tokens_out + row, token)
     tl.store(token_log_probs_out + row, value - log_z)

@@ -96,7 +96,7 @@ def commit_scores(
             inverse, loud = draw.inverse()[rows, None], draw.noise()[rows, None]
             noise = gumbel(draw.seeds[rows], padded).mul_(loud)
             if draw.shaped:
-                x.mul_(inverse)
+                x.mul_(inverse).clamp_max_(torch.finfo(x.dtype).max)
                 tokens = noise.add_(x).argmax(-1)
             else:
                 tokens = noise.add_(x * inverse).argmax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def kv_quant(x_PSGK: Tensor, filled_P: Tensor, *, kind: str, per: str) -> Quanti
     low = None if kind == "fp8" else torch.empty_like(scale)
     if pages:
         _quantize[(pages, groups)](
-            x_PSGK.contiguous(), filled_P, codes, scale, scale if low is None else low,
+            x_PSGK.contiguous(), filled_P.contiguous(), codes, scale, scale if low is None else low,
             **_constants(kind, per, size, groups, head_size), num_warps=4,
         )  # fmt: skip
     return QuantizedPages(kind, codes, scale, low)
@@ -155,10 +156,11 @@ def _constants(kind: str, per: str, page_size: int, groups: int, head_size: int)
 
 
 def variants() -> Iterator[Variant]:
-    """Every kind and range, of bf16 pages of 16 positions and 4 heads."""
-    types = {"x_ptr": "*bf16", "filled_ptr": "*i64", "codes_ptr": "*u8", "scale_ptr": "*fp32", "low_ptr": "*fp32"}
-    for kind in LEVELS:
-        for per in ("channel", "token"):
-            for head_size in (64, 128, 256):
-                constants = _constants(kind, per, 16, 4, head_size)
-                yield Variant(f"quantize {kind} per {per} {head_size}", _quantize, types, constants)
+    """Every kind, range and dtype, of pages of 16 positions and 4 heads."""
+    types = {"filled_ptr": "*i64", "codes_ptr": "*u8", "scale_ptr": "*fp32", "low_ptr": "*fp32"}
+    choices = product(LEVELS, ("channel", "token"), (64, 128, 256), ("bf16", "fp16", "fp32"))
+    for kind, per, head_size, dtype in choices:
+        constants = _constants(kind, per, 16, 4, head_size)
+        yield Variant(
+            f"quantize {dtype} {head_size} to {kind} per {per}", _quantize, types | {"x_ptr": f"*{dtype}"}, constants
+        )

@@ -5,6 +5,7 @@ Shapes in names: P pages, S positions a page, G key/value heads, K head size, N 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +49,17 @@ class QuantizedPages:
 
     def select(self, pages: Tensor) -> QuantizedPages:
         """Only ``pages`` (int64 ids), in their order."""
-        low = None if self.low is None else self.low[pages]
-        kept_at = None if self.kept_at is None else self.kept_at[pages]
-        return QuantizedPages(self.kind, self.codes[pages], self.scale[pages], low, self.kept, kept_at)
+        # index_select copies whole pages; on a CPU x[pages] took ten times as long.
+        return self._each(lambda x: x.index_select(0, pages))
+
+    def narrow(self, first: int, count: int) -> QuantizedPages:
+        """Only ``count`` pages from ``first`` on, where they are."""
+        return self._each(lambda x: x.narrow(0, first, count))
+
+    def _each(self, part: Callable[[Tensor], Tensor]) -> QuantizedPages:
+        """A part of what each page has of its own."""
+        low, kept_at = (None if x is None else part(x) for x in (self.low, self.kept_at))
+        return QuantizedPages(self.kind, part(self.codes), part(self.scale), low, self.kept, kept_at)
 
 
 def checked(kind: str, per: str, head_size: int) -> None:

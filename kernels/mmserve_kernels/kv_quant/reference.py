@@ -46,17 +46,20 @@ def _divisor(scale: Tensor) -> Tensor:
 
 def dequantize(pages: QuantizedPages) -> Tensor:
     """What ``pages`` stand for, fp32 ``[P, S, G, K]``."""
-    if pages.low is None:
-        x = pages.codes.view(torch.float8_e4m3fn).float() * pages.scale
+    if pages.kind == "fp8":
+        x = pages.codes.view(torch.float8_e4m3fn).float()
+    elif pages.kind == "int4":
+        x = torch.stack([pages.codes & 15, pages.codes >> 4], dim=-1).flatten(-2).float()
     else:
-        codes = pages.codes
-        if pages.kind == "int4":
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        x = codes.float() * pages.scale + pages.low
+        x = pages.codes.float()
+    x *= pages.scale  # in place: on a CPU another tensor of this size costs more than the product
+    if pages.low is not None:
+        x += pages.low
     if pages.kept is None or pages.kept_at is None or not len(pages.kept):
         return x
-    at = pages.kept_at.long()
-    return torch.where((at >= 0)[..., None, None], pages.kept.float()[at.clamp(min=0)], x)
+    at = pages.kept_at.long()[..., None, None]
+    kept = pages.kept.index_select(0, at.flatten().clamp(min=0)).view(x.shape)
+    return torch.where(at >= 0, kept.float(), x)
 
 
 def keep(pages: QuantizedPages, x_PSGK: Tensor, slots: Tensor) -> QuantizedPages:

@@ -87,7 +87,8 @@ def rope_scatter(
     if rows:
         _rope_scatter[(rows, 3)](
             q_THK.contiguous(), k_TGK.contiguous(), v_TGK.contiguous(), cos_T1W.contiguous(), sin_T1W.contiguous(),
-            k_PSGK, v_PSGK, slots, out, **_constants(heads, k_TGK.shape[1], head_size, cos_T1W.shape[-1]), num_warps=4,
+            k_PSGK, v_PSGK, slots.contiguous(), out,
+            **_constants(heads, k_TGK.shape[1], head_size, cos_T1W.shape[-1]), num_warps=4,
         )  # fmt: skip
     return out
 

@@ -88,12 +88,12 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
     options = _options(index, heads, groups, head_size, page, ragged.kv_limit is not None, sizes)
     programs, table = _programs(ragged, index.q_block, heads // index.heads, options["BLOCK_M"])
     q_THK, k_PSGK, v_PSGK = (x.contiguous() for x in (q_THK, k_PSGK, v_PSGK))
+    limit = table if ragged.kv_limit is None else ragged.kv_limit.contiguous()
     out = _room(q_THK)
     if len(programs):
         _attend[(len(programs), index.heads)](
-            q_THK, k_PSGK, v_PSGK, out, programs, table, table if ragged.kv_limit is None else ragged.kv_limit,
-            index.starts, index.blocks, (len(index.starts) - 1) // index.heads, table.shape[1],
-            head_size**-0.5 / math.log(2),
+            q_THK, k_PSGK, v_PSGK, out, programs, table, limit, index.starts.contiguous(), index.blocks.contiguous(),
+            (len(index.starts) - 1) // index.heads, table.shape[1], head_size**-0.5 / math.log(2),
             **options, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
         )  # fmt: skip
     return out

@@ -97,10 +97,10 @@ class Watched:
 
 def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """How much position 0 attends to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
-    query_BH1K = q_BNC[:, 0].unflatten(-1, (layer.heads, 1, -1))
-    key_BHKN = k_BNC.unflatten(-1, (layer.heads, -1)).permute(0, 2, 3, 1)
-    scores_BH1N = query_BH1K @ key_BHKN
-    return (scores_BH1N.float() * layer.scale).softmax(-1).mean((1, 2))
+    query_B1C = q_BNC[:, :1].float() * layer.scale
+    # summed product by product: one matrix product a head would have to copy the keys of several pictures first
+    scores_BNH = (k_BNC * query_B1C).unflatten(-1, (layer.heads, -1)).sum(-1)
+    return scores_BNH.softmax(1).mean(-1)
 
 
 def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
@@ -112,5 +112,5 @@ def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     for q, k in zip(q_BNC.split(at_once), k_BNC.split(at_once), strict=True):
         scaled_bHNK = (q * layer.scale).unflatten(-1, shape).transpose(1, 2)  # a pass over [H, N, N] less
         scores_bHNN = scaled_bHNK @ k.unflatten(-1, shape).permute(0, 2, 3, 1)
-        means.append(scores_bHNN.float().softmax(-1).flatten(1, 2).mean(1))
+        means.append(scores_bHNN.softmax(-1, dtype=torch.float32).mean((1, 2)))
     return means[0] if len(means) == 1 else torch.cat(means)

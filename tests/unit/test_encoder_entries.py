@@ -1,4 +1,4 @@
-"""Whatever else a shared cache has been asked before, a request gets the tokens of its own picture, seen its own way."""
+"""Whatever a shared cache was asked before, a request gets the tokens of its own picture, seen its own way."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Measured on the served model's tower and on one of the size of CLIP ViT-L/14-336
 of one tile and for one of eight. A tower runs once a round, with all that pruners ask for taken from that run, so that
 shares of a per cent are not lost in the noise of two runs' difference. Processor time of one thread.
 
-Where the decoder is asked, its first layers run over the whole prompt before there are scores: ``layers_ms``, a part
-of ``scoring_ms`` which what is left out of prefill must pay for.
+Where the decoder is asked (``scored_by``), its first layers run over the whole prompt before there are scores:
+``layers_ms``, a part of ``scoring_ms`` which what is left out of prefill must pay for.
 """
 
 from __future__ import annotations
@@ -102,14 +102,19 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
                 progress(f"{of}: {text}")
 
             found = tower_shares(tower, select, names, tiles, arguments.limit, note)
-            rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row()} for n in names]
+            rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row(), **scored_by(n)} for n in names]
     looking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
     looked = decoder_shares(model, looking, arguments.limit)
     rows += [
-        {"tower": model.spec.name, "tiles": 1, "pruner": n, **share.row(), "layers_ms": layers}
+        {"tower": model.spec.name, "tiles": 1, "pruner": n, **share.row(), **scored_by(n), "layers_ms": layers}
         for n, (share, layers) in looked.items()
     ]
     return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), "rounds": arguments.limit}}
+
+
+def scored_by(name: str) -> dict[str, str]:
+    """Whose attention or features a pruner judges by: shares of the tower's time compare only among its own."""
+    return {"scored_by": "decoder" if judged_by_decoder(PRUNERS[name]()) else "tower"}
 
 
 def _chosen(names: str, known: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.scoring import decoder_shares, tower_shares
+from mmserve.bench.scoring import decoder_shares, scored_by, tower_shares
 from mmserve.bench.settings import measured_config
 from mmserve.client import Client, ExpectedAttention, HeavyHitters, Options, Result, SinkWindow, Usage, VisualCache
 from mmserve.config import Config, EncoderCacheConfig
@@ -194,7 +194,7 @@ def _row(
         "prefill_ms": median(lambda r: r.times.prefill),
         "ttft_ms": median(lambda r: r.times.first_token),
         "kv_bytes": round(statistics.mean(r.usage.prompt_tokens for r in results) * token),
-        **({"scoring_share": list(cost)} if cost is not None else {}),
+        **({"scoring_share": list(cost), **scored_by(setting.pruner)} if cost is not None else {}),
     }
 
 

@@ -154,7 +154,11 @@ class Blender:
         return [torch.cat([parts[i][name][:, :n] for i, n in enumerate(sizes)], 1) for name in _NAMES]
 
     def _alone(self, key: bytes, encoded: Encoded, span: Span) -> Generator[int, None, Entry]:
-        """The K/V of an image or clip alone: those that are kept, or made a layer at a time."""
+        """The K/V of an image or clip alone: those that are kept, or made a layer at a time.
+
+        Nobody else makes the same meanwhile: what prefill takes together it makes in one go, as all of it fits its
+        budget, and a prompt that does not fit is alone (``schedule``).
+        """
         kept = self._cache.peek(key)
         if kept is not None and self._fits(span, kept):
             return kept

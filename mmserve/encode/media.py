@@ -28,6 +28,7 @@ _DAMAGE = (
     TypeError,
     LookupError,
     AttributeError,
+    AssertionError,
     ArithmeticError,
     EOFError,
     MemoryError,
@@ -131,6 +132,8 @@ def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) ->
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I"):
         grey = np.asarray(image).astype(np.uint32)
+        if isinstance(through := image.info.get("transparency"), int):
+            grey[grey == through] = 65_535
         return Image.fromarray(((grey * 255 + 32_767) // 65_535).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")

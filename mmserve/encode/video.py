@@ -117,6 +117,8 @@ class _Timeline:
         shown = [p for p in packets if not p.is_discard]
         if not shown:
             raise InvalidArgument.of(field, _NO_PACKETS)
+        if not any(p.is_keyframe for p in packets):  # some decoders make pictures of nothing and changes to it
+            raise InvalidArgument.of(field, "is a damaged video: it has no keyframe, so no frame is whole")
         # AVI has no presentation times, and those that FFmpeg makes up are wrong where frames refer forward
         ordered = all(p.pts is not None for p in shown)
         ordered &= container.format.name != "avi" or all(p.is_keyframe for p in shown)

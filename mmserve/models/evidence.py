@@ -95,19 +95,18 @@ class Watched:
 
 def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """How much position 0 attends to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
-    return _attention(layer, q_BNC[:, :1], k_BNC)
+    query_B1C = q_BNC[:, :1].float() * layer.scale
+    # summed product by product: one matrix product a head would have to copy the keys of several pictures first
+    scores_BNH = (k_BNC * query_B1C).unflatten(-1, (layer.heads, -1)).sum(-1)
+    return scores_BNH.softmax(1).mean(-1)
 
 
 def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """How much all positions attend to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over positions
     and heads."""
-    return _attention(layer, q_BNC, k_BNC)
-
-
-def _attention(layer: ShownLayer, q_BRC: Tensor, k_BNC: Tensor) -> Tensor:
     pictures, count, width = k_BNC.shape
-    q_THK, k_THK = (x.flatten(0, 1).unflatten(-1, (layer.heads, -1)) for x in (q_BRC, k_BNC))
+    q_THK, k_THK = (x.flatten(0, 1).unflatten(-1, (layer.heads, -1)) for x in (q_BNC, k_BNC))
     usual = (width // layer.heads) ** -0.5
     if layer.scale != usual:
         q_THK = q_THK * (layer.scale / usual)
-    return mean_attention(q_THK, k_THK, [q_BRC.shape[1]] * pictures, [count] * pictures).view(pictures, count)
+    return mean_attention(q_THK, k_THK, [count] * pictures, [count] * pictures).view(pictures, count)

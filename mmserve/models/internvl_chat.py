@@ -2,11 +2,13 @@
 
 The network and tiles are those of ``internvl``; keys and tensors have other names, which are translated here. Chats
 have the format that ``template`` names (``internvl_chats.py``).
-Decoders are Qwen2, Qwen3 or LLaMA; videos are not taken, as nothing says how they are sampled.
+Decoders are Qwen2, Qwen3 or LLaMA. Of a video evenly spread frames are taken, one tile each, behind ``Frame1: `` and so
+on, as the authors' model cards do; how many, no file of theirs says (8 there, 16 in their ``evaluate_mvbench.py``).
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from transformers import GotOcr2ImageProcessorPil, InternVLConfig, InternVLVisionModel
@@ -15,11 +17,11 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
-from mmserve.models.chat import adapt_chat_template, load_tokenizer
+from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Rows, Target
 from mmserve.models.family import token_id
 from mmserve.models.internvl_chats import use_named_format
-from mmserve.models.internvl_vision import InternVision, check_fit, shuffled_tower
+from mmserve.models.internvl_vision import CLIP_BEGIN, FRAMES, InternVision, check_fit, shuffled_tower
 from mmserve.models.keys import Keys
 from mmserve.models.nested import UNREADABLE, layout_below, load_nested, load_renamed
 
@@ -69,7 +71,8 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     keys.check(_SWITCHES)
     tokenizer = load_tokenizer(folder)
     use_named_format(tokenizer, checkpoint.config.get("template"), _IMAGE)
-    adapt_chat_template(tokenizer, folder, images=True, videos=False, vicuna=False, image=_IMAGE)
+    adapt_chat_template(tokenizer, folder, images=True, videos=True, vicuna=False, image=_IMAGE)
+    tokenizer.chat_template = tokenizer.chat_template.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}")
     config = _translated(keys, token_id(tokenizer, _IMAGE))
     side = keys.integer("force_image_size", default=config.vision_config.image_size[0])
     processor = GotOcr2ImageProcessorPil(
@@ -86,7 +89,10 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         lambda: InternVLVisionModel._from_config(config.vision_config), lambda n: _tower(n, width), checkpoint, target
     )
     projector = load_renamed(lambda: InternVLMultiModalProjector(config), _projector, checkpoint, target)
-    vision = InternVision(shuffled_tower(config, tower, projector), processor, None, 0)
+    one_tile = copy(processor)
+    one_tile.crop_to_patches = False
+    frames = keys.integer("mm_video_frames", default=FRAMES)
+    vision = InternVision(shuffled_tower(config, tower, projector), processor, one_tile, frames)
     layout = layout_below("language_model.model", "language_model.lm_head")
     return load_nested(checkpoint, target, config, tokenizer, layout, lambda _width: vision)
 

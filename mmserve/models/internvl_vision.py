@@ -29,7 +29,7 @@ _BEGIN, _END = "<img>", "</img>"
 CLIP_BEGIN = "Frame"
 _VIDEO_SETTINGS = "video_preprocessor_config.json"
 #: Frames of a video where its settings do not say: what InternVL's own examples take.
-_FRAMES = 8
+FRAMES = 8
 
 
 class InternVision(VisionEncoder):
@@ -125,7 +125,7 @@ def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> Shuff
 def video_frames(folder: Path) -> int:
     """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos."""
     path = folder / _VIDEO_SETTINGS
-    return Keys(read_json(path), path).integer("num_frames", default=_FRAMES) if path.is_file() else 0
+    return Keys(read_json(path), path).integer("num_frames", default=FRAMES) if path.is_file() else 0
 
 
 def _pixels(made: Any) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from mmserve.core.request import Amount
@@ -24,6 +25,6 @@ class Random:
         generator = torch.Generator().manual_seed(self.seed)
         sizes = [look.size for look in looks]
         return [
-            Plan(torch.randperm(size, generator=generator)[:count].sort().values)
+            Plan(torch.from_numpy(np.sort(torch.randperm(size, generator=generator).numpy()[:count])))
             for size, count in zip(sizes, counts(sizes, amount), strict=True)
         ]

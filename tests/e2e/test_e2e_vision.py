@@ -96,6 +96,7 @@ def test_the_vision_benchmark(
     for row in rows:
         assert row["visual_tokens"] == 41 or row["pruner"] in ("resize", "mustdrop", "zipvl")
         assert row["kv_bytes"] < whole["kv_bytes"] and 0 <= row["accuracy"] <= 1
+        assert (row["scored_by"] == "decoder") == (row["pruner"] in ("fastv", "redvtp"))
     assert report["again"]["encoded"] == report["again"]["pictures"] == 2
     assert plot.read_bytes().startswith(b"\x89PNG")
     given = ("--limit", "2", "--tasks", "what", "--model", "bundled-causal", "--concurrent", "2", "--json")

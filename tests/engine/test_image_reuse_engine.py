@@ -90,6 +90,30 @@ def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, causa
         b.await_nothing_left()
 
 
+@pytest.mark.parametrize("prefill_tokens", [1, 24, 4096])
+def test_many_at_once_with_the_same_new_images_make_the_kv_of_each_once(
+    bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch, prefill_tokens: int
+) -> None:
+    """However much prefill takes at a time: less than a prompt, some of them, all of them."""
+    b = bench(causal, prefill_tokens=prefill_tokens, prefix_cache=False)
+    layers: list[int] = []
+    real = blending.kv_alone
+
+    def watched(*given: Any, **named: Any) -> Any:
+        for of_layer in real(*given, **named):
+            layers.append(len(of_layer[0]))
+            yield of_layer
+
+    monkeypatch.setattr(blending, "kv_alone", watched)
+    gate = b.gate("encode")
+    by = rule("lego_link", 0.3)
+    calls = b.submit(*(say(f"{i} {j}", parts, by) for i in range(2) for j, parts in enumerate(PARTS)))
+    gate.open()
+    assert all(call.finished().usage.reused_tokens for call in calls)
+    assert len(layers) == 3 * 3, "three images of three layers, for sixteen that are shown"
+    b.await_nothing_left()
+
+
 def test_usage_tells_what_was_not_run(bench: Make, causal: LoadedModel) -> None:
     b = bench(causal, prefix_cache=False)
     for i, (parts, images) in enumerate(zip(PARTS, (1, 2, 3, 2), strict=True)):

@@ -97,4 +97,4 @@ def test_spec_of_each(pair: tuple[Checkpoint, LoadedModel]) -> None:
     assert spec.causal and spec.image_id == oracle.oracle.config.image_token_id
     assert tokenizer.eos_token_id in spec.end_ids and spec.image_id in spec.banned_ids
     assert spec.max_tokens == oracle.oracle.config.text_config.max_position_embeddings
-    assert (spec.video_id is not None) == (spec.architecture == "smolvlm")
+    assert (spec.video_id is not None) == (spec.architecture in ("smolvlm", "internvl_chat"))

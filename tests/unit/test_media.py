@@ -196,13 +196,19 @@ def test_limits() -> None:
     assert decode_image(data, MediaConfig(max_side=40, max_pixels=40 * 24, max_item_bytes=len(data))).size == (40, 24)
 
 
-def png_claiming(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = zlib.compress(bytes(1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+def png(width: int, height: int, kind: tuple[int, int], rows: bytes, *chunks: bytes) -> bytes:
+    """A PNG of so many bits a channel and colour type (``kind``), with ``chunks`` in front of the pixels."""
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, *kind, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + data + chunk(b"IEND", b"")
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    return png(width, height, (8, 2), bytes(1000))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +226,36 @@ def png_claiming(width: int, height: int) -> bytes:
 )
 def test_bombs_are_refused_by_their_header(data: bytes) -> None:
     assert "the limit is" in refused(data)
+
+
+@pytest.mark.parametrize("kind", [b"zTXtk\0\0", b"iTXtk\0\1\0\0\0", b"iCCPk\0\0"])
+def test_what_unpacks_to_more_than_it_is_worth_is_refused(kind: bytes) -> None:
+    """A few kilobytes beside the pixels that would be 8 MiB; of the pixels themselves no more is read than fit."""
+    bomb = zlib.compress(bytes(1 << 23), 9)
+    assert "too large" in refused(png(1, 1, (8, 2), bytes(4), chunk(kind[:4], kind[4:] + bomb)))
+    assert decode_image(png(1, 1, (8, 2), bytes(1 << 23)), LIMITS).size == (1, 1)
+
+
+def test_colours_of_sixteen_bits() -> None:
+    red = png(2, 1, (16, 2), b"\0" + struct.pack(">6H", 65_535, 0, 257, 32_768, 65_535, 0))
+    assert np.asarray(decode_image(red, LIMITS)).tolist() == [[[255, 0, 1], [128, 255, 0]]]
+    clear = png(2, 1, (16, 6), b"\0" + struct.pack(">8H", 65_535, 0, 0, 0, 0, 0, 65_535, 65_535))
+    assert np.asarray(decode_image(clear, LIMITS)).tolist() == [[[255, 255, 255], [0, 0, 255]]]
+    grey = png(2, 1, (16, 0), b"\0" + struct.pack(">2H", 257, 514), chunk(b"tRNS", struct.pack(">H", 257)))
+    assert np.asarray(decode_image(grey, LIMITS)).tolist() == [[[255, 255, 255], [2, 2, 2]]]
+
+
+def test_palettes_that_lack_colours() -> None:
+    refused(png(1, 1, (8, 3), b"\0\5"))
+    few = png(2, 1, (8, 3), b"\0\0\7", chunk(b"PLTE", b"\1\2\3"), chunk(b"tRNS", b"\xff"))
+    assert decode_image(few, LIMITS).getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_no_frame_behind_the_first_is_looked_at() -> None:
+    red, many = Image.new("RGB", (4, 4), "red"), [Image.new("RGB", (4, 4), (0, i, i)) for i in range(200)]
+    data = encoded(red, "GIF", save_all=True, append_images=many)
+    for animation in (data, data[:60] + b"\x99" * 4000):
+        assert decode_image(animation, LIMITS).getpixel((3, 3)) == (255, 0, 0)
 
 
 def test_pixels_that_are_not_there() -> None:

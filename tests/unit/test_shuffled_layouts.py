@@ -183,6 +183,22 @@ def test_a_clip_of_internvl(tmp_path: Path) -> None:
     check_clip(made, model, text.replace("<video>", row), pixels["pixel_values"])
 
 
+@pytest.mark.parametrize("name", ["internvl2_5", None])
+def test_a_clip_of_internvl_chat(tmp_path: Path, name: str | None) -> None:
+    """As ``chat`` of the authors' model card has it: each frame one tile, an image with its number in front."""
+    made = internvl_chat(tmp_path, template=name, mm_video_frames=3)
+    model = load(tmp_path)
+    frames = decode_video(FILE, MediaConfig(), frames=3)
+    pixels = made.processor.image_processor(list(frames.frames), return_tensors="pt", crop_to_patches=False)
+    image = f"<img>{'<IMG_CONTEXT>' * TILE}</img>"
+    question = "Look: " + "".join(f"Frame{i}: {image}\n" for i in (1, 2, 3)) + "how long?"
+    text = mpt(LATER, "<|im_end|>\n", [("user", question)])
+    if name is None:
+        text = text.removeprefix(f"<|im_start|>system\n{LATER}<|im_end|>\n")
+    check_clip(made, model, text, pixels["pixel_values"])
+    assert load(internvl_chat(tmp_path).folder).vision.frames_per_video == 8
+
+
 def test_numbers_in_words() -> None:
     words = {0: "zero", 1: "one", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred"}
     words |= {101: "one hundred and one", 999: "nine hundred and ninety-nine"}

@@ -158,6 +158,13 @@ def test_fewer_frames_than_asked_for() -> None:
     assert len(one.frames) == 1 and one.seconds == (0.0,)
 
 
+@pytest.mark.parametrize("kind", ["mp4", "matroska"])
+def test_time_is_counted_from_the_first_frame(kind: str) -> None:
+    """A recording that was cut out of a long one begins ten hours after it."""
+    found = decoded(clip(kind, frames=3, times=[360_000, 360_001, 360_002]))
+    assert [round(s, 3) for s in found.seconds] == [0.0, 0.1, 0.2]
+
+
 def test_a_file_that_does_not_say_how_long_it_is() -> None:
     """Written as a live stream: no duration, no index, sizes not known."""
 
@@ -250,6 +257,18 @@ def cover_alone() -> bytes:
     return file.getvalue()
 
 
+def without_keyframe(kind: str, codec: str) -> bytes:
+    """A file that goes on from a frame which is not in it."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(clip(kind, codec, gop=250))) as source, av.open(file, "w", format=kind) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size and not packet.is_keyframe:
+                packet.stream = stream
+                target.mux(packet)
+    return file.getvalue()
+
+
 def fragmented() -> bytes:
     return clip(movflags="frag_keyframe+empty_moov")
 
@@ -279,6 +298,11 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "header of an MP4 alone": (lambda: clip()[:32], "damaged|cut off"),
     "header of a Matroska alone": (lambda: clip("matroska")[:40], "damaged|cut off"),
     "MP4 header before noise": (lambda: clip()[:32] + random.Random(1).randbytes(900), "damaged|cut off|no video"),
+    "no keyframe in AVI": (lambda: without_keyframe("avi", "mpeg4"), "has no keyframe"),
+    "no keyframe in Matroska": (lambda: without_keyframe("matroska", "mpeg4"), "has no keyframe"),
+    "no keyframe in MP4": (lambda: without_keyframe("mp4", "libx264"), "has no keyframe"),
+    "no keyframe in WebM": (lambda: without_keyframe("webm", "libvpx-vp9"), "has no keyframe"),
+    "a frame after ten hours": (lambda: clip("matroska", frames=3, times=[0, 1, 360_000]), "lasts 36000.1 seconds"),
     "frames all zero": (lambda: _blanked(clip("matroska")), "damaged"),
     "a frame overwritten": (lambda: _overwritten(clip("matroska", gop=250)), "damaged"),
 }

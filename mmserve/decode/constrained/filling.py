@@ -27,6 +27,10 @@ class Layout:
     fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding behind the template
     holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
 
+    def apart(self) -> Layout:
+        """The same layout, its holes with parsers of their own."""
+        return replace(self, holes=tuple((start, witness.apart()) for start, witness in self.holes))
+
 
 def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
     """A template of texts (as tokens) and holes on ``size`` positions, enough for all of them.

@@ -34,6 +34,12 @@ def branch(tag: str, **more: Any) -> Any:
     return {"type": "object", "properties": {"t": {"const": tag}, **more}, "required": ["t"]}
 
 
+def recurring(**node: Any) -> Any:
+    """A definition that may refer to itself."""
+    base = {"type": "object", "properties": {"a": {}}}
+    return {"$ref": "#/$defs/r", "$defs": {"r": node, "base": base}}
+
+
 #: Schema, values it takes, values it does not.
 EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "not_enum": ({"type": "string", "not": KINDS}, ["", "c", "ab", "é"], ["a", "b"]),
@@ -299,6 +305,18 @@ def test_integers_without_bounds_have_as_many_digits_as_64_bits_hold() -> None:
         {"type": "object", "properties": {"a": True}, "allOf": [{"required": ["a"]}]},
         {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["x"]}], "minProperties": 1},
         {"$ref": "#/$defs/x", "properties": {"b": {}}, "$defs": {"x": {"required": ["a"], "type": "object"}}},
+        recurring(allOf=[{"properties": {"a": {}}, "type": "object"}, {"properties": {"n": {"$ref": "#/$defs/r"}}}]),
+        recurring(properties={"a": {}, "n": {"$ref": "#/$defs/r"}}, anyOf=[{"required": ["a"]}, {"required": ["x"]}]),
+        {**recurring(type="object", properties={"a": {}, "n": {"$ref": "#/$defs/r"}}), "required": ["a"]},
+        recurring(
+            allOf=[{"$ref": "#/$defs/base"}, {"properties": {"n": {"type": "array", "items": {"$ref": "#/$defs/r"}}}}]
+        ),
+        recurring(
+            type="object",
+            anyOf=[branch("x", n={"$ref": "#/$defs/r"}), {"properties": {"a": True, "n": {"$ref": "#/$defs/r"}}}],
+        ),
+        recurring(anyOf=[{"items": {"$ref": "#/$defs/r"}}, {"prefixItems": [{"type": "string"}]}], type="array"),
+        recurring(**{"if": {"required": ["n"]}, "then": {"properties": {"n": {"$ref": "#/$defs/r"}}}}),
     ],
 )
 def test_no_number_is_read_as_an_infinity(schema: Any) -> None:

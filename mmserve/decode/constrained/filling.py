@@ -101,11 +101,21 @@ class Filling(Constrained):
         """First position, and first behind, of each hole."""
         return tuple((gap.start, gap.stop) for gap in self.gaps)
 
+    @property
+    def given(self) -> np.ndarray:
+        """Int64 ``[N]``: the template's texts, and what stands behind them; -1 in holes."""
+        return self.fixed
+
+    @property
+    def padded(self) -> bool:
+        """As of ``Canvas``: end tokens fill holes up."""
+        return True
+
     def prepare(self, canvas: Canvas) -> None:
         """Commit the template's texts, and what stands behind them, on a fresh ``canvas``."""
         places = np.flatnonzero(self.fixed >= 0)
         canvas.commit(canvas.prompt_length + places, self.fixed[places])
-        canvas.padded = True
+        canvas.padded = self.padded
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
         """As ``Constrained.allowed``, for each hole."""

@@ -165,6 +165,102 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"b": 1}],
         [{"a": "x"}],
     ),
+    "conditions_in_conditions": (
+        {
+            **TAGGED,
+            "properties": {"k": {"enum": ["a", "b", "c"]}, "v": {"type": "integer"}},
+            "if": {"properties": {"k": {"const": "a"}}},
+            "then": {"properties": {"v": {"minimum": 10}}},
+            "else": {
+                "if": {"properties": {"k": {"const": "b"}}},
+                "then": {"properties": {"v": {"maximum": -10}}},
+                "else": {"properties": {"v": {"const": 0}}},
+            },
+        },
+        [{"k": "a", "v": 10}, {"k": "b", "v": -10}, {"k": "c", "v": 0}],
+        [{"k": "a", "v": 9}, {"k": "b", "v": 0}, {"k": "c", "v": 10}],
+    ),
+    "schemas_that_depend_on_each_other": (
+        {
+            **CLOSED,
+            "dependentSchemas": {
+                "a": {"required": ["b"], "properties": {"b": {"minimum": 3}}},
+                "b": {"properties": {"a": {"maximum": 1}}},
+            },
+        },
+        [{}, {"b": 0}, {"a": 1, "b": 3}],
+        [{"a": 1}, {"a": 2, "b": 3}, {"a": 1, "b": 2}],
+    ),
+    "properties_named_as_keywords": (
+        {
+            "type": "object",
+            "properties": {"$ref": {"type": "integer"}, "allOf": {"type": "string"}, "const": {"type": "null"}},
+            "required": ["$ref", "allOf"],
+            "additionalProperties": False,
+        },
+        [{"$ref": 1, "allOf": ""}, {"$ref": 1, "allOf": "", "const": None}],
+        [{"$ref": "x", "allOf": ""}, {"allOf": ""}, {"$ref": 1, "allOf": "", "const": 1}],
+    ),
+    "names_and_values_beyond_16_bits": (
+        {
+            "type": "object",
+            "properties": {"😀": {"type": "string", "maxLength": 1}, 'a"\\\n': {"const": "e\u0301"}},
+            "required": ["😀"],
+            "additionalProperties": False,
+        },
+        [{"😀": "😀"}, {"😀": "é", 'a"\\\n': "e\u0301"}],
+        [{"😀": "e\u0301"}, {"😀": "", 'a"\\\n': "é"}, {}],
+    ),
+    "constants_and_what_stands_beside_them": (
+        {
+            "enum": [[1], ["a"], {"a": 1}, {"b": 1}, "ab", 4, 5],
+            "items": {"type": "string"},
+            "required": ["a"],
+            "multipleOf": 2,
+        },
+        [["a"], {"a": 1}, "ab", 4],
+        [[1], {"b": 1}, 5],
+    ),
+    "constants_as_written_otherwise": (
+        '{"const": {"a": [1.0, {"b": 2.50}], "c": 1e2}}',
+        [{"a": [1, {"b": 2.5}], "c": 100}],
+        [{}],
+    ),
+    "zero_of_either_sign": (
+        '{"type": "number", "exclusiveMinimum": -0.0, "maximum": 0.5}',
+        [0.5, 0.25],
+        [0, -0.1],
+    ),
+    "bounds_of_integers_with_fractions": (
+        {"type": "integer", "minimum": -2.5, "exclusiveMaximum": 0.5},
+        [-2, 0],
+        [-3, 1],
+    ),
+    "references_with_escapes": (
+        {
+            "anyOf": [{"$ref": "#/$defs/a%20b%25"}, {"$ref": "#/$defs/c~0~1d"}],
+            "$defs": {"a b%": {"type": "integer"}, "c~/d": {"type": "null"}},
+        },
+        [1, None],
+        ["", 1.5],
+    ),
+    "rows_that_are_joined": (
+        {
+            "type": "array",
+            "allOf": [
+                {"prefixItems": [{"type": "integer"}], "items": {"type": "string"}},
+                {"prefixItems": [True, {"maxLength": 2}], "items": {"maxLength": 1}},
+            ],
+            "minItems": 2,
+        },
+        [[1, "ab"], [1, "ab", "a"]],
+        [[1], [1, "abc"], [1, "ab", "ab"], ["a", "a"]],
+    ),
+    "closed_beside_others": (
+        {"allOf": [{**AB, "additionalProperties": False}, {"properties": {"b": {"minimum": 3}, "c": True}}]},
+        [{}, {"a": 1, "b": 3}],
+        [{"c": 1}, {"b": 2}],
+    ),
     "multiples": ({"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 2}, [0.25, 1.75], [0.3, 2.25]),
 }
 
@@ -172,7 +268,7 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_a_schema_is_enforced_exactly(name: str) -> None:
     schema, taken, refused = EXACT[name]
-    judge = jsonschema_rs.validator_for(schema)
+    judge = jsonschema_rs.validator_for(json.loads(schema) if isinstance(schema, str) else schema)
     at = schema_matcher(schema)
     for value, right in [*((v, True) for v in taken), *((v, False) for v in refused)]:
         assert judge.is_valid(value) is right, f"the test is wrong about {value}"

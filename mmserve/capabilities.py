@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.constraint import Template
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, TextPart
 from mmserve.decode.blending import check_reuse
@@ -97,10 +96,7 @@ class Capabilities:
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
         self._check_reduction(request)
         check_reuse(request, self.model, reads_pages=self._reducible)
-        asked = request.constraint
         if self.model.spec.renoising is not None:
-            if asked is not None and (asked.scaffold or isinstance(asked.kind, Template)):
-                raise Unimplemented(f"model {self.model.spec.name!r} takes no templates: it has no mask token")
             check_renoising(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
         if block and request.diffusion.block_length not in (0, block):

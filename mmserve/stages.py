@@ -93,7 +93,7 @@ class Stages:
         self.to_prefill: Transport = LocalTransport()
         self.to_decode: Transport = LocalTransport()
         self._admission = Admission(model)
-        self._admitted: dict[RequestId, Admitted] = {}
+        self._admitted: dict[RequestId, list[Admitted]] = {}  # for each sample that waits
         self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
         self._prefilling: dict[RequestId, Any] = {}
         self._decoding: dict[RequestId, Any] = {}
@@ -212,7 +212,9 @@ class Stages:
     def _admit(self, batch: list[Request]) -> list[None]:
         for request in batch:
             assert request.constraint is not None
-            self._admitted[request.id] = self._admission.admit(request.constraint, request.sampling.max_new_tokens)
+            sampling = request.sampling
+            admitted = self._admission.admit(request.constraint, sampling.max_new_tokens, sampling.n)
+            self._admitted[request.id] = admitted
         return [None] * len(batch)
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
@@ -228,10 +230,10 @@ class Stages:
         if taken:  # what stands behind an image that was not run is of this request alone
             keys = keys[: encoded.spans[0].start // self.store.page_size]
         admitted = self._admitted.pop(request.id, None)
-        for sample in samples(request):  # they share it: whatever stands in it is read, never changed
+        for i, sample in enumerate(samples(request)):  # they share it: whatever stands in it is read, never changed
             self.to_prefill.send(sample.id, encoded)
             if admitted is not None:
-                self._admitted[sample.id] = admitted
+                self._admitted[sample.id] = admitted[i : i + 1]
         rows, visual = len(encoded.ids), len(encoded.image_rows)
         usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
         return EncodedPrompt(usage, keys)
@@ -256,7 +258,7 @@ class Stages:
         for request, pages in batch:
             if request.id not in self._prefilling:
                 encoded = self.to_prefill.receive(request.id)
-                admitted = self._admitted.pop(request.id, None)
+                [admitted] = self._admitted.pop(request.id, [None])
                 self._prefilling[request.id] = self.decoder.begin(request, encoded, pages, admitted)
             state = self._prefilling[request.id]
             found.append((request, state) if self.decoder.ready(state) else None)

@@ -63,7 +63,7 @@ class _Rewriter:
         while missing := [(to, name) for to, name in self._references.named() if name not in definitions]:
             for target, name in missing:
                 definitions[name] = self._schema(self._references.schema("#" + target, ""), target)
-        schema = with_finite_numbers(without_endless(schema, definitions))
+        schema = with_finite_numbers(without_endless(schema, definitions), self._notes)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:

@@ -21,6 +21,7 @@ from mmserve.core.request import Request, Sampling
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.decode.constrained.admission import Admitted
+from mmserve.decode.constrained.renoised import begun as begun_canvas
 from mmserve.decode.constrained.renoised import projected, settle
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.forward import floor_of
@@ -119,6 +120,7 @@ class CanvasDecoder:
         begun = CanvasPrefilled(canvas, encoded.features)
         if admitted is not None:
             begun.constrained = admitted.begun(request)
+            canvas.padded = begun.constrained.padded
         return begun
 
     def ready(self, _begun: CanvasPrefilled) -> bool:
@@ -221,12 +223,17 @@ class CanvasDecoder:
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
             d.canvas.tokens[block] = noise.cpu().numpy()
         d.step, d.still = None, 0
+        if len(block) and d.constrained is not None and begun_canvas(d.constrained, d.canvas):
+            self._commit_canvas(d, d.canvas.tokens[block])  # nothing of it is left to decode
 
     def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:
         block = d.canvas.block()
         chosen = logits_LV.float().log_softmax(-1).gather(-1, final[:, None])[:, 0]
         d.log_probabilities[block] = chosen.cpu().numpy()
-        d.canvas.commit(block, final.cpu().numpy())
+        self._commit_canvas(d, final.cpu().numpy())
+
+    def _commit_canvas(self, d: CanvasDecoding, final: np.ndarray) -> None:
+        d.canvas.commit(d.canvas.block(), final)
         if d.constrained is not None:
             settle(d.constrained, d.canvas)
         self._begin_canvas(d)

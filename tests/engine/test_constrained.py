@@ -19,6 +19,7 @@ from harness import Bench, Call
 from helpers import ask, sure_above, tiny_model
 from test_policies import COMMITS, RECOMPUTES, policy
 
+from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import (
     Choice,
     ConstraintKind,
@@ -30,6 +31,8 @@ from mmserve.core.constraint import (
 )
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request
+from mmserve.core.samples import sample_seed
+from mmserve.decode.constrained import admission
 from mmserve.decode.constrained import state as state_module
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument
 from mmserve.models.base import Attention, LoadedModel
@@ -241,6 +244,25 @@ def test_samples_stop_strings_snapshots_and_log_probabilities(bench: Make, full:
     [call] = b.submit(constrained(ask("stopped", max_new_tokens=30, stop=('"row"',)), SCHEMAS[1]))
     stopped = call.finished()
     assert stopped.reason == "stop" and stopped.text.startswith('{"shape":') and '"row"' not in stopped.text
+
+
+def test_samples_do_not_spend_each_others_parsers(
+    bench: Make, full: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a parser's lexer may learn is bounded: each sample answers as it does alone, with the seed that it has."""
+    monkeypatch.setattr(admission, "PARSER_LIMITS", {**PARSER_LIMITS, "max_lexer_states": 400})
+    kind = Regex("[abc]{3,9}[ab]{4}|[a-z]*a[a-z]{9}")
+    request = constrained(ask("n", max_new_tokens=40, temperature=3.0, n=8, seed=5), kind)
+    together, alone = bench(full, watch=False), bench(full, watch=False)
+    ended: list[Any] = []
+    together.engine.submit(request, ended.append)
+    together.await_nothing_left()
+    texts = {e.sample: e.text for e in ended if isinstance(e, Finished)}
+    assert len(set(texts.values())) == 8
+    for i in (0, 1):
+        one = dataclasses.replace(request.sampling, n=1, seed=sample_seed(5, i))
+        [call] = alone.submit(dataclasses.replace(request, id=f"alone {i}", sampling=one))
+        assert call.finished().text == texts[i]
 
 
 def test_a_budget_that_cuts_says_so(bench: Make, causal: LoadedModel) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from gemma_checkpoints import LENGTH, entropy, gemma, load_gemma, save_gemma
+from gemma_checkpoints import LENGTH, STEPS, entropy, gemma, load_gemma, save_gemma
 from harness import Bench
 from helpers import tokenizer
 from test_constrained import SCHEMAS, check, constrained
 
 from mmserve.config import SchedulerConfig
-from mmserve.core.constraint import Regex
+from mmserve.core.constraint import Choice, ConstraintSpec, Hole, Regex, Template
 from mmserve.core.request import Policy, Request
 from mmserve.decode import renoise
 from mmserve.decode.schedulers import load_schedulers
@@ -193,6 +195,47 @@ def test_a_model_that_obeys_by_itself_is_not_bent(bench: Make, babbling: CanvasM
         assert mine.text == theirs.text == text
         assert mine.forwards <= theirs.forwards
         assert not mine.closed_by_budget
+
+
+FORMS: list[tuple[tuple[str | Hole, ...], list[str]]] = [
+    (("shape: ", Hole(6, Regex("[a-z]{1,6}")), "; row ", Hole(4, Regex("[0-9]{2}"))), ["[a-z]{1,6}", "[0-9]{2}"]),
+    (
+        (Hole(8, Choice(("red", "a small circle"))), ", and no more than that can be said of the scene, at all."),
+        ["red|a .*"],
+    ),
+    (("a", Hole(3 * LENGTH, Regex("b{3,40}")), "c"), ["b{3,40}"]),
+]
+
+
+def test_a_template_stands_from_the_start_and_its_holes_are_filled(bench: Make, babbling: CanvasModel) -> None:
+    """Over several canvases; one on which nothing is open takes no pass."""
+    network = Adversary(3.0, 4.0, 4.0)
+    b: Bench = bench(with_network(babbling, network), watch=False, schedulers=SCHEDULERS, max_tokens=512)
+    for i, (commit, (parts, patterns)) in enumerate(itertools.product(COMMITS, FORMS)):
+        request = gemma(f"t{i}", "a", max_new_tokens=90, commit=commit, seed=i, snapshots=True)
+        [call] = b.submit(dataclasses.replace(request, constraint=ConstraintSpec(Template(parts))))
+        done, texts = call.finished(), [part for part in parts if isinstance(part, str)]
+        filled = iter(done.holes)
+        assert done.text == "".join(part if isinstance(part, str) else next(filled) for part in parts)
+        assert all(re.fullmatch(*pair) for pair in zip(patterns, done.holes, strict=True))
+        assert done.reason == "end"
+        if texts[0] == parts[0]:
+            assert call.snapshots[0].text.startswith(texts[0][: LENGTH // 2])
+        else:
+            open_canvases = -(-FORMS[1][0][0].max_tokens // LENGTH)
+            assert done.forwards <= open_canvases * STEPS, "texts and padding alone take no pass"
+    b.await_nothing_left()
+
+
+def test_a_scaffold_is_filled(bench: Make, babbling: CanvasModel) -> None:
+    b: Bench = bench(babbling, watch=False, schedulers=SCHEDULERS)
+    for seed, commit in enumerate(COMMITS[::3]):
+        request = constrained(gemma(f"s{seed}", "a", max_new_tokens=60, commit=commit, seed=seed), SCHEMAS[1])
+        assert request.constraint is not None
+        spec = dataclasses.replace(request.constraint, scaffold=True)
+        [call] = b.submit(dataclasses.replace(request, constraint=spec))
+        check(call, SCHEMAS[1])
+        assert not call.finished().warnings
 
 
 def test_samples_stop_strings_and_log_probabilities(bench: Make, babbling: CanvasModel) -> None:

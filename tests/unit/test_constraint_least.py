@@ -10,11 +10,15 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
+from mmserve.bench.search import made_up
+from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.core.constraint import ConstraintSpec, JsonSchema
 from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
-from mmserve.decode.paths import completion, least
+from mmserve.decode.paths import least, shorter
 from mmserve.decode.paths.completion import Work, completes
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
@@ -118,6 +122,46 @@ def test_a_closer_that_leads_nowhere_is_left() -> None:
     assert lexicon.text(close.tokens) == b"[0.1,0.1]"
 
 
+ITEM = of(
+    id={"type": "integer", "minimum": 1},
+    name={"type": "string", "minLength": 3},
+    price={"type": "number", "exclusiveMinimum": 0},
+    kind={"enum": ["circle", "square", "box"]},
+    ok={"type": "boolean"},
+)
+
+
+def least_of(schema: dict[str, object], vocabulary: Vocabulary) -> int:
+    """Tokens of the shortest answer found, which is checked."""
+    lexicon = Lexicon.of(vocabulary.token_bytes)
+    text = grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text
+    close = Closes(lexicon).of(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), 1 << 20)
+    assert close is not None and jsonschema_rs.is_valid(schema, json.loads(lexicon.text(close.tokens)))
+    return len(close.tokens)
+
+
+@pytest.mark.parametrize(
+    ("item", "many"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, 200),
+        (ITEM, 300),
+        ({"anyOf": [of(kind={"const": "circle"}, r={"type": "number"}), of(w={"minimum": 10, "type": "number"})]}, 60),
+    ],
+)
+@pytest.mark.parametrize("words", [BYTES, None])
+def test_a_long_array_takes_what_its_items_take(item: dict[str, object], many: int, words: Vocabulary | None) -> None:
+    """However long it is: each item more takes what the second takes beside the first."""
+    vocabulary = words or made_up(2000).vocabulary
+    one, two, all_of_them = (
+        least_of({"type": "array", "items": item, "minItems": n, "maxItems": n}, vocabulary) for n in (1, 2, many)
+    )
+    assert all_of_them <= one + (many - 1) * (two - one)
+
+
+def test_a_long_text_is_made_of_long_tokens() -> None:
+    assert least_of({"type": "string", "minLength": 2000}, made_up(2000).vocabulary) < 150
+
+
 def test_an_empty_language_has_no_completion() -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
     endless = Grammar('start: "a" start', BYTES).start()
@@ -144,7 +188,7 @@ def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPat
 
     def improve(*args: Any, **options: Any) -> list[int]:
         searches.append(1)
-        return completion.improve(*args, **options)
+        return shorter.improve(*args, **options)
 
     monkeypatch.setattr(least, "improve", improve)
     close = Closes(Lexicon.of(BYTES.token_bytes)).of(Grammar("start: /[a-d]{60}/", BYTES), 8)

@@ -30,6 +30,7 @@ from mmserve.decode.constrained.futures import Place
 from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constrained.state import Constrained, Split
 from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
+from mmserve.decode.constraint.concatenation import Concatenation
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Infeasible, Witness, begun
 from mmserve.decode.paths.lexicon import Lexicon
@@ -45,7 +46,7 @@ ANYTHING = Regex(r"[\s\S]*")
 
 @dataclass(frozen=True)
 class Admitted:
-    """A constraint that can be kept within its request's budget; all samples of the request share it."""
+    """A constraint that can be kept within its request's budget, for one sample of the request."""
 
     witness: Witness
     lexicon: Lexicon
@@ -68,6 +69,13 @@ class Admitted:
         return Constrained(
             self.witness, self.lexicon, self.warnings, self.judge, sampled, judges=self.judges, split=self.split
         )
+
+    def apart(self) -> Admitted:
+        """The same for another sample, with parsers of its own: what one has spent of their limits is not missed by the
+        others. Takes as long as compiling."""
+        witness = self.witness.apart()
+        split = _splitter(witness) if self.split is not None else None
+        return replace(self, witness=witness, split=split, layout=None if self.layout is None else self.layout.apart())
 
     def warned(self, warning: str) -> Admitted:
         """The same with one more warning."""
@@ -135,12 +143,16 @@ class Admission:
         self._closed = False
         self._lock = threading.Lock()
 
-    def admit(self, spec: ConstraintSpec, budget: int) -> Admitted:
-        """The first witness of an answer of ``budget`` tokens that obeys ``spec``.
+    def admit(self, spec: ConstraintSpec, budget: int, samples: int = 1) -> list[Admitted]:
+        """The first witness of an answer of ``budget`` tokens that obeys ``spec``, for each of ``samples``.
 
         Raises ``InvalidArgument`` where there is no grammar for it, with every reason, or the budget is too small,
         with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained.
         """
+        admitted = self._first(spec, budget)
+        return [admitted, *(admitted.apart() for _ in range(samples - 1))]
+
+    def _first(self, spec: ConstraintSpec, budget: int) -> Admitted:
         language = self._made()
         if isinstance(spec.kind, Template):
             return self._template(language, spec.kind, budget)
@@ -156,8 +168,9 @@ class Admission:
         judges = tuple(hole.judge for hole in holes)
         if self._model.spec.causal:
             with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
-                row, witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
-            return Admitted(witness, language.lexicon, warnings, None, judges=judges, split=row.split)
+                witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
+            split = _splitter(witness)
+            return Admitted(witness, language.lexicon, warnings, None, judges=judges, split=split)
         parts = [language.spelling(part) if isinstance(part, str) else part.witness for part in found]
         layout = side_by_side(parts, budget, language.ends)
         return Admitted(holes[0].witness, language.lexicon, warnings, None, judges=judges, layout=layout)
@@ -208,6 +221,12 @@ class Admission:
             if self._language is None:
                 self._language = _language(self._model)
             return self._language
+
+
+def _splitter(witness: Witness) -> Split | None:
+    """By a parser that nothing else is asked of: it is needed when the answer is whole."""
+    row = witness.language
+    return row.apart().split if isinstance(row, Concatenation) else None
 
 
 def _language(model: Model) -> _Language:

@@ -43,7 +43,7 @@ class Closes:
                 return self._found[key]
         room = 0 if patient else _ENDLESS
         close = shortest_close(
-            grammar.start(), self._lexicon, kinds=grammar.kinds, room=room, bound=bound, searched=patient
+            grammar.apart().start(), self._lexicon, kinds=grammar.kinds, room=room, bound=bound, searched=patient
         )
         with self._lock:
             self._found[key] = close

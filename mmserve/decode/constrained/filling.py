@@ -27,6 +27,10 @@ class Layout:
     fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding behind the template
     holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
 
+    def apart(self) -> Layout:
+        """The same layout, its holes with parsers of their own."""
+        return replace(self, holes=tuple((start, witness.apart()) for start, witness in self.holes))
+
 
 def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
     """A template of texts (as tokens) and holes on ``size`` positions, enough for all of them.
@@ -97,11 +101,21 @@ class Filling(Constrained):
         """First position, and first behind, of each hole."""
         return tuple((gap.start, gap.stop) for gap in self.gaps)
 
+    @property
+    def given(self) -> np.ndarray:
+        """Int64 ``[N]``: the template's texts, and what stands behind them; -1 in holes."""
+        return self.fixed
+
+    @property
+    def padded(self) -> bool:
+        """As of ``Canvas``: end tokens fill holes up."""
+        return True
+
     def prepare(self, canvas: Canvas) -> None:
         """Commit the template's texts, and what stands behind them, on a fresh ``canvas``."""
         places = np.flatnonzero(self.fixed >= 0)
         canvas.commit(canvas.prompt_length + places, self.fixed[places])
-        canvas.padded = True
+        canvas.padded = self.padded
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
         """As ``Constrained.allowed``, for each hole."""

@@ -71,6 +71,16 @@ class Constrained:
         """First position, and first behind, of each text that the decoder fills in."""
         return ((0, len(self.witness.tokens)),)
 
+    @property
+    def given(self) -> np.ndarray:
+        """Int64 ``[N]``: the tokens that stand from the start, -1 where there is none."""
+        return np.full(len(self.witness.tokens), -1, np.int64)
+
+    @property
+    def padded(self) -> bool:
+        """As of ``Canvas``."""
+        return False
+
     def prepare(self, canvas: Canvas) -> None:
         """Put onto a fresh ``canvas`` what stands there from the start."""
 

@@ -70,10 +70,11 @@ def side_by_side(parts: Sequence[list[int] | Witness], budget: int, ends: tuple[
     return laid_out(parts, budget, ends)
 
 
-def one_by_one(
-    parts: Sequence[str | Opened], vocabulary: Vocabulary, lexicon: Lexicon, budget: int
-) -> tuple[Concatenation, Witness]:
-    """All of the template as one language. Raises ``InvalidArgument`` or ``Infeasible`` for too small a ``budget``."""
+def one_by_one(parts: Sequence[str | Opened], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:
+    """The first witness of all of the template, as one language (a ``Concatenation``).
+
+    Raises ``InvalidArgument`` or ``Infeasible`` for too small a ``budget``.
+    """
     texts, holes = [b""], list[Bounded]()
     begun: list[int] = []
     for part in parts:
@@ -87,12 +88,12 @@ def one_by_one(
     language = Concatenation(tuple(texts), tuple(holes), vocabulary)
     start = language.start()
     if not completes(start, begun):  # the text behind a hole stands in the hole's own shortest one
-        return language, admit(language, lexicon, budget)
+        return admit(language, lexicon, budget)
     if len(begun) > budget:
         raise too_small(len(begun), budget)
     tokens = np.full(budget, min(vocabulary.end_ids), np.int64)
     tokens[: len(begun)] = begun
-    return language, Witness(tokens, len(begun), start, 0, vocabulary.end_ids)
+    return Witness(tokens, len(begun), start, 0, vocabulary.end_ids, language=language)
 
 
 def too_small(needed: int, budget: int) -> InvalidArgument:

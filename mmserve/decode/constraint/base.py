@@ -75,3 +75,7 @@ class Constraint(Protocol):
     def start(self) -> Matcher:
         """A matcher in front of the first token."""
         ...
+
+    def apart(self) -> Self:
+        """The same constraint with a parser of its own: what is done with one takes nothing from the other's limits."""
+        ...

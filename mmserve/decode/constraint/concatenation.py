@@ -54,6 +54,10 @@ class Concatenation:
         before = Place(-1, texts=((0, 0),))
         return ConcatenationMatcher(self, before if self.texts[0] else self._opened(before))
 
+    def apart(self) -> Concatenation:
+        """The same language with parsers of its own."""
+        return replace(self, holes=tuple(replace(hole, constraint=hole.constraint.apart()) for hole in self.holes))
+
     def split(self, tokens: Sequence[int]) -> list[list[int]]:
         """Which of ``tokens``, a whole answer, fill each hole. ``ValueError`` if they are none."""
         matcher = self.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
@@ -49,6 +49,13 @@ class Grammar:
     def start(self) -> GrammarMatcher:
         """A matcher in front of the first token."""
         return GrammarMatcher(self._compiled.deep_copy(), self.vocabulary)
+
+    def apart(self) -> Grammar:
+        """The same grammar, compiled anew: takes milliseconds.
+
+        All matchers of a parser share what its lexer has learned, and the limit on that.
+        """
+        return replace(self)
 
 
 class GrammarMatcher:

@@ -58,7 +58,15 @@ class Witness:
     closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
     kinds: Callable[[], Kinds] = Texts  # of the texts of its language
     places: Places | None = field(default=None, repr=False, compare=False)  # of its language, where they are shared
+    language: Constraint | None = field(default=None, repr=False, compare=False)  # where others may be begun in it
     cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
+
+    def apart(self) -> Witness:
+        """The same witness, of which nothing is known yet, with a parser of its own."""
+        if self.language is None:
+            return self
+        language = self.language.apart()
+        return replace(self, language=language, matcher=language.start(), kinds=language.kinds)
 
     def resized(self, size: int) -> Witness:
         """The same answer, of which nothing is known yet, on ``size`` positions; they must be enough."""
@@ -92,7 +100,9 @@ def begun(constraint: Constraint, budget: int, close: Close | None, places: Plac
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
     start, ends = constraint.start(), constraint.end_ids
-    return Witness(tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places)
+    return Witness(
+        tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places, language=constraint
+    )
 
 
 def follow(witness: Witness, known: np.ndarray) -> Witness:

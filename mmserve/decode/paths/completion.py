@@ -1,24 +1,22 @@
 """Short completions of a text, found by byte rather than by token: most bytes that may follow are alike.
 
-``walk`` goes straight for the end, ``improve`` makes a completion shorter by changing one choice of it at a time, and
-``cheapest`` searches where going straight does not arrive. A completion is bytes; ``Lexicon.cover`` spells it in the
-fewest tokens.
+``walk`` goes straight for the end, ``shorter.improve`` makes what it finds shorter, and ``cheapest`` searches where
+going straight does not arrive. A completion is bytes; ``Lexicon.cover`` spells it in the fewest tokens.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mmserve.decode.constraint.base import Matcher
-from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.lexicon import Lexicon
 
 #: What a search costs, in tokens that a parser reads (about 0.3 microseconds each): a copy of a parser, a mask of all
 #: tokens, and a byte of a text that is spelled in the fewest tokens. Measured, and rounded up.
-_FORK, _MASK, _BYTE = 16, 100, 8
+FORK, MASK, BYTE = 16, 100, 8
 
 
 @dataclass
@@ -74,13 +72,9 @@ class Walk:
 
 
 #: Longest completion, in tokens, that a walk looks for.
-_LONGEST = 4096
+_LONGEST = 32_768
 #: Times in a row that a walk takes the same closer.
 _TIRED = 8
-#: How much farther on, in tokens, a detour is expected to join the old way.
-_NEAR = 12
-#: Long tokens tried at a choice.
-_FILLERS = 3
 #: Closers that are asked for one by one, before all of them are.
 _LIKELY = 8
 
@@ -92,23 +86,28 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work) -> Walk | None:
 
     Where one closer has led nowhere several times in a row, as zeros behind ``0.`` do, the next one is taken.
     """
-    at, tokens = matcher, list[int]()
+    at, tokens = matcher.fork(), list[int]()  # one copy, that moves: one a step would make long answers dear
     choices: list[int] = []
-    while work.spend(_MASK) and len(tokens) < _LONGEST:
+    while work.spend(MASK) and len(tokens) < _LONGEST:
         if at.accepting:
             return Walk(tuple(tokens), tuple(choices))
-        step = lexicon.cover(at.ahead()) or []
+        step, chosen = onward(at, lexicon, tokens)
         if not step:
-            step = _first(at, lexicon, tokens[-_TIRED:])
-            if not step:
-                return None
-            choices.append(len(tokens))
-        behind = after(at, step)
-        if behind is None:
             return None
-        at = behind
+        if chosen:
+            choices.append(len(tokens))
+        try:
+            at.consume(step)
+        except ValueError:
+            return None
         tokens += step
     return None
+
+
+def onward(at: Matcher, lexicon: Lexicon, tokens: Sequence[int]) -> tuple[list[int], bool]:
+    """The next tokens of a walk behind ``tokens``, and whether there was a choice; none where nothing may follow."""
+    known = lexicon.cover(at.ahead())
+    return (known, False) if known else (_first(at, lexicon, list(tokens[-_TIRED:])), True)
 
 
 def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
@@ -128,86 +127,6 @@ def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
     return tired if at.valid(tired) else []
 
 
-def improve(begun: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, *, alternatives: int) -> list[int]:
-    """Fewest tokens found for ``begun``, or for a way that differs from it: its choices are gone through once.
-
-    ``matcher``: where ``begun`` begins.
-    """
-    best, spelling = begun, lexicon.cover(lexicon.text(begun.tokens)) or list(begun.tokens)
-    tried: set[bytes] = set()
-    n, at, done = 0, matcher, 0
-    while n < len(best.choices) and work.left:
-        place = best.choices[n]
-        if place > done:
-            at = at.fork()
-            at.consume(best.tokens[done:place])
-            work.read(_FORK + place - done)
-            done = place
-        for other in _detours(best, n, at, lexicon, work, tried, alternatives):
-            text = lexicon.text(other.tokens)
-            work.read(_BYTE * len(text) + len(other.choices))
-            shorter = lexicon.cover(text)
-            if shorter is not None and len(shorter) < len(spelling):
-                best, spelling = other, shorter
-                break
-        else:
-            n += 1
-    return spelling
-
-
-def _detours(
-    best: Walk, n: int, at: Matcher, lexicon: Lexicon, work: Work, tried: set[bytes], alternatives: int
-) -> Iterator[Walk]:
-    """Completions that leave ``best`` at its choice ``n``, where ``at`` is; ``tried`` holds the texts up to there that
-    were seen."""
-    place = best.choices[n]
-    for token in _others(at, lexicon, best.tokens[place:], alternatives, work):
-        before = (*best.tokens[:place], token)
-        text = lexicon.text(before)
-        if text in tried or not work.spend(_FORK + len(before)):
-            continue
-        tried.add(text)
-        fork = after(at, [token])
-        if fork is None:
-            continue
-        # mostly it joins the old way again, a little farther on: that costs no masks
-        for joined in range(min(place + _NEAR, len(best.tokens)), place - 1, -1):
-            rest = best.tokens[joined:]
-            work.read(_FORK + 2 * len(rest))
-            if completes(fork, rest):
-                moved = len(before) - joined
-                later = tuple(i + moved for i in best.choices[n + 1 :] if i >= joined)
-                yield Walk((*before, *rest), best.choices[: n + 1] + later)
-                break
-        else:
-            walked = walk(fork, lexicon, work)
-            if walked is not None:
-                later = tuple(len(before) + i for i in walked.choices)
-                yield Walk((*before, *walked.tokens), best.choices[: n + 1] + later)
-
-
-def _others(at: Matcher, lexicon: Lexicon, rest: tuple[int, ...], count: int, work: Work) -> list[int]:
-    """Up to ``count`` tokens besides the one taken, and a few long ones.
-
-    A byte behind which the rest of the way is still open has led no farther: more of a string, mostly. One is enough.
-    """
-    found: list[int] = []
-    idle = 0
-    mask = at.mask()
-    work.read(_MASK)
-    for token in lexicon.closers[bitmask.has(mask, lexicon.closers)].tolist():
-        if token == rest[0] or len(found) == count or not work.left:
-            continue
-        reach = at.valid([token, *rest])
-        work.read(reach)
-        if reach == len(rest) + 1:
-            idle += 1
-            if idle > 1:
-                continue
-        found.append(token)
-    return found + lexicon.fillers[bitmask.has(mask, lexicon.fillers)][:_FILLERS].tolist()
-
-
 def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, similar: int) -> list[int] | None:
     """A completion of few bytes by search; None if the work was not enough.
 
@@ -218,7 +137,7 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
     queue: list[tuple[int, int, bytes, Matcher]] = [(0, 0, b"", matcher)]
     seen = {b""}
     alike: Counter[tuple[int, bytes]] = Counter()
-    while queue and work.spend(_MASK):
+    while queue and work.spend(MASK):
         length, _serial, text, at = heapq.heappop(queue)
         if at.accepting:
             return lexicon.cover(text)
@@ -233,7 +152,7 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
             grown = text + lexicon.text(step)
             if grown not in seen:
                 seen.add(grown)
-                work.read(_FORK + len(grown))
+                work.read(FORK + len(grown))
                 fork = after(at, step)
                 if fork is None:
                     continue

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Matcher
-from mmserve.decode.paths.completion import Walk, Work, after, cheapest, completes, improve, walk
+from mmserve.decode.paths.completion import Walk, Work, after, cheapest, completes, walk
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.shorter import improve
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Effort:
     exact_tokens: int = 2000
     patient_tokens: int = 200_000  # where it is the exact number that decides; a microsecond each
     patient_places: int = 3000
-    places: int = 4000  # about 10 microseconds each
+    walked: int = 40_000  # places of the first walk, about 10 microseconds each
+    places: int = 4000  # of a search, the same
     alternatives: int = 12
     similar: int = 3
 
@@ -78,7 +80,7 @@ def shortest_close(
 
 def _bound(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> tuple[int, ...] | None:
     """A completion that is short, found by bytes."""
-    begun = walk(matcher, lexicon, Work(effort.places))
+    begun = walk(matcher, lexicon, Work(effort.walked))
     found = (
         _searched(matcher, lexicon, effort)
         if begun is None

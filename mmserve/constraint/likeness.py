@@ -104,9 +104,9 @@ class Matches:
 #: of the scalar so far.
 _Place = tuple[int, int, int]
 _BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
-#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, and the
-#: latest sign there, spaces aside.
-_Open = tuple[int, int, int, int]
+#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, the
+#: latest sign there, spaces aside, and whether a space is the last of all: once more follows, nothing asks for it.
+_Open = tuple[int, int, int, int, bool]
 
 
 class Documents:
@@ -145,6 +145,9 @@ class Documents:
             if byte in _LETTERS:
                 return around, _LITERAL, self._literals.of((scalar, byte))
             around = self._valued(around, (_LITERAL, scalar))
+        if byte == _SPACE:
+            return self._spaced(around, space=True), _BETWEEN, 0
+        around = self._spaced(around, space=False)
         if byte == _QUOTE:
             return around, _STRING, 0
         if byte in _SIGNS:
@@ -153,7 +156,7 @@ class Documents:
             return around, _LITERAL, self._literals.of((-1, byte))
         if byte in b"[{":
             return self._open(around, byte), _BETWEEN, 0
-        outer, _bracket, history, _sign = self._opened.keys[around]
+        outer, _bracket, history, _sign, _space = self._opened.keys[around]
         if byte in b"]}" and outer >= 0:
             return self._valued(outer, (byte, history)), _BETWEEN, 0
         return self._noted(around, byte, byte), _BETWEEN, 0
@@ -161,7 +164,7 @@ class Documents:
     def _closed(self, around: int, string: int) -> int:
         """What is open behind a string of class ``string``."""
         closed = self._strings.closed(string)
-        _outer, bracket, _history, sign = self._opened.keys[around]
+        _outer, bracket, _history, sign, _space = self._opened.keys[around]
         is_name = bracket == _OBJECT and sign != _COLON
         return self._noted(around, closed, 0) if is_name else self._valued(around, closed)
 
@@ -170,13 +173,15 @@ class Documents:
         return self._noted(around, ("value", kind if self._telling else None), 0)
 
     def _noted(self, around: int, more: Hashable, sign: int) -> int:
-        outer, bracket, history, latest = self._opened.keys[around]
-        return self._opened.of(
-            (outer, bracket, self._histories.of((history, more)), latest if sign == _SPACE else sign)
-        )
+        outer, bracket, history, _sign, _space = self._opened.keys[around]
+        return self._opened.of((outer, bracket, self._histories.of((history, more)), sign, False))
+
+    def _spaced(self, around: int, *, space: bool) -> int:
+        *before, spaced = self._opened.keys[around]
+        return around if spaced == space else self._opened.of((*before, space))
 
     def _open(self, around: int, bracket: int) -> int:
-        return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0))
+        return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0, False))
 
 
 def _nested(values: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable
+from enum import Enum
 from typing import Any, Protocol
 
 from mmserve.constraint.conditions import OVER, Conditions, Numbers, Strings, character, nodes
@@ -34,6 +35,18 @@ class Kinds(Protocol):
         """The class of a text of class ``kind`` and ``text`` behind it. Raises ``ValueError`` where that is unknown."""
         ...
 
+    def inside(self, kind: Any) -> tuple[Scalar, Hashable] | None:
+        """The string or number that a text of class ``kind`` ends in, if all that are alike around it and may end are
+        alike behind their ends, whatever they hold."""
+        ...
+
+
+class Scalar(Enum):
+    """What a text may end in the middle of."""
+
+    STRING = "string"
+    NUMBER = "number"
+
 
 class Texts:
     """Every text is a class of its own."""
@@ -45,6 +58,9 @@ class Texts:
     def after(self, kind: bytes, text: bytes) -> bytes:
         """The class of a text of class ``kind`` and ``text`` behind it."""
         return kind + text
+
+    def inside(self, kind: bytes) -> None:
+        """Nothing is known."""
 
 
 def kinds_of(grammar: str) -> Kinds:
@@ -99,6 +115,9 @@ class Matches:
                 tail, state = b"", self._expression.after(state, char)
         return self._numbered.of((tail, state))
 
+    def inside(self, kind: int) -> None:
+        """Nothing is known."""
+
 
 #: Where a beginning ends: the number of what is open around it (``_Open``), which of these it stands in, and the class
 #: of the scalar so far.
@@ -130,6 +149,15 @@ class Documents:
         for byte in text:
             place = self._next(place, byte)
         return self._places.of(place)
+
+    def inside(self, kind: int) -> tuple[Scalar, int] | None:
+        """As ``Kinds.inside``: the values of an object or array, where what one holds tells nothing of others."""
+        around, mode, _scalar = self._places.keys[kind]
+        if self._telling or mode not in (_STRING, _NUMBER):
+            return None
+        if mode == _NUMBER:
+            return Scalar.NUMBER, around
+        return None if self._names(around) else (Scalar.STRING, around)
 
     def _next(self, place: _Place, byte: int) -> _Place:
         around, mode, scalar = place
@@ -164,9 +192,12 @@ class Documents:
     def _closed(self, around: int, string: int) -> int:
         """What is open behind a string of class ``string``."""
         closed = self._strings.closed(string)
+        return self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
+
+    def _names(self, around: int) -> bool:
+        """Whether a string there is a name."""
         _outer, bracket, _history, sign, _space = self._opened.keys[around]
-        is_name = bracket == _OBJECT and sign != _COLON
-        return self._noted(around, closed, 0) if is_name else self._valued(around, closed)
+        return bracket == _OBJECT and sign != _COLON
 
     def _valued(self, around: int, kind: Hashable) -> int:
         """What is open behind a value of class ``kind``."""

@@ -21,6 +21,7 @@ from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places
+from mmserve.decode.paths.room import SPARE, look_ahead
 from mmserve.decode.paths.search import Beam, OutOfTime, Path, best_path, fits
 
 #: Ways to the end that a request remembers.
@@ -92,6 +93,8 @@ def begun(constraint: Constraint, budget: int, close: Close | None, places: Plac
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
     start, ends = constraint.start(), constraint.end_ids
+    if places is not None:
+        look_ahead(start, close.tokens[:1], min(budget, len(close.tokens) + SPARE), places)
     return Witness(tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places)
 
 

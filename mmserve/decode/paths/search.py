@@ -24,6 +24,7 @@ from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import Field
 from mmserve.decode.paths.places import Place, Places
+from mmserve.decode.paths.room import SPARE, OutOfTime, Room
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Beam:
     clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
     again: int = 60  # ways that are gone after all where no other path was found
     salvaged: int = 12  # dead forks for which a completion is looked for
+    spare: int = SPARE  # tokens more than the old witness takes, up to which it is asked what places need
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,6 @@ class _Left:
     alone: bool = False
 
 
-class OutOfTime(Exception):
-    """The step's time was over before the search was."""
-
-
 def best_path(
     root: Place, places: Places, f: Field, closing: Closing, beam: Beam, in_time: Callable[[], bool]
 ) -> Path | None:
@@ -95,7 +93,13 @@ def best_path(
     """
     if f.stayed[0] >= f.most[0]:
         return Path(f.old_content, f.stayed[0])
-    return _straight(root, places, f, closing) or _Search(places, f, closing, beam).run(root, in_time)
+    straight = _straight(root, places, f, closing)
+    if straight is not None:
+        return straight
+    size = next((p for p in range(f.size) if f.fixed[p] in f.ends), closing.size - f.start)
+    tight = places.known and size - len(f.old_content) <= beam.spare
+    room = Room(root, size, places, in_time) if tight else None
+    return _Search(places, f, closing, beam, room).run(root, in_time)
 
 
 def _straight(root: Place, places: Places, f: Field, closing: Closing) -> Path | None:
@@ -122,6 +126,7 @@ class _Search:
     f: Field
     closing: Closing
     beam: Beam
+    room: Room | None  # where there is little left
     best: Path = field(init=False)
     others: bool = False  # whether any whole path was found besides the old witness
     along: dict[Place, list[int]] = field(default_factory=dict)  # places of the old witness, and its tokens in front
@@ -249,6 +254,8 @@ class _Search:
                         continue
                 followed = followed or token == old
                 far = places.reach(fork.place, [token, *behind])
+                if far > least and not self._ends_in_time(fork.place, token, p):
+                    continue
                 if far <= reach:
                     if far > least:
                         add(beam.broken * beam.decay ** (far - 1), score, fork, token)
@@ -256,11 +263,22 @@ class _Search:
                     add(0.0, score, fork, token)
                     enough = max(enough, log_probability - beam.clear)
             if len(grown) == begun and floor > bound:
-                for token in self.closing.next_tokens(fork.place):
+                for token in self._others(fork.place, p):
                     if places.reach(fork.place, [token, *following]) > least:
                         add(beam.broken, fork.score + floor, fork, token)
         grown.sort(key=lambda g: -g[0])
         return grown
+
+    def _ends_in_time(self, place: Place, token: int, p: int) -> bool:
+        """Whether a way by ``token`` at ``p`` may come to its end within what is left, for all that is known."""
+        if self.room is None:
+            return True
+        behind = self.places.after(place, token)
+        return behind is not None and self.room.fits(behind, p + 1)
+
+    def _others(self, place: Place, p: int) -> list[int]:
+        """A token or two for a fork that none of the model's candidates may follow."""
+        return self.closing.next_tokens(place) if self.room is None else self.room.ways(place, p, 2)
 
     def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
         """The first of the ways ``grown``, one a place: what the constraint cannot tell apart goes on in one way."""
@@ -302,6 +320,8 @@ class _Search:
                 score = fork.score + options[left.option + 1][1]
                 following.append(_Left(score + f.most[p + 1], p, fork, left.option + 1))
             place = self.places.after(fork.place, token)
+            if place is not None and self.room is not None and not self.room.fits(place, p + 1):
+                place = None
             if place is not None and not (fork.on_witness and token == f.old[p]):
                 one, p = _Fork(fork.score + log_probability, place, fork, token), p + 1
                 if not self._joined(one, p):
@@ -339,6 +359,8 @@ class _Search:
         room = next((p for p in range(f.size) if f.fixed[p] in f.ends), self.closing.size - f.start)
         for p, forks in reversed(trail):
             for fork in forks:
+                if self.room is not None and not self.room.fits(fork.place, p):
+                    continue
                 if fork.on_witness or p > deepest or fork.score + f.most[p] <= self.best.score:
                     continue
                 tried += 1

@@ -122,7 +122,9 @@ class Room:
         """Whether ``token`` leads from ``place`` to what stands for all places within a ``scalar``."""
         behind = self._places.after(place, token)
         inside = None if behind is None else self._places.inside(behind)
-        return inside is not None and inside[0] is scalar and self._around(behind).key == inside
+        if behind is None or inside is None or inside[0] is not scalar:
+            return False
+        return self._within(behind, inside) is not None
 
     def _within(self, place: Place, inside: tuple[Scalar, Hashable]) -> Around | None:
         """What stands for all places within the same string or number; None if ``place`` may not end it, yet."""

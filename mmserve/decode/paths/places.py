@@ -187,8 +187,7 @@ class Places:
                 break
             at = queue.popleft()
             forced = self.lexicon.cover(at.matcher.forced())
-            closers = self.lexicon.closers
-            for step in [forced] if forced else closers[at.matcher.among(closers)][:, None].tolist():
+            for step in [forced] if forced else self._apart(at):
                 behind = self.through(at, step) if forced else self.after(at, step[0])
                 if behind is None or behind in ways:
                     continue
@@ -197,6 +196,15 @@ class Places:
                     return ways[behind]
                 queue.append(behind)
         return None
+
+    def _apart(self, place: Place) -> list[list[int]]:
+        """Closers that may follow ``place``, the first of those behind which texts are alike."""
+        closers = self.lexicon.closers
+        steps: dict[Hashable, list[int]] = {}
+        for token in closers[place.matcher.among(closers)].tolist():
+            kind = self._kind(place.kind, self.lexicon.spelled[token])
+            steps.setdefault(token if kind is None else (kind,), [token])
+        return list(steps.values())
 
     def _moved(self, place: Place, tokens: Sequence[int]) -> Place | bool | None:
         """What is behind ``tokens``, as ``Place.next`` says it."""

@@ -67,7 +67,11 @@ class _Fork:
         return found[::-1]
 
 
-@dataclass(frozen=True, slots=True)
+#: A way by one token: rank, score, the fork it goes on from, the token, and where it stands among the options.
+_Grown = tuple[float, float, _Fork, int, int]
+
+
+@dataclass(slots=True)
 class _Left:
     """A way that was not gone: from ``fork``, at ``p``, by an option of that position or by those behind it, too."""
 
@@ -216,19 +220,19 @@ class _Search:
             self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
         return False
 
-    def _grown(self, forks: list[_Fork], p: int) -> list[tuple[float, float, _Fork, int]]:
-        """What the options of a masked position make of ``forks``: rank, score, fork and token of each."""
+    def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
+        """What the options of a masked position make of ``forks``."""
         f, beam, places = self.f, self.beam, self.places
         following = f.content(f.run[p + 1]) if p + 1 < f.size else []
         ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
         behind = ahead or following
         reach, least = len(behind), len(following)
-        grown: list[tuple[float, float, _Fork, int]] = []
+        grown: list[_Grown] = []
         ranks: list[float] = []  # the best so far, as many as forks are kept
         most, options, floor, old = f.most[p + 1], f.options[p], f.floor[p], f.old[p]
 
-        def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
-            grown.append((score - penalty, score, fork, token))
+        def add(penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
+            grown.append((score - penalty, score, fork, token, option))
             insort(ranks, score - penalty)
             del ranks[: -beam.width]
 
@@ -258,14 +262,14 @@ class _Search:
                     continue
                 if far <= reach:
                     if far > least:
-                        add(beam.broken * beam.decay ** (far - 1), score, fork, token)
+                        add(beam.broken * beam.decay ** (far - 1), score, fork, token, i)
                 else:
-                    add(0.0, score, fork, token)
+                    add(0.0, score, fork, token, i)
                     enough = max(enough, log_probability - beam.clear)
             if len(grown) == begun and floor > bound:
                 for token in self._others(fork.place, p):
                     if places.reach(fork.place, [token, *following]) > least:
-                        add(beam.broken, fork.score + floor, fork, token)
+                        add(beam.broken, fork.score + floor, fork, token, len(options))
         grown.sort(key=lambda g: -g[0])
         return grown
 
@@ -280,16 +284,16 @@ class _Search:
         """A token or two for a fork that none of the model's candidates may follow."""
         return self.closing.next_tokens(place) if self.room is None else self.room.ways(place, p, 2)
 
-    def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
+    def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
         """The first of the ways ``grown``, one a place: what the constraint cannot tell apart goes on in one way."""
         f, kept = self.f, dict[Place, _Fork]()
         most, old = f.most[p + 1], f.old[p]
-        for _rank, score, fork, token in grown:
+        for _rank, score, fork, token, option in grown:
             if score + most <= self.best.score:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self.left.append(_Left(score + most, p, fork, _index(f.options[p], token), alone=True))
+                self.left.append(_Left(score + most, p, fork, option, alone=True))
                 continue
             place = self.places.after(fork.place, token)
             if place is None:
@@ -371,11 +375,6 @@ class _Search:
                     deepest = min(deepest, room - len(way))  # ways that are longer have no room either
                 if tried == self.beam.salvaged:
                     return
-
-
-def _index(options: list[tuple[int, float]], token: int) -> int:
-    """Where ``token`` stands among ``options``; behind them if it is none."""
-    return next((i for i, (other, _score) in enumerate(options) if other == token), len(options))
 
 
 def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -62,37 +62,40 @@ class Room:
 
     def _measured(self, root: Place) -> dict[Hashable, int]:
         """Tokens needed by what stands for each place."""
-        level: dict[Hashable, int] = {self._around(root).key: 0}
-        before: dict[Hashable, list[Hashable]] = defaultdict(list)
-        least: dict[Hashable, int] = {}
+        first = self._around(root).key
+        level, before, least = {first: 0}, dict[Hashable, list[Hashable]]({first: []}), dict[Hashable, int]()
         queue = deque([root])
         while queue:
-            if not self._in_time():
-                raise OutOfTime
             place = queue.popleft()
-            around = self._around(place)
+            around = place.around or self._around(place)
+            key = around.key
             if place.accepting:
-                least[around.key] = 0
-            elif around.next is None or level[around.key] >= self.size or len(level) >= _PLACES:
-                least[around.key] = 1  # that it is not the end is all that is known
+                least[key] = 0
+            elif around.next is None or level[key] >= self.size or len(level) >= _PLACES:
+                least[key] = 1  # that it is not the end is all that is known
             else:
+                farther = level[key] + 1
                 for behind in around.next:
-                    key = self._around(behind).key
-                    before[key].append(around.key)
-                    if key not in level:
-                        level[key] = level[around.key] + 1
+                    other = (behind.around or self._around(behind)).key
+                    if other not in level:
+                        level[other], before[other] = farther, [key]
                         queue.append(behind)
+                    else:
+                        before[other].append(key)
         ordered = deque(sorted(least, key=least.__getitem__))
         while ordered:
             key = ordered.popleft()
+            needed = least[key] + 1
             for other in before[key]:
                 if other not in least:
-                    least[other] = least[key] + 1
+                    least[other] = needed
                     ordered.append(other)
         return least
 
     def _around(self, place: Place) -> Around:
         if place.around is None:
+            if not self._in_time():
+                raise OutOfTime
             inside = self._places.inside(place)
             place.around = (None if inside is None else self._within(place, inside)) or self._alone(place)
         return place.around

@@ -21,8 +21,8 @@ from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places
-from mmserve.decode.paths.room import SPARE, look_ahead
-from mmserve.decode.paths.search import Beam, OutOfTime, Path, best_path, fits
+from mmserve.decode.paths.room import SPARE, OutOfTime, look_ahead
+from mmserve.decode.paths.search import Beam, Path, best_path, fits
 
 #: Ways to the end that a request remembers.
 _REMEMBERED = 8

@@ -140,7 +140,7 @@ class Room:
             quote = self._lexicon.ids.get(b'"')
             closed = None if quote is None else self._places.after(place, quote)
             if closed is None or known is not None:
-                return closed and known
+                return None if closed is None else known
             found = self._string(closed, inside)
         if found is not None:
             self._places.around[inside] = found

@@ -5,8 +5,9 @@ What keeps the beam small is that the old witness is a whole path from the start
 the best whole path, if all behind it were the model's first choices, is not gone on. What keeps it alive: a token in
 front of committed ones counts only if they may follow; forks are ranked by how far the model's own first choices may
 follow them, not by score alone; of those that the constraint cannot tell apart one goes on; each may join the old
-witness again, at the same position or a few farther on or back; and where every fork has died, those that were left and
-then the deepest are looked at again.
+witness again, at the same position or a few farther on or back; where little room is left, what needs more to come to
+an end is not gone on (``paths.room``); and where every fork has died, those that were left and then the deepest are
+looked at again.
 """
 
 from __future__ import annotations

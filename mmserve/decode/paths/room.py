@@ -177,7 +177,8 @@ def look_ahead(start: Matcher, follows: Sequence[int], size: int, places: Places
     with places.lent() as mine, contextlib.suppress(OutOfTime):
         if mine is places and mine.known and not mine.ahead:
             mine.ahead = True
-            Room(mine.behind(b"", start, follows), size, mine, lambda: time.perf_counter() < deadline)
+            mine_alone = start.fork()  # another thread may be at the one that its request has
+            Room(mine.behind(b"", mine_alone, follows), size, mine, lambda: time.perf_counter() < deadline)
 
 
 def _distinct(found: Sequence[Place | None]) -> tuple[Place, ...]:

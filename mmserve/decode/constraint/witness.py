@@ -154,7 +154,7 @@ def improve(
 
     def searched(mine: Places) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
-        root = mine.behind(told, witness.matcher, follows)
+        root = mine.behind(told, witness.matcher.fork(), follows)  # places outlive a search, on any thread
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
     with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:

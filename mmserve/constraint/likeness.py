@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable
+from enum import Enum
 from typing import Any, Protocol
 
 from mmserve.constraint.conditions import OVER, Conditions, Numbers, Strings, character, nodes
@@ -34,6 +35,18 @@ class Kinds(Protocol):
         """The class of a text of class ``kind`` and ``text`` behind it. Raises ``ValueError`` where that is unknown."""
         ...
 
+    def inside(self, kind: Any) -> tuple[Scalar, Hashable] | None:
+        """The string or number that a text of class ``kind`` ends in, if all that are alike around it and may end are
+        alike behind their ends, whatever they hold."""
+        ...
+
+
+class Scalar(Enum):
+    """What a text may end in the middle of."""
+
+    STRING = "string"
+    NUMBER = "number"
+
 
 class Texts:
     """Every text is a class of its own."""
@@ -45,6 +58,9 @@ class Texts:
     def after(self, kind: bytes, text: bytes) -> bytes:
         """The class of a text of class ``kind`` and ``text`` behind it."""
         return kind + text
+
+    def inside(self, kind: bytes) -> None:
+        """Nothing is known."""
 
 
 def kinds_of(grammar: str) -> Kinds:
@@ -99,14 +115,17 @@ class Matches:
                 tail, state = b"", self._expression.after(state, char)
         return self._numbered.of((tail, state))
 
+    def inside(self, kind: int) -> None:
+        """Nothing is known."""
+
 
 #: Where a beginning ends: the number of what is open around it (``_Open``), which of these it stands in, and the class
 #: of the scalar so far.
 _Place = tuple[int, int, int]
 _BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
-#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, and the
-#: latest sign there, spaces aside.
-_Open = tuple[int, int, int, int]
+#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, the
+#: latest sign there, spaces aside, and whether a space is the last of all: once more follows, nothing asks for it.
+_Open = tuple[int, int, int, int, bool]
 
 
 class Documents:
@@ -131,6 +150,15 @@ class Documents:
             place = self._next(place, byte)
         return self._places.of(place)
 
+    def inside(self, kind: int) -> tuple[Scalar, int] | None:
+        """As ``Kinds.inside``: the values of an object or array, where what one holds tells nothing of others."""
+        around, mode, _scalar = self._places.keys[kind]
+        if self._telling or mode not in (_STRING, _NUMBER):
+            return None
+        if mode == _NUMBER:
+            return Scalar.NUMBER, around
+        return None if self._names(around) else (Scalar.STRING, around)
+
     def _next(self, place: _Place, byte: int) -> _Place:
         around, mode, scalar = place
         if mode == _STRING:
@@ -145,6 +173,9 @@ class Documents:
             if byte in _LETTERS:
                 return around, _LITERAL, self._literals.of((scalar, byte))
             around = self._valued(around, (_LITERAL, scalar))
+        if byte == _SPACE:
+            return self._spaced(around, space=True), _BETWEEN, 0
+        around = self._spaced(around, space=False)
         if byte == _QUOTE:
             return around, _STRING, 0
         if byte in _SIGNS:
@@ -153,7 +184,7 @@ class Documents:
             return around, _LITERAL, self._literals.of((-1, byte))
         if byte in b"[{":
             return self._open(around, byte), _BETWEEN, 0
-        outer, _bracket, history, _sign = self._opened.keys[around]
+        outer, _bracket, history, _sign, _space = self._opened.keys[around]
         if byte in b"]}" and outer >= 0:
             return self._valued(outer, (byte, history)), _BETWEEN, 0
         return self._noted(around, byte, byte), _BETWEEN, 0
@@ -161,22 +192,27 @@ class Documents:
     def _closed(self, around: int, string: int) -> int:
         """What is open behind a string of class ``string``."""
         closed = self._strings.closed(string)
-        _outer, bracket, _history, sign = self._opened.keys[around]
-        is_name = bracket == _OBJECT and sign != _COLON
-        return self._noted(around, closed, 0) if is_name else self._valued(around, closed)
+        return self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
+
+    def _names(self, around: int) -> bool:
+        """Whether a string there is a name."""
+        _outer, bracket, _history, sign, _space = self._opened.keys[around]
+        return bracket == _OBJECT and sign != _COLON
 
     def _valued(self, around: int, kind: Hashable) -> int:
         """What is open behind a value of class ``kind``."""
         return self._noted(around, ("value", kind if self._telling else None), 0)
 
     def _noted(self, around: int, more: Hashable, sign: int) -> int:
-        outer, bracket, history, latest = self._opened.keys[around]
-        return self._opened.of(
-            (outer, bracket, self._histories.of((history, more)), latest if sign == _SPACE else sign)
-        )
+        outer, bracket, history, _sign, _space = self._opened.keys[around]
+        return self._opened.of((outer, bracket, self._histories.of((history, more)), sign, False))
+
+    def _spaced(self, around: int, *, space: bool) -> int:
+        *before, spaced = self._opened.keys[around]
+        return around if spaced == space else self._opened.of((*before, space))
 
     def _open(self, around: int, bracket: int) -> int:
-        return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0))
+        return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0, False))
 
 
 def _nested(values: Any) -> bool:

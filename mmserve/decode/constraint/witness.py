@@ -21,7 +21,8 @@ from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places
-from mmserve.decode.paths.search import Beam, OutOfTime, Path, best_path, fits
+from mmserve.decode.paths.room import SPARE, OutOfTime, look_ahead
+from mmserve.decode.paths.search import Beam, Path, best_path, fits
 
 #: Ways to the end that a request remembers.
 _REMEMBERED = 8
@@ -100,6 +101,8 @@ def begun(constraint: Constraint, budget: int, close: Close | None, places: Plac
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
     start, ends = constraint.start(), constraint.end_ids
+    if places is not None:
+        look_ahead(start, close.tokens[:1], min(budget, len(close.tokens) + SPARE), places)
     return Witness(
         tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places, language=constraint
     )
@@ -161,7 +164,7 @@ def improve(
 
     def searched(mine: Places) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
-        root = mine.behind(told, witness.matcher, follows)
+        root = mine.behind(told, witness.matcher.fork(), follows)  # places outlive a search, on any thread
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
     with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:

@@ -107,7 +107,7 @@ def lay_out(
     tried = _tried(top)
     asked = dict(zip((top.positions - start).tolist(), tried, strict=True))
     options: list[list[tuple[int, float]]] = []
-    floor, end_score, end_token, first = [], [], [], []
+    floor, end_score, end_token, first, stays = [], [], [], [], []
     first_score, spelled, known_tokens = 0.0, lexicon.spelled, len(lexicon.spelled)
     for p, committed in enumerate(fixed):
         mine: list[tuple[int, float]] = []
@@ -117,8 +117,10 @@ def lay_out(
             end_score.append(0.0 if committed in ends else -math.inf)
             end_token.append(default_end)
             first.append(committed)
+            stays.append(0.0)
             continue
-        end, lowest, best, best_score = None, UNASKED, old[p], UNASKED
+        witnessed = old[p]
+        end, lowest, best, best_score, stay = None, UNASKED, witnessed, UNASKED, None
         listed = asked.get(p)
         if listed:
             best, best_score = listed[0]
@@ -129,11 +131,18 @@ def lay_out(
                     end = end or option
                 elif 0 <= token < known_tokens and spelled[token]:
                     mine.append(option)
-        if old[p] not in ends and all(token != old[p] for token, _score in mine):
-            mine.append((old[p], lowest))
+                    if token == witnessed:
+                        stay = option[1]
+        ending = end[1] if end else lowest
+        if witnessed in ends:
+            stay = ending
+        elif stay is None:
+            stay = lowest
+            mine.append((witnessed, lowest))
         options.append(mine)
         floor.append(lowest)
-        end_score.append(end[1] if end else lowest)
+        end_score.append(ending)
+        stays.append(stay)
         end_token.append(end[0] if end else default_end)
         first.append(best)
         first_score += best_score
@@ -149,8 +158,7 @@ def lay_out(
             continue
         best_score = max(options[p][0][1] if options[p] else floor[p], end_score[p], floor[p])
         most[p] = most[p + 1] + best_score
-        mine_old = end_score[p] if old[p] in ends else next(s for t, s in options[p] if t == old[p])
-        stayed[p] = stayed[p + 1] + mine_old
+        stayed[p] = stayed[p + 1] + stays[p]
     return Field(
         start,
         size,

@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 #: Texts tried first where a short way to the end is looked for: what closes JSON values, then the shortest values.
 _CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
+#: Bytes that numbers consist of.
+_NUMERIC = b"0123456789+-.eE"
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What tokens are to strings and numbers of JSON."""
+
+    quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
+    digits: tuple[int, ...]  # single bytes of numbers
+    opening: np.ndarray  # bool [V]: a quote, more behind it, and no other quote
+    numeric: np.ndarray  # bool [V]: several bytes of a number and nothing else
+    counting: np.ndarray  # bool [V]: tokens that begin with a byte of a number
+    behind_strings: tuple[bytes, ...]  # what tokens hold behind a quote
+    behind_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold behind the number
+
+    @classmethod
+    def of(cls, token_bytes: Sequence[bytes]) -> Scalars:
+        """Those of a vocabulary: ``token_bytes`` of each id, empty for special tokens."""
+        opening, numeric, counting = (np.zeros(len(token_bytes), bool) for _ in range(3))
+        quotes, digits = list[int](), list[int]()
+        behind_strings, behind_numbers = set[bytes](), set[bytes]()
+        for i, b in enumerate(token_bytes):
+            rest = b.lstrip(_NUMERIC)
+            counting[i] = len(rest) < len(b)
+            if rest and counting[i]:
+                behind_numbers.add(rest)
+            elif counting[i]:
+                numeric[i] = len(b) > 1
+                digits += [i] * (len(b) == 1)
+            if b'"' in b:
+                behind_strings.update(b[n + 1 :] for n in range(len(b) - 1) if b[n : n + 1] == b'"')
+                if b[:1] == b'"':
+                    quotes.append(i)
+                    opening[i] = len(b) > 1 and b.count(b'"') == 1
+        quotes.sort(key=lambda i: len(token_bytes[i]))
+        return cls(
+            tuple(quotes),
+            tuple(digits),
+            opening,
+            numeric,
+            counting,
+            tuple(sorted(behind_strings)),
+            tuple(sorted(behind_numbers)),
+        )
 
 
 @dataclass(frozen=True)
@@ -20,6 +65,7 @@ class Lexicon:
     prefixes: frozenset[bytes]  # of all tokens
     closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
     fillers: np.ndarray  # int64: long tokens of letters and digits, longest first, for texts that must be long
+    scalars: Scalars = field(repr=False)
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> Lexicon:
@@ -36,7 +82,7 @@ class Lexicon:
         long = {(len(b), b.isdigit(), b.islower()): i for b, i in ids.items() if len(b) > 1 and b.isalnum()}
         fillers = [long[key] for key in sorted(long, reverse=True)]
         prefixes = frozenset(b[:n] for b in ids for n in range(1, len(b) + 1))
-        return cls(ids, token_bytes, prefixes, closers, np.array(fillers, np.int64))
+        return cls(ids, token_bytes, prefixes, closers, np.array(fillers, np.int64), Scalars.of(token_bytes))
 
     def text(self, tokens: Sequence[int]) -> bytes:
         """The bytes of ``tokens``."""

@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from mmserve.constraint.likeness import Kinds, Texts
+from mmserve.constraint.likeness import Kinds, Scalar, Texts
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
@@ -32,10 +33,19 @@ _FAR = 24
 BLIND = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What stands for a place where it is asked how far the end is (``paths.room``): itself, or all that are alike."""
+
+    key: Hashable
+    next: tuple[Place, ...] | None  # one token farther on; None if they are not known
+    tokens: tuple[int, ...]  # some that may lead there
+
+
 class Place:
     """What may follow texts of one kind. ``matcher`` stands behind one of them, and is never moved."""
 
-    __slots__ = ("_close", "accepting", "depth", "far", "few", "kind", "matcher", "next")
+    __slots__ = ("_close", "accepting", "around", "depth", "far", "few", "kind", "matcher", "next")
 
     def __init__(self, matcher: Matcher, kind: Hashable | None, depth: int) -> None:
         self.matcher, self.kind, self.depth = matcher, kind, depth  # bytes in front of the matcher
@@ -46,6 +56,7 @@ class Place:
         self._close: tuple[int, ...] | bool | None = False  # False: not looked for yet
         self.few: list[int] | None = None  # as ``Closing.next_tokens``
         self.far: tuple[int, ...] | bool | None = False  # as ``Places.far_close``
+        self.around: Around | None = None
 
     def close(self, lexicon: Lexicon, places: int) -> tuple[int, ...] | None:
         """As ``quick_close``."""
@@ -59,7 +70,7 @@ class Places:
 
     def __init__(self, lexicon: Lexicon, kinds: Callable[[], Kinds] = Texts) -> None:
         self._lock = threading.Lock()
-        self._lexicon, self._make = lexicon, kinds
+        self.lexicon, self._make = lexicon, kinds
         self._forget()
 
     def _forget(self) -> None:
@@ -68,6 +79,9 @@ class Places:
         self._limited = False
         #: Of each parser that places were made with, one of its matchers and a token that may follow there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
+        #: What stands for the places within a string or number, by what ``inside`` says of them.
+        self.around: dict[Hashable, Around] = {}
+        self.ahead = False  # whether it was looked at what is behind the start of a text (``paths.room``)
         self.size = 0  # about so many bytes
 
     @property
@@ -86,7 +100,7 @@ class Places:
         Nothing is kept of a search in which a parser has failed or come to its limits, nor more than ``LIMIT`` bytes.
         """
         if not self._lock.acquire(blocking=False):
-            yield Places(self._lexicon, self._make)
+            yield Places(self.lexicon, self._make)
             return
         try:
             yield self
@@ -144,12 +158,21 @@ class Places:
             place = found
         return len(tokens)
 
+    def inside(self, place: Place) -> tuple[Scalar, Hashable] | None:
+        """As ``Kinds.inside``."""
+        return None if place.kind is None else self._kinds.inside(place.kind)
+
+    @property
+    def known(self) -> bool:
+        """Whether texts have classes."""
+        return not isinstance(self._kinds, Texts)
+
     def far_close(self, place: Place) -> tuple[int, ...] | None:
         """A completion found with more effort than ``Place.close``, where what comes first leads nowhere, as in `a+b`;
         None if there was none so near."""
         if isinstance(place.far, bool):
-            if isinstance(self._kinds, Texts):
-                found = shortest_close(place.matcher, self._lexicon, BLIND)
+            if not self.known:
+                found = shortest_close(place.matcher, self.lexicon, BLIND)
                 place.far = None if found is None else found.tokens
             else:
                 place.far = self._nearest_end(place)
@@ -163,9 +186,8 @@ class Places:
             if not queue:
                 break
             at = queue.popleft()
-            forced = self._lexicon.cover(at.matcher.forced())
-            closers = self._lexicon.closers
-            for step in [forced] if forced else closers[at.matcher.among(closers)][:, None].tolist():
+            forced = self.lexicon.cover(at.matcher.forced())
+            for step in [forced] if forced else self._apart(at):
                 behind = self.through(at, step) if forced else self.after(at, step[0])
                 if behind is None or behind in ways:
                     continue
@@ -175,12 +197,21 @@ class Places:
                 queue.append(behind)
         return None
 
+    def _apart(self, place: Place) -> list[list[int]]:
+        """Closers that may follow ``place``, the first of those behind which texts are alike."""
+        closers = self.lexicon.closers
+        steps: dict[Hashable, list[int]] = {}
+        for token in closers[place.matcher.among(closers)].tolist():
+            kind = self._kind(place.kind, self.lexicon.spelled[token])
+            steps.setdefault(token if kind is None else (kind,), [token])
+        return list(steps.values())
+
     def _moved(self, place: Place, tokens: Sequence[int]) -> Place | bool | None:
         """What is behind ``tokens``, as ``Place.next`` says it."""
         self.size += _WAY
         if place.matcher.valid(tokens) < len(tokens):
             return None
-        text = self._lexicon.text(tokens)
+        text = self.lexicon.text(tokens)
         kind, depth = self._kind(place.kind, text), place.depth + len(text)
         found = None if kind is None else self._places.get(kind)
         if found is not None and found.depth <= depth + _DEEPER:

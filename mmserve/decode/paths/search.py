@@ -5,8 +5,9 @@ What keeps the beam small is that the old witness is a whole path from the start
 the best whole path, if all behind it were the model's first choices, is not gone on. What keeps it alive: a token in
 front of committed ones counts only if they may follow; forks are ranked by how far the model's own first choices may
 follow them, not by score alone; of those that the constraint cannot tell apart one goes on; each may join the old
-witness again, at the same position or a few farther on or back; and where every fork has died, those that were left and
-then the deepest are looked at again.
+witness again, at the same position or a few farther on or back; where little room is left, what needs more to come to
+an end is not gone on (``paths.room``); and where every fork has died, those that were left and then the deepest are
+looked at again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import Field
 from mmserve.decode.paths.places import Place, Places
+from mmserve.decode.paths.room import SPARE, OutOfTime, Room
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Beam:
     clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
     again: int = 60  # ways that are gone after all where no other path was found
     salvaged: int = 12  # dead forks for which a completion is looked for
+    spare: int = SPARE  # tokens more than the old witness takes, up to which it is asked what places need
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,11 @@ class _Fork:
         return found[::-1]
 
 
-@dataclass(frozen=True, slots=True)
+#: A way by one token: rank, score, the fork it goes on from, the token, and where it stands among the options.
+_Grown = tuple[float, float, _Fork, int, int]
+
+
+@dataclass(slots=True)
 class _Left:
     """A way that was not gone: from ``fork``, at ``p``, by an option of that position or by those behind it, too."""
 
@@ -74,10 +81,6 @@ class _Left:
     fork: _Fork
     option: int
     alone: bool = False
-
-
-class OutOfTime(Exception):
-    """The step's time was over before the search was."""
 
 
 def best_path(
@@ -95,7 +98,13 @@ def best_path(
     """
     if f.stayed[0] >= f.most[0]:
         return Path(f.old_content, f.stayed[0])
-    return _straight(root, places, f, closing) or _Search(places, f, closing, beam).run(root, in_time)
+    straight = _straight(root, places, f, closing)
+    if straight is not None:
+        return straight
+    size = next((p for p in range(f.size) if f.fixed[p] in f.ends), closing.size - f.start)
+    tight = places.known and size - len(f.old_content) <= beam.spare
+    room = Room(root, size, places, in_time) if tight else None
+    return _Search(places, f, closing, beam, room).run(root, in_time)
 
 
 def _straight(root: Place, places: Places, f: Field, closing: Closing) -> Path | None:
@@ -122,6 +131,7 @@ class _Search:
     f: Field
     closing: Closing
     beam: Beam
+    room: Room | None  # where there is little left
     best: Path = field(init=False)
     others: bool = False  # whether any whole path was found besides the old witness
     along: dict[Place, list[int]] = field(default_factory=dict)  # places of the old witness, and its tokens in front
@@ -211,19 +221,19 @@ class _Search:
             self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
         return False
 
-    def _grown(self, forks: list[_Fork], p: int) -> list[tuple[float, float, _Fork, int]]:
-        """What the options of a masked position make of ``forks``: rank, score, fork and token of each."""
+    def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
+        """What the options of a masked position make of ``forks``."""
         f, beam, places = self.f, self.beam, self.places
         following = f.content(f.run[p + 1]) if p + 1 < f.size else []
         ahead = f.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(f.first_end, p + 1))]
         behind = ahead or following
         reach, least = len(behind), len(following)
-        grown: list[tuple[float, float, _Fork, int]] = []
+        grown: list[_Grown] = []
         ranks: list[float] = []  # the best so far, as many as forks are kept
         most, options, floor, old = f.most[p + 1], f.options[p], f.floor[p], f.old[p]
 
-        def add(penalty: float, score: float, fork: _Fork, token: int) -> None:
-            grown.append((score - penalty, score, fork, token))
+        def add(penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
+            grown.append((score - penalty, score, fork, token, option))
             insort(ranks, score - penalty)
             del ranks[: -beam.width]
 
@@ -249,29 +259,42 @@ class _Search:
                         continue
                 followed = followed or token == old
                 far = places.reach(fork.place, [token, *behind])
+                if far > least and not self._ends_in_time(fork.place, token, p):
+                    continue
                 if far <= reach:
                     if far > least:
-                        add(beam.broken * beam.decay ** (far - 1), score, fork, token)
+                        add(beam.broken * beam.decay ** (far - 1), score, fork, token, i)
                 else:
-                    add(0.0, score, fork, token)
+                    add(0.0, score, fork, token, i)
                     enough = max(enough, log_probability - beam.clear)
             if len(grown) == begun and floor > bound:
-                for token in self.closing.next_tokens(fork.place):
+                for token in self._others(fork.place, p):
                     if places.reach(fork.place, [token, *following]) > least:
-                        add(beam.broken, fork.score + floor, fork, token)
+                        add(beam.broken, fork.score + floor, fork, token, len(options))
         grown.sort(key=lambda g: -g[0])
         return grown
 
-    def _kept(self, grown: list[tuple[float, float, _Fork, int]], p: int) -> list[_Fork]:
+    def _ends_in_time(self, place: Place, token: int, p: int) -> bool:
+        """Whether a way by ``token`` at ``p`` may come to its end within what is left, for all that is known."""
+        if self.room is None:
+            return True
+        behind = self.places.after(place, token)
+        return behind is not None and self.room.fits(behind, p + 1)
+
+    def _others(self, place: Place, p: int) -> list[int]:
+        """A token or two for a fork that none of the model's candidates may follow."""
+        return self.closing.next_tokens(place) if self.room is None else self.room.ways(place, p, 2)
+
+    def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
         """The first of the ways ``grown``, one a place: what the constraint cannot tell apart goes on in one way."""
         f, kept = self.f, dict[Place, _Fork]()
         most, old = f.most[p + 1], f.old[p]
-        for _rank, score, fork, token in grown:
+        for _rank, score, fork, token, option in grown:
             if score + most <= self.best.score:
                 continue
             on_witness = fork.on_witness and token == old
             if len(kept) >= self.beam.width and not on_witness:
-                self.left.append(_Left(score + most, p, fork, _index(f.options[p], token), alone=True))
+                self.left.append(_Left(score + most, p, fork, option, alone=True))
                 continue
             place = self.places.after(fork.place, token)
             if place is None:
@@ -302,6 +325,8 @@ class _Search:
                 score = fork.score + options[left.option + 1][1]
                 following.append(_Left(score + f.most[p + 1], p, fork, left.option + 1))
             place = self.places.after(fork.place, token)
+            if place is not None and self.room is not None and not self.room.fits(place, p + 1):
+                place = None
             if place is not None and not (fork.on_witness and token == f.old[p]):
                 one, p = _Fork(fork.score + log_probability, place, fork, token), p + 1
                 if not self._joined(one, p):
@@ -339,6 +364,8 @@ class _Search:
         room = next((p for p in range(f.size) if f.fixed[p] in f.ends), self.closing.size - f.start)
         for p, forks in reversed(trail):
             for fork in forks:
+                if self.room is not None and not self.room.fits(fork.place, p):
+                    continue
                 if fork.on_witness or p > deepest or fork.score + f.most[p] <= self.best.score:
                     continue
                 tried += 1
@@ -349,11 +376,6 @@ class _Search:
                     deepest = min(deepest, room - len(way))  # ways that are longer have no room either
                 if tried == self.beam.salvaged:
                     return
-
-
-def _index(options: list[tuple[int, float]], token: int) -> int:
-    """Where ``token`` stands among ``options``; behind them if it is none."""
-    return next((i for i, (other, _score) in enumerate(options) if other == token), len(options))
 
 
 def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:

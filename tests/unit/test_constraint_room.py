@@ -73,7 +73,7 @@ def made(schema: Schema) -> Grammar:
 
 def fresh(constraint: Grammar) -> tuple[Places, Place]:
     places = Places(LEXICON, constraint.kinds)
-    return places, places.behind(b"", constraint.start())
+    return places, places.behind(b"", constraint.start)
 
 
 def always() -> bool:
@@ -198,7 +198,7 @@ def test_what_is_found_does_not_depend_on_a_look_ahead() -> None:
         witness, known = cramped(1)
         places = Places(LEXICON, witness.kinds)
         if ahead:
-            look_ahead(made(PERSON).start(), witness.tokens[:1].tolist(), 30, places)
+            look_ahead(made(PERSON), witness.tokens[:1].tolist(), 30, places)
             assert places.ahead
         chance, tokens = random.Random(5), list[list[int]]()
         for _ in range(4):

@@ -102,7 +102,7 @@ def begun(constraint: Constraint, budget: int, close: Close | None, places: Plac
     tokens[: len(close.tokens)] = close.tokens
     start, ends = constraint.start(), constraint.end_ids
     if places is not None:
-        look_ahead(start, close.tokens[:1], min(budget, len(close.tokens) + SPARE), places)
+        look_ahead(constraint, close.tokens[:1], min(budget, len(close.tokens) + SPARE), places)
     return Witness(
         tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places, language=constraint
     )
@@ -127,6 +127,15 @@ def follow(witness: Witness, known: np.ndarray) -> Witness:
     matcher = witness.matcher.fork()
     matcher.consume(witness.tokens[min(witness.known, witness.length) : min(frontier, witness.length)].tolist())
     return replace(witness, matcher=matcher, known=frontier)
+
+
+def _parser_of(places: Places, witness: Witness, before: list[int]) -> Matcher:
+    """A matcher behind the tokens ``before``, for places that outlive a search and are asked on any thread."""
+    if witness.language is None:
+        return witness.matcher.fork()
+    matcher = places.start(witness.language)
+    matcher.consume(before)
+    return matcher
 
 
 def improve(
@@ -160,11 +169,12 @@ def improve(
     answer = witness.tokens[: witness.length].tolist()
     laid = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
-    told, follows = lexicon.text(answer[: witness.known]), answer[witness.known :][:1]
+    before, follows = answer[: witness.known], answer[witness.known :][:1]
+    told = lexicon.text(before)
 
     def searched(mine: Places) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
-        root = mine.behind(told, witness.matcher.fork(), follows)  # places outlive a search, on any thread
+        root = mine.behind(told, lambda: _parser_of(mine, witness, before), follows)
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
     with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mmserve.constraint.likeness import Kinds, Scalar, Texts
-from mmserve.decode.constraint.base import Matcher
+from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
@@ -77,6 +77,7 @@ class Places:
         self._kinds, self._places = self._make(), dict[Hashable, Place]()
         self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
         self._limited = False
+        self._start: Matcher | None = None  # of the parser of its own
         #: Of each parser that places were made with, one of its matchers and a token that may follow there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
         #: What stands for the places within a string or number, by what ``inside`` says of them.
@@ -113,8 +114,8 @@ class Places:
                 self._forget()
             self._lock.release()
 
-    def behind(self, text: bytes, matcher: Matcher, follows: Sequence[int] = ()) -> Place:
-        """The place of ``text``, behind which ``matcher`` stands. A search begins with it.
+    def behind(self, text: bytes, matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> Place:
+        """The place of ``text``, behind which ``matcher`` gives one. A search begins with it.
 
         ``follows``: what is known to be able to follow, a token.
         """
@@ -123,10 +124,19 @@ class Places:
             known, kind = b"", self._kinds.begun()
         kind = self._kind(kind, text[len(known) :])
         self._root = text, kind
-        place = self._of(kind, matcher, len(text))
-        if follows and place.matcher is matcher:
-            self._parsers.append((matcher, list(follows)))
+        place = None if kind is None else self._places.get(kind)
+        if place is None or place.depth > len(text) + _DEEPER:
+            place = self._of(kind, matcher(), len(text))
+            if follows:
+                self._parsers.append((place.matcher, list(follows)))
         return place
+
+    def start(self, constraint: Constraint) -> Matcher:
+        """A matcher in front of the first token, of a parser that no request has: what searches spend of its limits,
+        requests keep."""
+        if self._start is None:
+            self._start = constraint.apart().start()
+        return self._start.fork()
 
     def after(self, place: Place, token: int) -> Place | None:
         """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""

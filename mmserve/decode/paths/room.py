@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from mmserve.constraint.likeness import Scalar
-from mmserve.decode.constraint.base import Matcher
+from mmserve.decode.constraint.base import Constraint
 from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.places import Around, Place, Places
 
@@ -168,17 +168,17 @@ class Room:
         return None if None in spelled else [self._places.through(place, tokens) for tokens in spelled if tokens]
 
 
-def look_ahead(start: Matcher, follows: Sequence[int], size: int, places: Places) -> None:
+def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, places: Places) -> None:
     """Ask the parser what searches would ask it, of answers of up to ``size`` tokens: in steps it would take too long.
 
-    ``start``: in front of the first token, which ``follows`` may follow. Once is enough, and nothing depends on it.
+    ``follows`` may follow in front of the first token. Once is enough, and nothing depends on it.
     """
     deadline = time.perf_counter() + _SECONDS
     with places.lent() as mine, contextlib.suppress(OutOfTime):
         if mine is places and mine.known and not mine.ahead:
             mine.ahead = True
-            mine_alone = start.fork()  # another thread may be at the one that its request has
-            Room(mine.behind(b"", mine_alone, follows), size, mine, lambda: time.perf_counter() < deadline)
+            root = mine.behind(b"", lambda: mine.start(constraint), follows)
+            Room(root, size, mine, lambda: time.perf_counter() < deadline)
 
 
 def _distinct(found: Sequence[Place | None]) -> tuple[Place, ...]:

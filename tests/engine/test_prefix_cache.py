@@ -199,7 +199,7 @@ def test_prompts_of_any_length_leave_a_row_to_run(watch, causal: LoadedModel) ->
         prompt = call.finished().usage.prompt_tokens
         assert w.cached(call) < prompt and w.cached(call) % PAGE == 0
         seen.add((prompt % PAGE, prompt - w.cached(call)))
-    assert {left for _rest, left in seen} >= {1, 8}, "a page that ends with the prompt is run, one before that is not"
+    assert {left for _rest, left in seen} >= {1, 2, 3, 8}, "a page that ends with the prompt is run, one before that is not"
     w.settle()
 
 

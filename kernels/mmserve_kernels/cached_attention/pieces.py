@@ -33,9 +33,10 @@ def pieces(
     """The pieces of a batch, in the order of its rows. Of requests without rows there are none.
 
     ``limits``: int64 ``[T]``, how many positions each row sees, None = all of its request; not ``known``: there are
-    some, and they are looked up. How a request is cut depends on its own rows only, and one of at most ``ROWS`` rows is
-    one piece over all of its positions: sums over another number of keys come out with other last bits, so a row's
-    bits do not depend on which of the request's rows are run with it.
+    some, and they are looked up. How a request is cut depends on its own rows only. One without limits, or of at most
+    ``ROWS`` rows, is one piece over all of its positions: sums over another number of keys come out with other last
+    bits, so what a row comes out as does not depend on how many of the request's rows are run with it. Of more rows with
+    limits it does: whoever needs the same bits of those cuts requests where their positions say so, and not their rows.
     """
     made: list[Piece] = []
     start = 0

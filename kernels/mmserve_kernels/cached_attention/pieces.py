@@ -35,8 +35,8 @@ def pieces(
     ``limits``: int64 ``[T]``, how many positions each row sees, None = all of its request; not ``known``: there are
     some, and they are looked up. How a request is cut depends on its own rows only. One without limits, or of at most
     ``ROWS`` rows, is one piece over all of its positions: sums over another number of keys come out with other last
-    bits, so what a row comes out as does not depend on how many of the request's rows are run with it. Of more rows with
-    limits it does: whoever needs the same bits of those cuts requests where their positions say so, and not their rows.
+    bits, so a row's do not depend on how far the request's other rows see. Of more rows with limits they do: whoever
+    needs the same bits of those cuts requests by position, as a store does at the ends of pages.
     """
     made: list[Piece] = []
     start = 0

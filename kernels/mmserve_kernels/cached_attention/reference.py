@@ -107,10 +107,11 @@ def cached_attention(
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    Each request is computed by itself, so its result does not depend on who else is in the batch. On a CPU a row's bits
-    do not depend on which of its request's rows are run with it either, within the limits that ``pieces`` and ``FLOOR``
-    (rows times the query heads that share a key/value head) set. Pages that lie one behind another are read where they are, others are gathered first. ``lse_TH`` (fp32,
-    if given) is filled with the natural log-sum-exp of each row's scaled scores. Rows that see nothing are zeros. Over
+    Each request is computed by itself, so its result does not depend on who else is in the batch. On a CPU, a row's
+    bits do not depend either on which of its request's rows are run with it, if there are ``FLOOR`` of them (times the
+    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one behind another are
+    read where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp
+    of each row's scaled scores. Rows that see nothing are zeros. Over
     a ``FixedBatch`` nothing is asked of the device: such a call can be recorded and run again.
     """
     if isinstance(ragged, FixedBatch):
@@ -180,7 +181,7 @@ def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | 
     """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least.
 
     A CPU takes rows some at a time. Where the last of them would be too few, a call of their own has 16 with them. One
-    row alone stays one: to make four of it takes half as long again (fp32, 8 heads of 32, 512 positions: 66 us, not 45).
+    row alone stays one: four take half as long again (fp32, 8 heads of 32, 512 positions: 66 us, not 45).
     """
     rows = q_1GMK.shape[2]
     last = rows % next(size for least, size in _TAKEN if rows >= least)

@@ -25,9 +25,8 @@ from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 _NEAR, _FETCHED = 4 << 20, 2 << 20
 #: Most rows of a head for which that is worth it: products with more take their keys into order themselves.
 _FEW = 64
-#: How many rows torch's CPU kernel takes at a time, from how many on (``FlashAttentionKernel.cpp``), and how many at
-#: least have the bits that they have beside others: MKL and oneDNN sum products of 1 to 3 rows in another order.
-_TAKEN = ((768, 256), (192, 64), (0, 32))
+#: The fewest rows of a product that a CPU sums as it does beside others: 1 to 3 come out with other last bits, in fp32
+#: always, in bf16 and fp16 now and then.
 FLOOR = 4
 
 
@@ -111,8 +110,8 @@ def cached_attention(
     bits do not depend either on which of its request's rows are run with it, if there are ``FLOOR`` of them (times the
     query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one behind another are
     read where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp
-    of each row's scaled scores. Rows that see nothing are zeros. Over
-    a ``FixedBatch`` nothing is asked of the device: such a call can be recorded and run again.
+    of each row's scaled scores. Rows that see nothing are zeros. Over a ``FixedBatch`` nothing is asked of the device:
+    such a call can be recorded and run again.
     """
     if isinstance(ragged, FixedBatch):
         return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH)
@@ -180,11 +179,12 @@ def _attends(
 def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> Tensor:
     """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least.
 
-    A CPU takes rows some at a time. Where the last of them would be too few, a call of their own has 16 with them. One
-    row alone stays one: four take half as long again (fp32, 8 heads of 32, 512 positions: 66 us, not 45).
+    A CPU takes 32 rows at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). Where the last of them would be
+    too few, they are among 16 in a call of their own. One row alone stays one: four take half as long again (fp32, 8
+    heads of 32, 512 positions: 66 us, not 45).
     """
     rows = q_1GMK.shape[2]
-    last = rows % next(size for least, size in _TAKEN if rows >= least)
+    last = rows % (32 if rows < 192 else 64 if rows < 768 else 256)
     if not 0 < last < FLOOR or rows == last or q_1GMK.device.type != "cpu":
         return F.scaled_dot_product_attention(q_1GMK, k_1GLK, v_1GLK, mask_ML)
     parts = (slice(rows - 16), slice(rows - 16, None))

@@ -159,5 +159,5 @@ class Capabilities:
 
 def rows_apart(engine: EngineConfig) -> bool:
     """Whether rows that a pass of decode runs beside each other have no say in what each of them looks at, or in which
-    of them are kept whole: only then is a row of a draft, or of forced text, what it is by itself."""
+    of them are kept whole: only then is a row of a draft, or of forced text, what it is by itself but for last bits."""
     return not (engine.sparse_decode in ("quest", "random") or engine.kv_kept)

@@ -85,7 +85,8 @@ class Edit:
 @dataclass(frozen=True, kw_only=True)
 class Ngram:
     """Prompt-lookup speculation for autoregressive models: drafts of ``length`` tokens that followed the last
-    ``longest`` (or as few as ``shortest``) before. Greedy, the answer is the same, in fewer passes."""
+    ``longest`` (or as few as ``shortest``) before. Greedy, the answer is the same, in fewer passes, but for ties
+    in the last bits of logits."""
 
     length: int = 8
     longest: int = 4
@@ -105,7 +106,7 @@ class Guided:
 @dataclass(frozen=True)
 class DraftModel:
     """Speculation for autoregressive models: the server's companion of the model drafts ``length`` tokens a pass
-    (arXiv 2211.17192). Greedy, the answer is the same, in fewer passes."""
+    (arXiv 2211.17192). Greedy, the answer is the same, in fewer passes, but for ties in the last bits of logits."""
 
     length: int = 4
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import Bench, Call, eventually
 from helpers import ask, dkv, picture, threshold
-from llama_checkpoints import Sighted, load
+from llama_checkpoints import SHAPES, Sighted, llama, load, save
 from qwen_checkpoints import MASK_ID, qwen, save_sdar
 
 from mmserve.core.request import Policy, Request, Stage
@@ -100,7 +100,7 @@ class Watched:
         store = self.engine.stages.store
         rows = [t[list(pages)].flatten(0, 1)[:positions] for t in (*store.keys, *store.values)]
         assert not any(r.isnan().any() for r in rows)
-        return torch.stack(rows).numpy().tobytes()
+        return torch.stack(rows).view(torch.uint8).numpy().tobytes()
 
     def _check(self, page: int) -> None:
         if self._bits([page]) != self._contents[page]:
@@ -200,6 +200,27 @@ def test_prompts_of_any_length_leave_a_row_to_run(watch, causal: LoadedModel) ->
         assert w.cached(call) < prompt and w.cached(call) % PAGE == 0
         seen.add((prompt % PAGE, prompt - w.cached(call)))
     assert {left for _rest, left in seen} >= {1, 8}, "a page that ends with the prompt is run, one before that is not"
+    w.settle()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_last_rows_of_a_prompt_have_the_same_bits_without_the_pages_before_them(
+    watch, tmp_path: Path, dtype: str
+) -> None:
+    """Also one to three of them where no query heads share keys: those few are summed in another order beside others.
+
+    So a page's rows are run by themselves, whoever runs more.
+    """
+    model = endless(load(save(llama(*SHAPES["mha"]), tmp_path), dtype=dtype))
+    requests = [ask(f"r{i}", "x" * i, max_new_tokens=3, recompute=LAST) for i in range(2 * PAGE, 3 * PAGE)]
+    expected = alone(watch, model, requests)
+    w: Watched = watch(model, stages="inline")
+    left = set()
+    for request in requests:
+        calls = [w.one(dataclasses.replace(request, id=f"{request.id}-{turn}")) for turn in range(2)]
+        assert [w.outcome(call) for call in calls] == [expected[request.id]] * 2
+        left.add(calls[1].finished().usage.prompt_tokens - w.cached(calls[1]))
+    assert left == set(range(1, PAGE + 1))
     w.settle()
 
 

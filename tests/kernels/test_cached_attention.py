@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmserve_kernels.cached_attention import Ragged, cached_attention, reference
 from mmserve_kernels.cached_attention.pieces import ALL, LOOKED_UP, ROWS, Piece, pieces
+from mmserve_kernels.cached_attention.reference import FLOOR
 
 SIGHTS = ["tail", "first", "same", "all", "blocks", "any"]
 
@@ -44,6 +47,32 @@ def test_a_request_alone_is_bitwise_what_it_is_in_any_batch(heads: str, kv_limit
             alone = attention(build([batch[index]], 16, heads, kv_limit=kv_limit, seed=5, contents=[index]))
             assert torch.equal(piece, alone)
             assert torch.equal(piece, together.split([r for r, _length in batch])[index])
+
+
+@settings(max_examples=80)
+@given(
+    st.builds(lambda taken, more: 32 * taken + more, st.integers(0, 9), st.integers(1, 5)),
+    st.integers(0, 100),
+    st.sampled_from(["mha", "gqa"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_rows_bits_do_not_depend_on_which_rows_are_run_with_it(
+    rows: int, before: int, heads: str, dtype: torch.dtype, causal: bool, tail: bool, random: Random
+) -> None:
+    rows = min(rows, ROWS) if causal else rows
+    case = build([(rows, rows + before)], 16, heads, kv_limit="tail" if causal else None, dtype=dtype)
+    query_heads, kv_heads = HEADS[heads]
+    fewest = min(rows, -(-FLOOR * kv_heads // query_heads))
+    count = random.randint(fewest, rows)
+    chosen = sorted(random.sample(range(rows), count)) if not tail else list(range(rows - count, rows))
+    whole, limits = case.ragged, case.ragged.kv_limit
+    part = Ragged(
+        (count,), whole.kv_lengths, whole.page_tables, whole.slots[chosen], None if limits is None else limits[chosen]
+    )
+    assert torch.equal(cached_attention(case.q[chosen], case.k_pages, case.v_pages, part), attention(case)[chosen])
 
 
 @pytest.mark.parametrize("heads", HEADS)

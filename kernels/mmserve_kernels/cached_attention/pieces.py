@@ -33,9 +33,10 @@ def pieces(
     """The pieces of a batch, in the order of its rows. Of requests without rows there are none.
 
     ``limits``: int64 ``[T]``, how many positions each row sees, None = all of its request; not ``known``: there are
-    some, and they are looked up. How a request is cut depends on its own rows only, and one of at most ``ROWS`` rows is
-    one piece over all of its positions: sums over another number of keys come out with other last bits, so a row's
-    bits do not depend on which of the request's rows are run with it.
+    some, and they are looked up. How a request is cut depends on its own rows only. One without limits, or of at most
+    ``ROWS`` rows, is one piece over all of its positions: sums over another number of keys come out with other last
+    bits, so a row's do not depend on how far the request's other rows see. Of more rows with limits they do: whoever
+    needs the same bits of those cuts requests by position, as a store does at the ends of pages.
     """
     made: list[Piece] = []
     start = 0

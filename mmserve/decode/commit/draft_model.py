@@ -1,7 +1,8 @@
 """Speculation with a draft model, for next-token models (arXiv 2211.17192, arXiv 2302.01318).
 
 A companion drafts a few tokens, one pass of the model runs them all, and those that it would have chosen itself are
-kept. Greedy, the answer is the one without a draft, in fewer passes. Drawn, each token is still the model's own draw:
+kept. Greedy, the answer is the one without a draft, in fewer passes, but for ties in the last bits of logits, as with
+``ngram``. Drawn, each token is still the model's own draw:
 the papers accept a draft at random so that the distribution is kept; here model and companion draw with the same noise,
 which keeps the distribution too and makes them agree more often than two draws would (arXiv 2408.07978).
 """

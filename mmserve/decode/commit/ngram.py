@@ -2,7 +2,9 @@
 
 The last tokens are looked up in what stands before them; what followed there is the draft. One pass runs the whole
 draft, and the tokens that the model itself would have chosen are kept. Greedy, the answer is the one without a draft,
-in fewer passes; drawn, it is another draw from the same distribution.
+in fewer passes, but for ties: a row beside a draft's sums in another order than alone, so where two tokens are equally
+likely but for the last bits of their logits, the other may be chosen. Drawn, it is another draw from the same
+distribution.
 """
 
 from __future__ import annotations

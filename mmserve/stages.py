@@ -230,7 +230,7 @@ class Stages:
         if taken:  # what stands behind an image that was not run is of this request alone
             keys = keys[: encoded.spans[0].start // self.store.page_size]
         admitted = self._admitted.pop(request.id, None)
-        for i, sample in enumerate(samples(request)):  # they share it: whatever stands in it is read, never changed
+        for i, sample in enumerate(samples(request)):  # what stands in the prompt is read, never changed
             self.to_prefill.send(sample.id, encoded)
             if admitted is not None:
                 self._admitted[sample.id] = admitted[i : i + 1]

@@ -114,8 +114,12 @@ class _Narrower:
             made["additionalProperties"] = self.of(made.get("additionalProperties", True))
         return made
 
-    def _parts(self, node: Any) -> Iterator[Any]:
-        """Schemas that all hold where ``node`` does: each a reference to one that recurs, ``anyOf``, or plain."""
+    def _parts(self, node: Any, seen: set[str] | None = None) -> Iterator[Any]:
+        """Schemas that all hold where ``node`` does: each a reference to one that recurs, ``anyOf``, or plain.
+
+        ``seen``: definitions that are among them already; a definition counts once, however often it is referred to.
+        """
+        seen = set() if seen is None else seen
         if not isinstance(node, dict):
             yield node
             return
@@ -123,11 +127,13 @@ class _Narrower:
         if body:
             yield body
         for part in node.get("allOf", ()):
-            yield from self._parts(part)
+            yield from self._parts(part, seen)
         if "anyOf" in node:
             yield {"anyOf": node["anyOf"]}
         if "$ref" in node and _target(node) in self._plain:
-            yield from self._parts(self._plain[_target(node)])
+            if _target(node) not in seen:
+                seen.add(_target(node))
+                yield from self._parts(self._plain[_target(node)], seen)
         elif "$ref" in node:
             yield {"$ref": node["$ref"]}
 

@@ -215,6 +215,11 @@ class CanvasDecoder:
         return max(1, asked // canvases) if asked else own
 
     def _begin_canvas(self, d: CanvasDecoding) -> None:
+        while self._begun_whole(d):
+            self._close_canvas(d, d.canvas.tokens[d.canvas.block()])
+
+    def _begun_whole(self, d: CanvasDecoding) -> bool:
+        """Begin a canvas with noise, and what of a template stands there; whether nothing of it is left to decode."""
         block = d.canvas.block()
         if len(block):
             # Steps count up from 1, canvases down: no canvas begins with the numbers of a step.
@@ -223,20 +228,19 @@ class CanvasDecoder:
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
             d.canvas.tokens[block] = noise.cpu().numpy()
         d.step, d.still = None, 0
-        if len(block) and d.constrained is not None and begun_canvas(d.constrained, d.canvas):
-            self._commit_canvas(d, d.canvas.tokens[block])  # nothing of it is left to decode
+        return bool(len(block)) and d.constrained is not None and begun_canvas(d.constrained, d.canvas)
 
     def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:
         block = d.canvas.block()
         chosen = logits_LV.float().log_softmax(-1).gather(-1, final[:, None])[:, 0]
         d.log_probabilities[block] = chosen.cpu().numpy()
-        self._commit_canvas(d, final.cpu().numpy())
+        self._close_canvas(d, final.cpu().numpy())
+        self._begin_canvas(d)
 
-    def _commit_canvas(self, d: CanvasDecoding, final: np.ndarray) -> None:
+    def _close_canvas(self, d: CanvasDecoding, final: np.ndarray) -> None:
         d.canvas.commit(d.canvas.block(), final)
         if d.constrained is not None:
             settle(d.constrained, d.canvas)
-        self._begin_canvas(d)
 
     def _open(self, d: CanvasDecoding) -> OpenCanvas:
         before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)

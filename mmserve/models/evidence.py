@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmserve.models.scores import mean_attention
@@ -21,6 +22,8 @@ from mmserve.prune.base import Evidence
 #: What a tower without a class token shows, and what only one with it does.
 OF_PATCHES = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS, Evidence.FIRST_FEATURES})
 OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
+#: Numbers held at once of products of queries and keys: pictures are taken some at a time.
+_SLICE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,13 @@ class Watched:
 
 def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:
     """How much position 0 attends to each, given a layer's queries and keys: fp32 ``[B, N]``, mean over heads."""
-    query_B1C = q_BNC[:, :1].float() * layer.scale
-    # summed product by product: one matrix product a head would have to copy the keys of several pictures first
-    scores_BNH = (k_BNC * query_B1C).unflatten(-1, (layer.heads, -1)).sum(-1)
-    return scores_BNH.softmax(1).mean(-1)
+    at_once = max(1, _SLICE_ELEMENTS // k_BNC[0].numel())
+    rows = []
+    for query_B1C, keys_BNC in zip(q_BNC[:, :1].split(at_once), k_BNC.split(at_once), strict=True):
+        # summed product by product: one matrix product a head would have to copy the keys of several pictures first
+        products_BNC = keys_BNC * (query_B1C.float() * layer.scale)
+        rows.append(products_BNC.unflatten(-1, (layer.heads, -1)).sum(-1).softmax(1).mean(-1))
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def column_means(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:

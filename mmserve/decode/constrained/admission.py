@@ -43,6 +43,10 @@ logger = logging.getLogger("mmserve.decode")
 #: What a hole without a constraint holds.
 ANYTHING = Regex(r"[\s\S]*")
 
+#: Bytes of grammars up to which the samples of a request have parsers of their own: to compile more takes too long, and
+#: as searches have parsers apart, samples that share one take little of its limits.
+_APART = 100_000
+
 
 @dataclass(frozen=True)
 class Admitted:
@@ -73,9 +77,16 @@ class Admitted:
     def apart(self) -> Admitted:
         """The same for another sample, with parsers of its own: what one has spent of their limits is not missed by the
         others. Takes as long as compiling."""
+        if self.layout is not None:
+            return replace(self, layout=self.layout.apart())
         witness = self.witness.apart()
-        split = _splitter(witness) if self.split is not None else None
-        return replace(self, witness=witness, split=split, layout=None if self.layout is None else self.layout.apart())
+        return replace(self, witness=witness, split=_splitter(witness) if self.split is not None else None)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the grammars that ``apart`` compiles."""
+        witnesses = [self.witness] if self.layout is None else [witness for _start, witness in self.layout.holes]
+        return sum(each.language.weight for each in witnesses if each.language is not None)
 
     def warned(self, warning: str) -> Admitted:
         """The same with one more warning."""
@@ -150,7 +161,10 @@ class Admission:
         with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained.
         """
         admitted = self._first(spec, budget)
-        return [admitted, *(admitted.apart() for _ in range(samples - 1))]
+        if admitted.weight * (samples - 1) > _APART:
+            return [admitted] * samples
+        with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
+            return [admitted, *(admitted.apart() for _ in range(samples - 1))]
 
     def _first(self, spec: ConstraintSpec, budget: int) -> Admitted:
         language = self._made()

@@ -29,8 +29,9 @@ class SharedPlaces:
         key = hashlib.sha256(grammar.source.encode()).digest()
         with self._lock:
             if key not in self._places:
-                parser = _GRAMMAR + _BYTE * len(grammar.source)
-                self._places[key] = Places(self._lexicon, grammar.kinds), parser
+                parsers = 2 * (_GRAMMAR + _BYTE * len(grammar.source))  # one of them is no request's
+                places = Places(self._lexicon, grammar.kinds, lambda: grammar.apart().start())
+                self._places[key] = places, parsers
             self._places.move_to_end(key)
             while len(self._places) > 1 and self.used > self._limit:
                 self._places.popitem(last=False)

@@ -54,6 +54,11 @@ class Concatenation:
         before = Place(-1, texts=((0, 0),))
         return ConcatenationMatcher(self, before if self.texts[0] else self._opened(before))
 
+    @property
+    def weight(self) -> int:
+        """Bytes of the text of all holes' constraints."""
+        return sum(hole.constraint.weight for hole in self.holes)
+
     def apart(self) -> Concatenation:
         """The same language with parsers of its own."""
         return replace(self, holes=tuple(replace(hole, constraint=hole.constraint.apart()) for hole in self.holes))

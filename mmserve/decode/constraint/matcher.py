@@ -42,6 +42,11 @@ class Grammar:
         """Tokens that end a text."""
         return self.vocabulary.end_ids
 
+    @property
+    def weight(self) -> int:
+        """Bytes of its text."""
+        return len(self.source)
+
     def kinds(self) -> Kinds:
         """Classes of the beginnings of texts that the grammar cannot tell apart."""
         return kinds_of(self.source)

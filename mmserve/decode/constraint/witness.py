@@ -20,7 +20,7 @@ from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import UNASKED, TopK, lay_out
 from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Places
+from mmserve.decode.paths.places import Places, Spent
 from mmserve.decode.paths.room import SPARE, OutOfTime, look_ahead
 from mmserve.decode.paths.search import Beam, Path, best_path, fits
 
@@ -129,15 +129,6 @@ def follow(witness: Witness, known: np.ndarray) -> Witness:
     return replace(witness, matcher=matcher, known=frontier)
 
 
-def _parser_of(places: Places, witness: Witness, before: list[int]) -> Matcher:
-    """A matcher behind the tokens ``before``, for places that outlive a search and are asked on any thread."""
-    if witness.language is None:
-        return witness.matcher.fork()
-    matcher = places.start(witness.language)
-    matcher.consume(before)
-    return matcher
-
-
 def improve(
     witness: Witness,
     known: np.ndarray,
@@ -174,14 +165,22 @@ def improve(
 
     def searched(mine: Places) -> tuple[Path | None, Closing]:
         closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
-        root = mine.behind(told, lambda: _parser_of(mine, witness, before), follows)
+        root = mine.behind(told, lambda: mine.own(before) or witness.matcher.fork(), follows)
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
+    def unspent(mine: Places) -> tuple[Path | None, Closing] | None:
+        """None where the parser was spent, by others maybe: what is found shall not depend on them."""
+        try:
+            found = searched(mine)
+        except Spent:
+            return None
+        return None if mine.spent else found
+
+    language = witness.language
+    parser = None if language is None else (lambda: language.apart().start())
     with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:
         try:
-            path, closing = searched(mine)
-            if mine.spent:  # by others, maybe: what is found shall not depend on them
-                path, closing = searched(Places(lexicon, witness.kinds))
+            path, closing = unspent(mine) or searched(Places(lexicon, witness.kinds, parser))
         except OutOfTime:
             return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)

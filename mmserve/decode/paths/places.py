@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mmserve.constraint.likeness import Kinds, Scalar, Texts
-from mmserve.decode.constraint.base import Constraint, Matcher
+from mmserve.decode.constraint.base import Matcher
+from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
@@ -65,20 +66,34 @@ class Place:
         return self._close
 
 
-class Places:
-    """The places of one constraint, and the kinds of its texts. Everything is asked of what ``lent`` gives."""
+class Spent(Exception):
+    """The places' own parser has come to its limits for good, as ``Places.spent`` says."""
 
-    def __init__(self, lexicon: Lexicon, kinds: Callable[[], Kinds] = Texts) -> None:
+
+class Places:
+    """The places of one constraint, and the kinds of its texts. Everything is asked of what ``lent`` gives.
+
+    ``parser`` gives a matcher in front of the first token, of a parser that no request has: what searches spend of its
+    limits, requests keep. It may take as long as compiling. Without it, searches have their request's parser.
+    """
+
+    def __init__(
+        self, lexicon: Lexicon, kinds: Callable[[], Kinds] = Texts, parser: Callable[[], Matcher] | None = None
+    ) -> None:
         self._lock = threading.Lock()
-        self.lexicon, self._make = lexicon, kinds
+        self.lexicon, self._make, self._parser = lexicon, kinds, parser
+        self._start: Matcher | None = None  # of that parser, and a token that may follow there
+        self._follows: list[int] = []
+        self._limited = False
         self._forget()
 
     def _forget(self) -> None:
+        if self._limited:
+            self._start = None
         self._kinds, self._places = self._make(), dict[Hashable, Place]()
         self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
         self._limited = False
-        self._start: Matcher | None = None  # of the parser of its own
-        #: Of each parser that places were made with, one of its matchers and a token that may follow there.
+        #: Of each request's parser that places were made with, one of its matchers and a token that may follow there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
         #: What stands for the places within a string or number, by what ``inside`` says of them.
         self.around: dict[Hashable, Around] = {}
@@ -92,7 +107,8 @@ class Places:
         What its lexer has learned is shared by all matchers of a parser, and bounded. With the last of it they all deny
         whatever they are asked, and say of no error.
         """
-        return any(matcher.valid(follows) < len(follows) for matcher, follows in self._parsers)
+        own = [] if self._start is None else [(self._start, self._follows)]
+        return any(matcher.valid(follows) < len(follows) for matcher, follows in (*own, *self._parsers))
 
     @contextmanager
     def lent(self) -> Iterator[Places]:
@@ -127,16 +143,27 @@ class Places:
         place = None if kind is None else self._places.get(kind)
         if place is None or place.depth > len(text) + _DEEPER:
             place = self._of(kind, matcher(), len(text))
-            if follows:
-                self._parsers.append((place.matcher, list(follows)))
+            if self._parser is None:
+                self._parsers.append((place.matcher, list(follows) or _follows(place.matcher)))
         return place
 
-    def start(self, constraint: Constraint) -> Matcher:
-        """A matcher in front of the first token, of a parser that no request has: what searches spend of its limits,
-        requests keep."""
+    def own(self, before: Sequence[int]) -> Matcher | None:
+        """A matcher behind the tokens ``before`` of the parser that no request has; None if there is none.
+
+        Raises ``Spent``.
+        """
+        if self._parser is None:
+            return None
         if self._start is None:
-            self._start = constraint.apart().start()
-        return self._start.fork()
+            self._start = self._parser()
+            self._follows = _follows(self._start)
+        matcher = self._start.fork()
+        try:
+            matcher.consume(list(before))
+        except ValueError as error:
+            self._limited = True
+            raise Spent from error
+        return matcher
 
     def after(self, place: Place, token: int) -> Place | None:
         """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""
@@ -252,3 +279,9 @@ class Places:
             return self._kinds.after(kind, text)
         except ValueError:
             return None
+
+
+def _follows(matcher: Matcher) -> list[int]:
+    """A token that may follow, if there is one."""
+    found: list[int] = bitmask.ids(matcher.mask())[:1].tolist()
+    return found

@@ -17,7 +17,7 @@ import numpy as np
 from mmserve.constraint.likeness import Scalar
 from mmserve.decode.constraint.base import Constraint
 from mmserve.decode.paths import bitmask
-from mmserve.decode.paths.places import Around, Place, Places
+from mmserve.decode.paths.places import Around, Place, Places, Spent
 
 #: Tokens that may follow a place, above which they are not looked at.
 _WIDE = 64
@@ -174,10 +174,10 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, places
     ``follows`` may follow in front of the first token. Once is enough, and nothing depends on it.
     """
     deadline = time.perf_counter() + _SECONDS
-    with places.lent() as mine, contextlib.suppress(OutOfTime):
+    with places.lent() as mine, contextlib.suppress(OutOfTime, Spent):
         if mine is places and mine.known and not mine.ahead:
             mine.ahead = True
-            root = mine.behind(b"", lambda: mine.start(constraint), follows)
+            root = mine.behind(b"", lambda: mine.own(()) or constraint.start(), follows)
             Room(root, size, mine, lambda: time.perf_counter() < deadline)
 
 

@@ -68,7 +68,10 @@ def _by_detours(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alte
             n += 1
             continue
         place = best.choices[n]
-        at.consume(best.tokens[done:place])
+        moved = after(at, best.tokens[done:place])
+        if moved is None:  # the parser has come to its limits
+            return best
+        at = moved
         work.read(place - done)
         done = place
         others = _others(at, lexicon, best.tokens[place:], alternatives, work)
@@ -218,7 +221,10 @@ def _by_walks(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, altern
             n += 1
             continue
         place = best.choices[n]
-        at.consume(best.tokens[done:place])
+        moved = after(at, best.tokens[done:place])
+        if moved is None:  # the parser has come to its limits
+            return best
+        at = moved
         work.read(place - done)
         done = place
         for other in _walked(best, n, at, lexicon, work, alternatives):

@@ -109,7 +109,7 @@ class Internal(MMServeError):
     def logged(cls, error: BaseException, where: str, logger: logging.Logger) -> Internal:
         """One with a fresh id, under which ``error`` and its traceback are in the log."""
         error_id = uuid.uuid4().hex
-        logger.error("internal error %s in %s", error_id, where, exc_info=error)
+        logger.error("internal error, error id %s, in %s", error_id, where, exc_info=error)
         return cls(f"internal error; the server's log has it under {error_id}", error_id=error_id)
 
 

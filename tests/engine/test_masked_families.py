@@ -19,6 +19,7 @@ from llama_checkpoints import load
 from qwen_checkpoints import MASK_ID, Qwen, block_mask, qwen, save_dream, save_sdar
 
 from mmserve.core.request import Diffusion, Policy, Request
+from mmserve.decode.passes import Passes
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
 
@@ -111,21 +112,22 @@ def test_dream_gives_the_tokens_of_its_plain_loop(
     assert len(kinds) > 15, "the model says more than one token"
 
 
-def test_dream_reads_the_row_left_of_a_mask_even_where_it_was_cached(bench: Make, dream: LoadedModel) -> None:
+def test_dream_reads_the_row_left_of_a_mask_even_where_it_was_cached(
+    bench: Make, dream: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 13 masks in one block, each step but the full ones runs the masks, what was decoded, and their left ones."""
     b = bench(dream, stages="inline")
-    decoder = b.engine.stages.decoder
     seen: list[tuple[set[int], set[int], set[int], bool]] = []
-    original = decoder._pass
+    original = Passes._over
 
-    def watched(canvas: Any, pages: Any, embeddings: Any, rows: Any, *rest: Any) -> Any:
-        made = original(canvas, pages, embeddings, rows, *rest)
+    def watched(passes: Passes, canvas: Any, pages: Any, embeddings: Any, rows: Any, *rest: Any) -> Any:
+        made = original(passes, canvas, pages, embeddings, rows, *rest)
         everything = len(rows) == canvas.size
         seen.append((set(rows.tolist()), set(made.rows.tolist()), set(canvas.block_masked().tolist()), everything))
         assert (np.diff(made.rows) > 0).all()
         return made
 
-    decoder._pass = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(Passes, "_over", watched)
     done = b.ask(ask("cached", max_new_tokens=13, block=13, recompute=dkv(4)))
     assert done.forwards == 13
     added = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from mmserve.constraint.derivatives import Automaton
+from mmserve.constraint.derivatives import DEAD, Automaton
 
 #: What ``after`` says where a string or a number is over.
 OVER = -1
@@ -72,7 +72,7 @@ class _String(NamedTuple):
     """What a string that goes on is to the conditions."""
 
     word: str | None  # all of it, where it may still become one of the words
-    states: tuple[int, ...]  # of each pattern
+    states: tuple[tuple[int, int], ...]  # of each pattern that may still match: its number, and its state
     length: int  # in characters, as far as any condition asks
     tail: bytes  # of a character that has only begun
 
@@ -89,7 +89,8 @@ class Strings:
         self._moves: list[dict[int, int]] = []
         self._told: list[Sequence[int]] = []  # bytes that one move stands for, by their numbers here
         self._alike = _alike({bound for pattern in self._patterns for bound in pattern.bounds})
-        self._of(_String("" if "" in conditions.prefixes else None, (0,) * len(self._patterns), 0, b""))
+        begun = tuple((n, 0) for n in range(len(self._patterns)))
+        self._of(_String("" if "" in conditions.prefixes else None, begun, 0, b""))
 
     def after(self, string: int, byte: int) -> int:
         """The class behind ``byte``; ``OVER`` behind the closing quote.
@@ -102,10 +103,14 @@ class Strings:
             found = moves[told] = self._next(self._strings[string], byte)
         return found
 
+    def alike(self, string: int) -> Sequence[int]:
+        """A number for each byte: those of one number lead from class ``string`` to one class."""
+        return self._told[string]
+
     def closed(self, string: int) -> Hashable:
         """What tells a string that is over from others."""
         word, states, length, _tail = self._strings[string]
-        ends = tuple(pattern.ends(state) for pattern, state in zip(self._patterns, states, strict=True))
+        ends = tuple(n for n, state in states if self._patterns[n].ends(state))
         return word if word in self._conditions.words else None, ends, bisect_right(self._conditions.lengths, length)
 
     def _next(self, at: _String, byte: int) -> int:
@@ -119,11 +124,18 @@ class Strings:
         return self._of(
             _String(
                 word if word in self._conditions.prefixes else None,
-                tuple(pattern.after(state, char) for pattern, state in zip(self._patterns, at.states, strict=True)),
+                tuple(self._matching(at.states, char)),
                 min(at.length + 1, self._longest),
                 b"",
             )
         )
+
+    def _matching(self, states: tuple[tuple[int, int], ...], char: str) -> Iterator[tuple[int, int]]:
+        """What is left behind ``char`` of the patterns that may still match."""
+        for n, state in states:
+            following = self._patterns[n].after(state, char)
+            if following != DEAD:
+                yield n, following
 
     def _of(self, string: _String) -> int:
         found = self._number.setdefault(string, len(self._strings))

@@ -22,8 +22,8 @@ _WAYS = "has too many ways through it"
 _EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that ``pattern`` writes, and what it reads for it
 
 
-#: A state's number for characters behind which there are too many ways.
-_TOO_MANY = -1
+#: The state behind which nothing matches, and a number for characters behind which there are too many ways.
+DEAD, _TOO_MANY = -1, -2
 
 
 class Automaton:
@@ -40,7 +40,12 @@ class Automaton:
         self._moves: list[dict[int, int]] = [{}]
 
     def after(self, state: int, char: str) -> int:
-        """The state behind ``char``. Raises ``BadPattern`` where that is too much to follow."""
+        """The state behind ``char``; ``DEAD`` where nothing matches any more.
+
+        Raises ``BadPattern`` where that is too much to follow.
+        """
+        if state == DEAD:
+            return DEAD
         kind = bisect_right(self.bounds, ord(char))
         found = self._moves[state].get(kind)
         if found is None:
@@ -55,9 +60,11 @@ class Automaton:
 
     def ends(self, state: int) -> bool:
         """Whether nothing more need follow."""
-        return ends(self._rests[state])
+        return state != DEAD and ends(self._rests[state])
 
     def _of(self, rest: Rest) -> int:
+        if not rest:
+            return DEAD
         found = self._number.setdefault(rest, len(self._rests))
         if found == len(self._rests):
             self._rests.append(rest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -33,6 +33,11 @@ class Kinds(Protocol):
 
     def after(self, kind: Any, text: bytes) -> Hashable:
         """The class of a text of class ``kind`` and ``text`` behind it. Raises ``ValueError`` where that is unknown."""
+        ...
+
+    def alike(self, kind: Any) -> Sequence[int] | None:
+        """A number for each byte: behind a text of class ``kind``, those of one number lead to one class. None where
+        that is not known."""
         ...
 
     def inside(self, kind: Any) -> tuple[Scalar, Hashable] | None:
@@ -58,6 +63,9 @@ class Texts:
     def after(self, kind: bytes, text: bytes) -> bytes:
         """The class of a text of class ``kind`` and ``text`` behind it."""
         return kind + text
+
+    def alike(self, kind: bytes) -> None:
+        """Nothing is known."""
 
     def inside(self, kind: bytes) -> None:
         """Nothing is known."""
@@ -115,6 +123,9 @@ class Matches:
                 tail, state = b"", self._expression.after(state, char)
         return self._numbered.of((tail, state))
 
+    def alike(self, kind: int) -> None:
+        """Nothing is known."""
+
     def inside(self, kind: int) -> None:
         """Nothing is known."""
 
@@ -149,6 +160,11 @@ class Documents:
         for byte in text:
             place = self._next(place, byte)
         return self._places.of(place)
+
+    def alike(self, kind: int) -> Sequence[int] | None:
+        """As ``Kinds.alike``: known within strings."""
+        _around, mode, scalar = self._places.keys[kind]
+        return self._strings.alike(scalar) if mode == _STRING else None
 
     def inside(self, kind: int) -> tuple[Scalar, int] | None:
         """As ``Kinds.inside``: the values of an object or array, where what one holds tells nothing of others."""

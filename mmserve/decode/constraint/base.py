@@ -25,6 +25,10 @@ class Matcher(Protocol):
         """How many of ``tokens``, from the first on, may follow here one after another; consumes nothing."""
         ...
 
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` may follow here and the text may end behind them; consumes nothing."""
+        ...
+
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by ``tokens``; ``ValueError`` if they may not follow here, after which the matcher is of no use."""
         ...

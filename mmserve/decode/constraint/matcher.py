@@ -69,11 +69,10 @@ class GrammarMatcher:
     A parser that fails in the middle (it has limits on its work) allows and accepts nothing from there on.
     """
 
-    __slots__ = ("_ends", "_parser", "_size", "_vocabulary")
+    __slots__ = ("_content", "_parser", "_vocabulary")
 
     def __init__(self, parser: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._parser, self._vocabulary = parser, vocabulary
-        self._ends, self._size = vocabulary.end_ids, len(vocabulary.token_bytes)
+        self._parser, self._vocabulary, self._content = parser, vocabulary, vocabulary.content
 
     def fork(self) -> GrammarMatcher:
         """A matcher at the same place; takes about a microsecond."""
@@ -81,19 +80,28 @@ class GrammarMatcher:
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may follow here; those without bytes may not. About 0.4 microseconds a token."""
+        if not self._content.issuperset(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token not in self._content)]
         # a parser that has come to the end of its language, or to an error, takes nothing more
         if not tokens or self._parser.is_stopped():
             return 0
-        content = self._vocabulary.content
-        if not content.issuperset(tokens):
-            tokens = tokens[: next(i for i, token in enumerate(tokens) if token not in content)]
-        return self._parser.validate_tokens(tokens if isinstance(tokens, list) else list(tokens)) if tokens else 0
+        return self._parser.validate_tokens(tokens if isinstance(tokens, list) else list(tokens))
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` may follow here and the text may end behind them.
+
+        About 2 microseconds, where to go there takes 40: what a parser does once its text is whole.
+        """
+        if not tokens or self._parser.is_stopped():
+            return not tokens and self.accepting
+        end = min(self._vocabulary.end_ids)
+        return self._content.issuperset(tokens) and self._parser.validate_tokens([*tokens, end]) > len(tokens)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by ``tokens``; ``ValueError`` if they may not follow here."""
         if not tokens:
             return
-        if not self._ends.isdisjoint(tokens) or not self._parser.consume_tokens(list(tokens)):
+        if not self._vocabulary.end_ids.isdisjoint(tokens) or not self._parser.consume_tokens(list(tokens)):
             raise ValueError("these tokens may not follow here")
 
     def allowed(self) -> np.ndarray:
@@ -102,14 +110,13 @@ class GrammarMatcher:
 
     def mask(self) -> np.ndarray:
         """Which tokens may follow here, as a ``bitmask``. About 30 microseconds of 126,000 tokens."""
-        forced = self.forced()
+        forced, size = self.forced(), len(self._vocabulary.token_bytes)
         if forced:
-            return bitmask.of(self._spelling(forced), self._size)
-        words = np.zeros((self._size + 31) // 32, np.uint32)
+            return bitmask.of(self._spelling(forced), size)
+        words = np.zeros((size + 31) // 32, np.uint32)
         if not self._parser.is_stopped():
             self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            for end in self._ends:
-                words[end >> 5] &= np.uint32(~(1 << (end & 31)) & 0xFFFFFFFF)
+            bitmask.remove(words, self._vocabulary.end_ids)
         return words
 
     def among(self, tokens: np.ndarray) -> np.ndarray:

@@ -6,6 +6,11 @@ from collections.abc import Collection
 
 import numpy as np
 
+#: Of each place in a word.
+_BITS = tuple(np.uint32(1 << i) for i in range(32))
+#: Tokens that are put into a set one by one: numpy takes longer to begin.
+_FEW = 16
+
 
 def of(tokens: Collection[int], size: int) -> np.ndarray:
     """The set of ``tokens``, of a vocabulary of ``size``."""
@@ -16,8 +21,18 @@ def of(tokens: Collection[int], size: int) -> np.ndarray:
 
 def add(words: np.ndarray, tokens: Collection[int]) -> None:
     """Put ``tokens`` into the set ``words``, in place."""
+    if len(tokens) <= _FEW:
+        for token in tokens:
+            words[token >> 5] |= _BITS[token & 31]
+        return
     ids = np.fromiter(tokens, np.int64, len(tokens))
     np.bitwise_or.at(words, ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32))
+
+
+def remove(words: np.ndarray, tokens: Collection[int]) -> None:
+    """Take ``tokens``, a few, out of the set ``words``, in place."""
+    for token in tokens:
+        words[token >> 5] &= ~_BITS[token & 31]
 
 
 def has(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.least import shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import BLIND, Place
@@ -44,8 +43,8 @@ class Closing:
         room, cramped = self.size - position, False
         for way in self._known(position):
             if len(way) > room:
-                cramped = cramped or completes(matcher, way)
-            elif agrees(way) and completes(matcher, way):
+                cramped = cramped or matcher.ends(way)
+            elif agrees(way) and matcher.ends(way):
                 return way
         self.cramped |= cramped
         if not self._may_ask(place) or (cramped and not self.patient):  # a way to the end is known, and too long

@@ -56,7 +56,7 @@ def after(matcher: Matcher, tokens: Sequence[int]) -> Matcher | None:
 
 
 def completes(matcher: Matcher, tokens: Sequence[int]) -> bool:
-    """Whether ``tokens`` may follow and the text may end behind them."""
+    """As ``Matcher.ends``, by going there: a parser's limits may stop it on a way that it has called valid."""
     if matcher.valid(tokens) < len(tokens):
         return False
     fork = after(matcher, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -74,15 +75,16 @@ class Field:
         They agree with what is committed.
         """
         last = min(begin + len(tokens), self.size)
-        total = self.ended[last]
+        total, fixed, floor, scores = self.ended[last], self.fixed, self.floor, self._scores
         for p in range(begin, last):
-            if self.fixed[p] is None:
-                total += self.of(p, tokens[p - begin])
+            if fixed[p] is None:
+                total += scores[p].get(tokens[p - begin], floor[p])
         return total
 
-    def of(self, p: int, token: int) -> float:
-        """Log-probability of ``token`` at ``p``."""
-        return next((score for option, score in self.options[p] if option == token), self.floor[p])
+    @cached_property
+    def _scores(self) -> list[dict[int, float]]:
+        """Log-probabilities of the options."""
+        return [dict(options) for options in self.options]
 
 
 def lay_out(

@@ -236,10 +236,17 @@ class Places:
 
     def _apart(self, place: Place) -> list[list[int]]:
         """Closers that may follow ``place``, the first of those behind which texts are alike."""
-        closers = self.lexicon.closers
-        steps: dict[Hashable, list[int]] = {}
+        closers, spelled = self.lexicon.closers, self.lexicon.spelled
+        alike = None if place.kind is None else self._kinds.alike(place.kind)
+        steps, told = dict[Hashable, list[int]](), set[int]()
         for token in closers[place.matcher.among(closers)].tolist():
-            kind = self._kind(place.kind, self.lexicon.spelled[token])
+            text = spelled[token]
+            number = None if alike is None or len(text) > 1 else alike[text[0]]
+            if number in told:
+                continue
+            kind = self._kind(place.kind, text)
+            if kind is not None and number is not None:
+                told.add(number)
             steps.setdefault(token if kind is None else (kind,), [token])
         return list(steps.values())
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,6 @@ from functools import partial
 import numpy as np
 
 from mmserve.decode.paths.closing import Closing
-from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import Field
 from mmserve.decode.paths.places import Place, Places
 from mmserve.decode.paths.room import SPARE, OutOfTime, Room
@@ -217,7 +215,7 @@ class _Search:
                 return True
             if f.start + p + len(tail) <= self.closing.size and f.agrees(p, tail):
                 self._found(fork, tail, fork.score + f.score(p, tail))
-        if fork.score + f.stayed[p] > self.best.score and completes(fork.place.matcher, f.old_content[p:]):
+        if fork.score + f.stayed[p] > self.best.score and fork.place.matcher.ends(f.old_content[p:]):
             self._found(fork, f.old_content[p:], fork.score + f.stayed[p])
         return False
 
@@ -229,13 +227,16 @@ class _Search:
         behind = ahead or following
         reach, least = len(behind), len(following)
         grown: list[_Grown] = []
-        ranks: list[float] = []  # the best so far, as many as forks are kept
+        ranks: list[float] = []  # a heap of the best so far, as many as forks are kept
         most, options, floor, old = f.most[p + 1], f.options[p], f.floor[p], f.old[p]
 
         def add(penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
-            grown.append((score - penalty, score, fork, token, option))
-            insort(ranks, score - penalty)
-            del ranks[: -beam.width]
+            rank = score - penalty
+            grown.append((rank, score, fork, token, option))
+            if len(ranks) < beam.width:
+                heapq.heappush(ranks, rank)
+            else:
+                heapq.heappushpop(ranks, rank)
 
         for fork in forks:
             self._ended(fork, p)
@@ -243,6 +244,7 @@ class _Search:
             enough = -math.inf  # below this no option is tried any more
             followed = not fork.on_witness or old in f.ends
             left = False
+            known = fork.place.next
             for i, (token, log_probability) in enumerate(options):
                 if log_probability <= bound:
                     begun = -1  # there may be a way, but none that would be better
@@ -258,6 +260,8 @@ class _Search:
                     if token != old:
                         continue
                 followed = followed or token == old
+                if known.get(token, True) is None:
+                    continue
                 far = places.reach(fork.place, [token, *behind])
                 if far > least and not self._ends_in_time(fork.place, token, p):
                     continue

@@ -27,13 +27,16 @@ _DURATION_DATE = (
 )
 _DURATION = f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]{{1,9}}W)"
 
-_LABEL = "[A-Za-z](?:-?[A-Za-z0-9]){0,20}"  # never "--": those labels are Unicode in disguise, with rules of its own
+# What repeats comes first: masks of a text that begins so are made of whole parts of the vocabulary (``paths.vocabulary``).
+_WORD = "[A-Za-z]{0,19}[A-Za-z]"
+#: Never "--": those labels are Unicode in disguise, with rules of its own. At most 46 characters, 63 are allowed.
+_LABEL = f"{_WORD}(?:(?:[0-9]|-[A-Za-z0-9])(?:-?[A-Za-z0-9]){{0,12}})?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = "[A-Za-z0-9_+\\-]{1,20}"
 _EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_LABEL}(?:\.{_LABEL}){{1,3}}"
 
 _PCHAR = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=:@]|%[0-9A-Fa-f]{2})"
-_URI = rf"[A-Za-z][A-Za-z0-9+.\-]{{0,20}}://{_HOSTNAME}(?::[0-9]{{1,4}})?(?:/{_PCHAR}*)*(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
+_URI = rf"{_WORD}(?:[0-9+.\-][A-Za-z0-9+.\-]{{0,9}})?://{_HOSTNAME}(?::[0-9]{{1,4}})?(?:/{_PCHAR}*)*(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
 
 _GROUP = "[0-9A-Fa-f]{1,4}"
 

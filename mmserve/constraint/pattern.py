@@ -22,11 +22,22 @@ class BadPattern(ValueError):
     """A pattern that is malformed, or outside what a grammar can enforce; the message says where and why."""
 
 
+def _hashed(item: Item) -> int:
+    """As of any frozen dataclass, but found once: what is left of an expression is mostly what it was before."""
+    parts = vars(item)
+    found: int | None = parts.get("hash")
+    if found is None:
+        found = parts["hash"] = hash((type(item), *parts.values()))
+    return found
+
+
 @dataclass(frozen=True)
 class Chars:
     """One character of a set."""
 
     ranges: Ranges
+
+    __hash__ = _hashed
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,16 @@ class Anchor:
 
     sign: str
 
+    __hash__ = _hashed
+
 
 @dataclass(frozen=True)
 class Group:
     """Alternatives, each a row of items."""
 
     branches: tuple[tuple[Item, ...], ...]
+
+    __hash__ = _hashed
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,8 @@ class Repeat:
     item: Item
     low: int
     high: int | None
+
+    __hash__ = _hashed
 
 
 Item = Chars | Anchor | Group | Repeat

@@ -14,7 +14,7 @@ import numpy as np
 from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths import bitmask
-from mmserve.decode.paths.completion import after, completes
+from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.vocabulary import Vocabulary
 
 
@@ -146,7 +146,8 @@ class ConcatenationMatcher:
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether ``tokens`` may follow here and the text may end behind them."""
-        return completes(self, tokens)
+        fork = after(self, tokens)
+        return fork is not None and fork.accepting
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by ``tokens``; ``ValueError`` if they may not follow here."""

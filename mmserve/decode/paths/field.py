@@ -191,7 +191,7 @@ def _tried(top: TopK) -> list[list[tuple[int, float]]]:
         return []
     scores = top.log_probabilities
     worth = np.isfinite(scores) & (scores >= scores[:, :1] - _WINDOW)
-    counts = np.where(worth.all(-1), scores.shape[1], worth.argmin(-1)).tolist()
+    counts = worth.sum(-1).tolist()
     most = max(counts)
     rows = zip(top.tokens[:, :most].tolist(), scores[:, :most].tolist(), counts, strict=True)
     return [list(zip(tokens[:n], mine[:n], strict=True)) for tokens, mine, n in rows]

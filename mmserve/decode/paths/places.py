@@ -169,7 +169,8 @@ class Places:
         """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""
         found = place.next.get(token, True)
         if found is True or (isinstance(found, Place) and found.depth > place.depth + LONGEST + _DEEPER):
-            found = place.next[token] = self._moved(place, [token])
+            asked = token in place.next
+            found = place.next[token] = self._moved(place, [token], valid=asked)
         return found if isinstance(found, Place) else None
 
     def through(self, place: Place, tokens: Sequence[int]) -> Place | None:
@@ -250,10 +251,10 @@ class Places:
             steps.setdefault(token if kind is None else (kind,), [token])
         return list(steps.values())
 
-    def _moved(self, place: Place, tokens: Sequence[int]) -> Place | bool | None:
-        """What is behind ``tokens``, as ``Place.next`` says it."""
+    def _moved(self, place: Place, tokens: Sequence[int], *, valid: bool = False) -> Place | bool | None:
+        """What is behind ``tokens``, as ``Place.next`` says it. ``valid``: whether it is known that they may follow."""
         self.size += _WAY
-        if place.matcher.valid(tokens) < len(tokens):
+        if not valid and place.matcher.valid(tokens) < len(tokens):
             return None
         text = self.lexicon.text(tokens)
         kind, depth = self._kind(place.kind, text), place.depth + len(text)

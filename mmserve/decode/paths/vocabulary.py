@@ -21,7 +21,6 @@ _PLAIN = r'[^"\\\x00-\x1F\x7F]'
 #: 126,000 tokens, masks take half of what they take with llguidance's own.
 _SLICES = (
     *(rf"[A-Za-z][A-Za-z]{{0,{longest - 1}}}" for longest in (4, 8, 12, 20)),
-    "[A-Za-z0-9]{1,10}",
     r"[\x20\x0A\x0D\x09]+",
     *(rf"{_PLAIN}{{1,{longest}}}" for longest in (4, 8, 12, 16, 20, LONGEST)),
     rf"{_PLAIN}+",

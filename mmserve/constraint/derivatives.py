@@ -33,11 +33,12 @@ class Automaton:
     """
 
     def __init__(self, expression: str) -> None:
-        first = beginning(expression)
+        first: Rest = frozenset({(parsed(expression.replace(*_EVERYTHING)),)})
         self.bounds = sorted({bound for row in first for item in row for bound in _bounds(item)})
         self._number: dict[Rest, int] = {first: 0}
         self._rests = [first]
         self._moves: list[dict[int, int]] = [{}]
+        self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # what may be left of an item, by kinds of characters
 
     def after(self, state: int, char: str) -> int:
         """The state behind ``char``; ``DEAD`` where nothing matches any more.
@@ -50,7 +51,7 @@ class Automaton:
         found = self._moves[state].get(kind)
         if found is None:
             try:
-                found = self._of(behind(self._rests[state], char))
+                found = self._of(self._behind(self._rests[state], kind, ord(char)))
             except BadPattern:
                 found = _TOO_MANY
             self._moves[state][kind] = found
@@ -60,7 +61,7 @@ class Automaton:
 
     def ends(self, state: int) -> bool:
         """Whether nothing more need follow."""
-        return state != DEAD and ends(self._rests[state])
+        return state != DEAD and any(all(map(_nullable, row)) for row in self._rests[state])
 
     def _of(self, rest: Rest) -> int:
         if not rest:
@@ -71,49 +72,46 @@ class Automaton:
             self._moves.append({})
         return found
 
+    def _behind(self, rest: Rest, kind: int, code: int) -> Rest:
+        """What is left of ``rest`` behind the character ``code``. Raises ``BadPattern`` where that is too much."""
+        found = frozenset(_few(each for row in rest for each in self._derived(row, kind, code)))
+        if len(found) > _MOST_ROWS:
+            raise BadPattern(_WAYS)
+        return found
 
-def beginning(expression: str) -> Rest:
-    """What is left in front of the first character of ``expression``, an output of ``pattern`` without anchors.
+    def _derived(self, row: Row, kind: int, code: int) -> Iterator[Row]:
+        for i, item in enumerate(row):
+            for begun in self._left(item, kind, code):
+                yield begun + row[i + 1 :]
+            if not _nullable(item):
+                return
 
-    Raises ``BadPattern``.
-    """
-    return frozenset({(parsed(expression.replace(*_EVERYTHING)),)})
+    def _left(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
+        """What may be left of ``item`` behind the character ``code``."""
+        if isinstance(item, Chars):
+            return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
+        found = self._begun.get((item, kind))
+        if found is None:
+            found = self._begun[item, kind] = _few(self._ways(item, kind, code))
+        return found
+
+    def _ways(self, item: Item, kind: int, code: int) -> Iterator[Row]:
+        match item:
+            case Group(branches):
+                for branch in branches:
+                    yield from self._derived(branch, kind, code)
+            case Repeat(inner, low, high) if high != 0:
+                again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
+                for begun in self._left(inner, kind, code):
+                    yield begun if again.high == 0 else (*begun, again)
 
 
-def behind(rest: Rest, char: str) -> Rest:
-    """What is left of ``rest`` behind ``char``. Raises ``BadPattern`` where that is too much to follow."""
-    derived = list(islice((each for row in rest for each in _derived(row, ord(char))), _MOST_DERIVED))
-    found = frozenset(derived)
-    if len(found) > _MOST_ROWS or len(derived) == _MOST_DERIVED:
+def _few(rows: Iterator[Row]) -> tuple[Row, ...]:
+    """All of ``rows``. Raises ``BadPattern`` where they are too many."""
+    found = tuple(islice(rows, _MOST_DERIVED))
+    if len(found) == _MOST_DERIVED:
         raise BadPattern(_WAYS)
     return found
-
-
-def ends(rest: Rest) -> bool:
-    """Whether nothing more need follow."""
-    return any(all(map(_nullable, row)) for row in rest)
-
-
-def _derived(row: Row, code: int) -> Iterator[Row]:
-    for i, item in enumerate(row):
-        for begun in _begun(item, code):
-            yield begun + row[i + 1 :]
-        if not _nullable(item):
-            return
-
-
-def _begun(item: Item, code: int) -> Iterator[Row]:
-    """What may be left of ``item`` behind the character ``code``."""
-    match item:
-        case Chars(ranges) if any(low <= code <= high for low, high in ranges):
-            yield ()
-        case Group(branches):
-            for branch in branches:
-                yield from _derived(branch, code)
-        case Repeat(inner, low, high) if high != 0:
-            again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
-            for begun in _begun(inner, code):
-                yield begun if again.high == 0 else (*begun, again)
 
 
 def _nullable(item: Item) -> bool:

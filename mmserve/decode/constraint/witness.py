@@ -22,7 +22,7 @@ from mmserve.decode.paths.least import Close, Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places, Spent
 from mmserve.decode.paths.room import SPARE, OutOfTime, look_ahead
-from mmserve.decode.paths.search import Beam, Path, best_path, fits
+from mmserve.decode.paths.search import Beam, Path, best_path
 
 #: Ways to the end that a request remembers.
 _REMEMBERED = 8
@@ -185,7 +185,7 @@ def improve(
             return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)
     # the parser has the last word on the whole path: its limits on work are counted anew for each fork
-    if path is None or not fits(known[witness.known :], path.tokens, witness.ends):
+    if path is None or witness.known + len(path.tokens) > len(known) or not laid.agrees(0, path.tokens):
         return witness, Outcome.KEPT
     if not completes(witness.matcher, path.tokens):
         return witness, Outcome.KEPT

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.field import Field
 from mmserve.decode.paths.places import Place, Places
@@ -380,11 +378,3 @@ class _Search:
                     deepest = min(deepest, room - len(way))  # ways that are longer have no room either
                 if tried == self.beam.salvaged:
                     return
-
-
-def fits(known: np.ndarray, path: list[int], ends: frozenset[int]) -> bool:
-    """Whether ``path`` and end tokens behind it agree with ``known`` (int64, -1 where masked)."""
-    if len(path) > len(known):
-        return False
-    head, rest = known[: len(path)], known[len(path) :].tolist()
-    return bool(((head < 0) | (head == path)).all()) and all(token < 0 or token in ends for token in rest)

@@ -13,32 +13,38 @@ from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, p
 
 #: Items that are still to be matched, one after another.
 Row = tuple[Item, ...]
-#: Rows of which one must match; none: nothing may follow.
-Rest = frozenset[Row]
 
 _MOST_ROWS = 64
 _MOST_DERIVED = 4096
 _WAYS = "has too many ways through it"
 _EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that ``pattern`` writes, and what it reads for it
 
-
 #: The state behind which nothing matches, and a number for characters behind which there are too many ways.
 DEAD, _TOO_MANY = -1, -2
+#: The number of the row without items.
+_NOTHING = 0
 
 
 class Automaton:
     """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
 
+    A state is the set of rows of which one must still match. Rows are numbered, by their first item and the row behind
+    it, so that what is left of each is found once.
+
     ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
     """
 
     def __init__(self, expression: str) -> None:
-        first: Rest = frozenset({(parsed(expression.replace(*_EVERYTHING)),)})
-        self.bounds = sorted({bound for row in first for item in row for bound in _bounds(item)})
-        self._number: dict[Rest, int] = {first: 0}
-        self._rests = [first]
-        self._moves: list[dict[int, int]] = [{}]
+        whole = parsed(expression.replace(*_EVERYTHING))
+        self.bounds = sorted(set(_bounds(whole)))
+        self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
+        self._nullable = [True]  # whether each row may match nothing
+        self._left: list[dict[int, frozenset[int]]] = [{}]  # rows left behind each kind of characters
+        self._number: dict[tuple[Item, int], int] = {}
         self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # what may be left of an item, by kinds of characters
+        self._states = [frozenset({self._row((whole,), _NOTHING)})]
+        self._state = {self._states[0]: 0}
+        self._moves: list[dict[int, int]] = [{}]
 
     def after(self, state: int, char: str) -> int:
         """The state behind ``char``; ``DEAD`` where nothing matches any more.
@@ -51,7 +57,7 @@ class Automaton:
         found = self._moves[state].get(kind)
         if found is None:
             try:
-                found = self._of(self._behind(self._rests[state], kind, ord(char)))
+                found = self._behind(state, kind, ord(char))
             except BadPattern:
                 found = _TOO_MANY
             self._moves[state][kind] = found
@@ -61,57 +67,70 @@ class Automaton:
 
     def ends(self, state: int) -> bool:
         """Whether nothing more need follow."""
-        return state != DEAD and any(all(map(_nullable, row)) for row in self._rests[state])
+        return state != DEAD and any(self._nullable[row] for row in self._states[state])
 
-    def _of(self, rest: Rest) -> int:
-        if not rest:
+    def _behind(self, state: int, kind: int, code: int) -> int:
+        rows = frozenset().union(*(self._derived(row, kind, code) for row in self._states[state]))
+        if len(rows) > _MOST_ROWS:
+            raise BadPattern(_WAYS)
+        if not rows:
             return DEAD
-        found = self._number.setdefault(rest, len(self._rests))
-        if found == len(self._rests):
-            self._rests.append(rest)
+        found = self._state.setdefault(rows, len(self._states))
+        if found == len(self._states):
+            self._states.append(rows)
             self._moves.append({})
         return found
 
-    def _behind(self, rest: Rest, kind: int, code: int) -> Rest:
-        """What is left of ``rest`` behind the character ``code``. Raises ``BadPattern`` where that is too much."""
-        found = frozenset(_few(each for row in rest for each in self._derived(row, kind, code)))
-        if len(found) > _MOST_ROWS:
-            raise BadPattern(_WAYS)
+    def _row(self, items: Row, behind: int) -> int:
+        """The number of the row of ``items`` and that of number ``behind``."""
+        for item in reversed(items):
+            key = item, behind
+            found = self._number.get(key)
+            if found is None:
+                found = self._number[key] = len(self._rows)
+                self._rows.append(key)
+                self._nullable.append(self._nullable[behind] and _nullable(item))
+                self._left.append({})
+            behind = found
+        return behind
+
+    def _derived(self, row: int, kind: int, code: int) -> frozenset[int]:
+        """The rows left of one behind the character ``code``."""
+        found = self._left[row].get(kind)
+        if found is None:
+            left, at = set[int](), row
+            while at != _NOTHING:
+                item, behind = self._rows[at]
+                left.update(self._row(begun, behind) for begun in self._ways(item, kind, code))
+                at = behind if _nullable(item) else _NOTHING
+            found = self._left[row][kind] = frozenset(left)
         return found
 
-    def _derived(self, row: Row, kind: int, code: int) -> Iterator[Row]:
-        for i, item in enumerate(row):
-            for begun in self._left(item, kind, code):
-                yield begun + row[i + 1 :]
-            if not _nullable(item):
-                return
-
-    def _left(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
+    def _ways(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
         """What may be left of ``item`` behind the character ``code``."""
         if isinstance(item, Chars):
             return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
         found = self._begun.get((item, kind))
         if found is None:
-            found = self._begun[item, kind] = _few(self._ways(item, kind, code))
+            found = tuple(islice(self._entered(item, kind, code), _MOST_DERIVED))
+            if len(found) == _MOST_DERIVED:
+                raise BadPattern(_WAYS)
+            self._begun[item, kind] = found
         return found
 
-    def _ways(self, item: Item, kind: int, code: int) -> Iterator[Row]:
+    def _entered(self, item: Item, kind: int, code: int) -> Iterator[Row]:
         match item:
             case Group(branches):
                 for branch in branches:
-                    yield from self._derived(branch, kind, code)
+                    for i, inner in enumerate(branch):
+                        for begun in self._ways(inner, kind, code):
+                            yield begun + branch[i + 1 :]
+                        if not _nullable(inner):
+                            break
             case Repeat(inner, low, high) if high != 0:
                 again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
-                for begun in self._left(inner, kind, code):
+                for begun in self._ways(inner, kind, code):
                     yield begun if again.high == 0 else (*begun, again)
-
-
-def _few(rows: Iterator[Row]) -> tuple[Row, ...]:
-    """All of ``rows``. Raises ``BadPattern`` where they are too many."""
-    found = tuple(islice(rows, _MOST_DERIVED))
-    if len(found) == _MOST_DERIVED:
-        raise BadPattern(_WAYS)
-    return found
 
 
 def _nullable(item: Item) -> bool:

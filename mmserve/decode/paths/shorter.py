@@ -8,7 +8,7 @@ least by its first items.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths import bitmask
@@ -50,37 +50,48 @@ def _fewest(way: Walk, lexicon: Lexicon) -> list[int]:
     return lexicon.cover(lexicon.text(way.tokens)) or list(way.tokens)
 
 
-def _places(way: Walk, n: int, seen: set[tuple[int, ...]]) -> bool:
-    """Whether choice number ``n`` is unlike those ``seen``, among which it is now."""
-    place = way.choices[n]
-    behind = way.tokens[max(0, place - _AROUND) : place]
-    around = (*behind, -1, *way.tokens[place : place + _AROUND])
-    known = around in seen
-    seen.add(around)
-    return not known
+@dataclass
+class _Along:
+    """Goes along a way, which may change behind the choice that it is at, from choice to choice unlike those before."""
+
+    at: Matcher  # in front of token ``done``
+    work: Work
+    n: int = 0  # the choice to go to
+    done: int = 0
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+
+    def place(self, way: Walk) -> int | None:
+        """Where choice ``n`` or the next that is unlike is, and ``at`` then; None behind the last of them, or where the
+        work or the parser's limits are at their end."""
+        while self.n < len(way.choices) and self.work.left:
+            place = way.choices[self.n]
+            if not self._known(way.tokens, place):
+                moved = after(self.at, way.tokens[self.done : place])
+                if moved is None:
+                    return None
+                self.work.read(place - self.done)
+                self.at, self.done = moved, place
+                return place
+            self.n += 1
+        return None
+
+    def _known(self, tokens: tuple[int, ...], place: int) -> bool:
+        around = (*tokens[max(0, place - _AROUND) : place], -1, *tokens[place : place + _AROUND])
+        known = around in self.seen
+        self.seen.add(around)
+        return known
 
 
 def _by_detours(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
-    seen: set[tuple[int, ...]] = set()
-    n, at, done = 0, matcher.fork(), 0
-    while n < len(best.choices) and work.left:
-        if not _places(best, n, seen):
-            n += 1
-            continue
-        place = best.choices[n]
-        moved = after(at, best.tokens[done:place])
-        if moved is None:  # the parser has come to its limits
-            return best
-        at = moved
-        work.read(place - done)
-        done = place
-        others = _others(at, lexicon, best.tokens[place:], alternatives, work)
-        detours = [_near(best, place, at, token, lexicon, work) for token in others]
+    along = _Along(matcher.fork(), work)
+    while (place := along.place(best)) is not None:
+        others = _others(along.at, lexicon, best.tokens[place:], alternatives, work)
+        detours = [_near(best, place, along.at, token, lexicon, work) for token in others]
         most = max((detour for detour in detours if detour is not None), key=lambda each: each.saved, default=None)
         if most is None:
-            n += 1
+            along.n += 1
         else:
-            best = _everywhere(best, n, most, at, work)
+            best = _everywhere(best, along.n, most, along.at, work)
     return best
 
 
@@ -213,28 +224,16 @@ def _replaced(best: Walk, places: list[int], detour: _Detour) -> Walk:
 
 def _by_walks(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
     """The same with ways that go to the end by themselves."""
-    seen: set[tuple[int, ...]] = set()
-    length = len(_fewest(best, lexicon))
-    n, at, done = 0, matcher.fork(), 0
-    while n < len(best.choices) and work.left:
-        if not _places(best, n, seen):
-            n += 1
-            continue
-        place = best.choices[n]
-        moved = after(at, best.tokens[done:place])
-        if moved is None:  # the parser has come to its limits
-            return best
-        at = moved
-        work.read(place - done)
-        done = place
-        for other in _walked(best, n, at, lexicon, work, alternatives):
+    length, along = len(_fewest(best, lexicon)), _Along(matcher.fork(), work)
+    while along.place(best) is not None:
+        for other in _walked(best, along.n, along.at, lexicon, work, alternatives):
             work.read(BYTE * len(lexicon.text(other.tokens)))
             size = len(_fewest(other, lexicon))
             if size < length:
                 best, length = other, size
                 break
         else:
-            n += 1
+            along.n += 1
     return best
 
 

@@ -18,10 +18,10 @@ LONGEST = 32
 _PLAIN = r'[^"\\\x00-\x1F\x7F]'
 #: Tokens that llguidance decides on all at once where a text may hold any of them, those of the first expression that
 #: matches them first. Steps of length are for texts with little room left, words for names, addresses and URIs: of
-#: 126,000 tokens, masks take half of what they take with llguidance's own. It sees that they may follow only where the
-#: text begins with what repeats; and two that overlap, as words and digits do with words alone, take each other's parts.
+#: 126,000 tokens, masks take a third of what they take with llguidance's own. It judges by form: words must be written
+#: as they are here, what they stand in begin with what repeats, and none overlap as words and digits would with words.
 _SLICES = (
-    *(rf"[A-Za-z]{{1,{longest}}}" for longest in (4, 8, 12, 20)),
+    *(rf"[A-Za-z][A-Za-z]{{0,{longest - 1}}}" for longest in (4, 8, 12, 20)),
     r"[\x20\x0A\x0D\x09]+",
     *(rf"{_PLAIN}{{1,{longest}}}" for longest in (4, 8, 12, 16, 20, LONGEST)),
     rf"{_PLAIN}+",

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.settings import measured_config
-from mmserve.client import Blend, Client, LegoLink, RandomReuse, Result
+from mmserve.client import Blend, Client, KvShare, LegoLink, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart
 from mmserve.decode.blending import Blender, in_one_go
 from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.repairing import Repairer, Repairing
 from mmserve.decode.state import Encoded
 from mmserve.encode.cache import TensorCache
 from mmserve.encode.encoder import Encoder
@@ -152,6 +153,8 @@ def settings() -> Iterator[Setting]:
     for share in SHARES:
         for layers in LAYERS:
             yield Setting("blend", Blend(share, layers))
+            yield Setting("kv_share", KvShare(share, layers))
+        yield Setting("kv_share", KvShare(share, each_step=0))
         yield Setting("lego_link", LegoLink(share))
         yield Setting("random_reuse", RandomReuse(share))
     yield Setting("blend", Blend(1.0))
@@ -188,6 +191,7 @@ class _Logits:
         pages, config = pages_for(model.spec.max_tokens, _PAGE), model.decoder.config
         self._store = KVStore(config, pages=pages, page_size=_PAGE, dtype=model.dtype, device=model.device)
         self._blender = Blender(model, self._store, TensorCache(_ALL))
+        self._repairer = Repairer(self._store, model.dtype)
 
     @torch.inference_mode()
     def of(self, one: Item, setting: Setting) -> Tensor:
@@ -210,14 +214,28 @@ class _Logits:
         )
         pages = np.arange(pages_for(made.size, _PAGE))
         embeddings, deep = embedded(model, made.tokens, encoded)
-        rows = np.arange(size)
-        wanted = rows[len(prompt.ids) - 1 :]
+        rows, first = np.arange(size), len(prompt.ids) - 1
+        repairing = None
         if (reuse := reuse_of(request)) is not None:
-            encoded = replace(encoded, span_keys=self._blender.keys(encoded))
-            rows = rows[~in_one_go(self._blender.take(reuse, encoded, made, embeddings, deep, pages))[:size]]
-        one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, size, deep)
-        [found] = forward(model, self._store, [one_pass], self._floor)
-        return found.whole().log_softmax(-1)
+            prompt = replace(prompt, span_keys=self._blender.keys(prompt))
+            taken = in_one_go(self._blender.take(reuse, prompt, made, embeddings, deep, pages))
+            rows, repairing = rows[~taken.held[:size]], taken.repairing
+
+        def run(rows: np.ndarray, wanted: np.ndarray, repairing: Repairing | None = None) -> Tensor:
+            visible = int(wanted[-1]) + 1
+            seen = None if repairing is None else self._repairer.watch(repairing, rows, visible, pages)
+            one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, visible, deep, observation=seen)
+            [found] = forward(model, self._store, [one_pass], self._floor)
+            if repairing is not None and seen is not None:
+                repairing.absorb(seen)
+            return found.whole()
+
+        wanted = np.arange(first, size)
+        if repairing is None:
+            return run(rows, wanted).log_softmax(-1)
+        found = [run(rows[rows <= first], wanted[:1])]  # as it decodes: positions are run again beside each token
+        found += [run(np.union1d(repairing.rows(), [at]), np.array([at]), repairing) for at in wanted[1:]]
+        return torch.cat(found).log_softmax(-1)
 
 
 def _followed_by(prompt: Encoded, answer: np.ndarray) -> Encoded:
@@ -252,8 +270,14 @@ def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain:
         "prefill_rows": round(statistics.mean(r.usage.prompt_tokens - r.usage.reused_tokens for r in answers), 1),
         "prefill_ms": round(statistics.median(r.times.prefill for r in answers), 2),
         "ttft_ms": round(statistics.median(r.times.first_token for r in answers), 2),
+        "decode_ms_per_pass": round(statistics.median(_decode_ms(r) for r in answers), 2),
         "ttft_speedup": round(statistics.median(a.times.first_token / b.times.first_token for a, b in pairs), 2),
     }
+
+
+def _decode_ms(result: Result) -> float:
+    """Of each pass behind the prefill."""
+    return result.times.decode / max(1, result.forwards - 1)
 
 
 def _long_figures(times: Sequence[float], plain: Sequence[float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from mmserve.prune.base import Look
 
 #: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
 _TEXT, _ANSWER = 24, 8
-#: Seconds after which no round begins, but for the fewest rounds that have quartiles; and between lines of progress.
+#: Seconds of one measurement, but for the fewest rounds that have quartiles; seconds between lines of progress.
 SECONDS, FEWEST, _TOLD = 100.0, 3, 10.0
 #: Tiles of a picture.
 TILES = (1, 8)
@@ -79,7 +79,7 @@ class Share:
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """A row for each tower, number of tiles and pruner, of ``--limit`` rounds, or of as many as ``SECONDS`` hold."""
+    """A row for each tower, number of tiles and pruner, of ``--limit`` rounds, or of as many as ``paced`` allows."""
     if arguments.limit < 2:
         raise ConfigError("`bench scoring` gives quartiles: --limit must be at least 2 rounds")
     [settings, *_others] = measured_config(arguments).models
@@ -104,12 +104,37 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             found = tower_shares(tower, select, names, tiles, arguments.limit, note)
             rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row(), **scored_by(n)} for n in names]
     looking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
-    looked = decoder_shares(model, looking, arguments.limit)
+    looked = decoder_shares(
+        model, looking, arguments.limit, lambda text: progress(f"{model.spec.name}, decoder: {text}")
+    )
     rows += [
         {"tower": model.spec.name, "tiles": 1, "pruner": n, **share.row(), **scored_by(n), "layers_ms": layers}
         for n, (share, layers) in looked.items()
     ]
-    return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), "rounds": arguments.limit}}
+    bounds = {"rounds": arguments.limit, "seconds": SECONDS, "fewest_rounds": FEWEST}
+    return {"rows": rows, "settings": {"model": model.spec.name, "dtype": str(model.dtype), **bounds}}
+
+
+def paced(rounds: int, progress: Callable[[str], None]) -> Iterator[int]:
+    """Numbers of so many ``rounds``, from 1, behind one of number 0 that is not to be counted.
+
+    None begins that would end behind ``SECONDS``, as the average so far says, once there have been ``FEWEST``. So one
+    measurement takes longer only where ``FEWEST + 1`` rounds do, which is said when one has been run.
+    """
+    begun, told = time.monotonic(), 0.0
+    for number in range(rounds + 1):
+        seconds = time.monotonic() - begun
+        each = seconds / number if number else 0.0
+        if number > FEWEST and seconds + each > SECONDS:
+            progress(f"{seconds:.0f} s: {number - 1} rounds of {rounds} have to do")
+            return
+        if number == 1:
+            expected = min(rounds + 1, max(FEWEST + 1, int(SECONDS / max(each, 1e-9))))
+            progress(f"a round takes {each:.1f} s: about {each * expected:.0f} s for {expected - 1} of {rounds}")
+        elif not number or seconds - told > _TOLD:
+            told = seconds
+            progress(f"round {number} of {rounds}")
+        yield number
 
 
 def scored_by(name: str) -> dict[str, str]:
@@ -136,7 +161,7 @@ def tower_shares(
 ) -> dict[str, Share]:
     """What the pruners ``names`` add to a CLIP-style ``tower`` that looks at a picture of so many ``tiles``.
 
-    Of ``rounds``, as many are run as ``SECONDS`` hold, and ``FEWEST`` at least: ``Share.rounds``.
+    Of ``rounds``, as many are run as ``paced`` allows: ``Share.rounds``.
     """
     config: Any = tower.config
     side = config.image_size // config.patch_size
@@ -147,15 +172,7 @@ def tower_shares(
     pruners = {name: PRUNERS[name]() for name in names}
     towers: list[float] = []
     costs: dict[str, list[float]] = defaultdict(list)
-    begun_all, told = time.monotonic(), 0.0
-    while len(towers) <= rounds:  # the first is not counted
-        seconds = time.monotonic() - begun_all
-        if seconds > SECONDS and len(towers) > FEWEST:
-            progress(f"{seconds:.0f} s: {len(towers) - 1} rounds of {rounds} have to do")
-            break
-        if not towers or seconds - told > _TOLD:
-            told = seconds
-            progress(f"round {len(towers)} of {rounds}")
+    for _round in paced(rounds, progress):
         spent = dict.fromkeys(names, 0.0)
         watching: dict[str, Watched] = {}
         with ExitStack() as stack:
@@ -177,11 +194,14 @@ def tower_shares(
 
 
 @torch.inference_mode()
-def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dict[str, tuple[Share, float]]:
+def decoder_shares(
+    model: LoadedModel, names: Sequence[str], rounds: int, progress: Callable[[str], None] = lambda _text: None
+) -> dict[str, tuple[Share, float]]:
     """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile, and the
     milliseconds (median) of that which the layers take that run before there are scores.
 
     The prompt has ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
+    Rounds are as of ``tower_shares``.
     """
     vision = model.vision
     if not names or not isinstance(vision, LlavaVision):
@@ -198,7 +218,7 @@ def decoder_shares(model: LoadedModel, names: Sequence[str], rounds: int) -> dic
     towers: list[float] = []
     costs: dict[str, list[float]] = defaultdict(list)
     layers: dict[str, list[float]] = defaultdict(list)
-    for _round in range(rounds + 1):
+    for _round in paced(rounds, progress):
         begun = time.thread_time()
         vision.see([{"pixels": pixels}], frozenset(), clip=False)
         towers.append(time.thread_time() - begun)

@@ -61,7 +61,8 @@ class Usage:
     Of one sample: the prompt, the same for all samples of a request, is counted in each.
     ``cached_tokens`` of the prompt's were not run: an earlier request with the same beginning had left their K/V.
     ``kv_positions``: positions whose K/V were held when the answer ended.
-    ``reused_tokens`` of the prompt's were not run: their K/V were taken from where the image stood alone.
+    ``reused_tokens`` of the prompt's were not run before the answer began: their K/V were taken from where the
+    image stood alone.
     """
 
     prompt_tokens: int

@@ -11,25 +11,30 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from mmserve_kernels.dispatch import pick
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Request
-from mmserve.decode.commit import ACCOMPANIED
+from mmserve.decode.commit import ACCOMPANIED, DRAFTING
 from mmserve.decode.embedding import deep_rows, embedded
-from mmserve.decode.state import DeepStack, Encoded, Prefilling, Span, Taking
+from mmserve.decode.repairing import Repairing
+from mmserve.decode.state import DeepStack, Encoded, Prefilling, Span, Taken, Taking
 from mmserve.encode.cache import Entry, TensorCache
 from mmserve.encode.keys import digest
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.models.alone import kv_alone
+from mmserve.models.attended import column_sums
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
+from mmserve.models.decoder import DecoderLayer
 
 #: Of an entry of the cache: both ``[N, L, G, K]``, keys before rotation.
 _NAMES = ("keys", "values")
@@ -52,7 +57,8 @@ def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
     ``reads_pages``: passes read all pages as they are. ``Unimplemented`` where the model or the server lacks something,
     ``InvalidArgument`` where the request does not fit together.
     """
-    if reuse_of(request) is None:
+    policy = reuse_of(request)
+    if policy is None:
         return
     name = model.spec.name
     if not model.spec.causal:
@@ -66,6 +72,9 @@ def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
         raise InvalidArgument.of("diffusion.recompute", "must be 'last' with image_reuse")
     if request.diffusion.commit.name in ACCOMPANIED:
         raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion with image_reuse")
+    if policy.each_step and request.diffusion.commit.name in DRAFTING:  # a draft is run in fewer passes than its tokens
+        why = "must not be a policy that drafts with an image_reuse that runs positions again at each step"
+        raise InvalidArgument.of("diffusion.commit", f"{why}; set its each_step to 0")
     if request.kv_reduction is not None:
         raise InvalidArgument.of("kv_reduction", "must not be set with image_reuse")
 
@@ -80,18 +89,27 @@ def take_on(begun: Prefilling, most: int) -> bool:
             ran += next(begun.taking)
         except StopIteration as ended:
             begun.taking, begun.taken = None, ended.value
-            begun.reused += int(ended.value.sum())
+            begun.reused += int(ended.value.held.sum())
     return begun.taking is None and not (most and ran)
 
 
-def in_one_go(taking: Taking) -> np.ndarray:
+def in_one_go(taking: Taking) -> Taken:
     """What comes of ``taking``, with nothing else done in between."""
     while True:
         try:
             next(taking)
         except StopIteration as ended:
-            held: np.ndarray = ended.value
-            return held
+            taken: Taken = ended.value
+            return taken
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the first layers show of the positions that are taken: float32 ``[n]`` each."""
+
+    deviation: np.ndarray  # what the rule chooses by
+    moved: np.ndarray  # how far the values of the last layer are off, where it weighs them
+    attended: np.ndarray  # by attention there
 
 
 class Blender:
@@ -102,6 +120,7 @@ class Blender:
         # In memory nothing tells one checkpoint's K/V from another's but who computed them.
         self._own = secrets.token_bytes(32)
         self._contexts: dict[bool, np.ndarray] = {}
+        self._scores = pick("attention_scores", model.device, model.dtype, model.decoder.config.head_dim).run
 
     def keys(self, encoded: Encoded) -> tuple[bytes, ...]:
         """SHA-256 of all that the K/V of each image and clip depend on: the very bits of its visual tokens, the text
@@ -117,7 +136,7 @@ class Blender:
         deep: DeepStack | None,
         pages: np.ndarray,
     ) -> Taking:
-        """Write the K/V of the prompt's images into its ``pages``; which positions of the canvas need not be run.
+        """Write the K/V of the prompt's images into its ``pages``; which positions of the canvas prefill need not run.
 
         A layer of an image that stands alone, or of the prompt that is looked at, is a piece of that work. ``encoded``
         has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the request's own.
@@ -125,16 +144,22 @@ class Blender:
         held = np.zeros(canvas.size, dtype=bool)
         sizes = reusable(encoded)
         if not reused(policy, encoded):
-            return held
+            return Taken(held)
         rows = np.concatenate([span.start + np.arange(n) for span, n in zip(encoded.spans, sizes, strict=True)])
         taken_NLGK = yield from self._found(encoded, sizes)
-        deviation = np.zeros(0)
-        if policy.layers and policy.count(sizes):
-            deviation = yield from self._look(policy.layers, taken_NLGK, rows, canvas, embeddings, deep)
+        seen = None
+        if policy.layers and (policy.count(sizes) or policy.each_step):
+            end = len(encoded.ids) if policy.weighed else int(rows[-1]) + 1
+            seen = yield from self._look(policy, taken_NLGK, rows, canvas, embeddings[:end], deep)
         self._write(taken_NLGK, rows, canvas, pages)
         held[rows] = True
-        held[rows[policy.choose(sizes, deviation)]] = False
-        return held
+        again = policy.choose(sizes, np.zeros(0) if seen is None else seen.deviation)
+        held[rows[again]] = False
+        if seen is None or not policy.each_step:
+            return Taken(held)
+        layer = min(policy.layers, len(self._model.decoder.layers)) - 1
+        left = (np.delete(of_each, again) for of_each in (rows, seen.moved, seen.attended))
+        return Taken(held, Repairing(policy.each_step, layer, *left))
 
     def _found(self, encoded: Encoded, sizes: Sequence[int]) -> Generator[int, None, list[Tensor]]:
         """Keys and values ``[N, n, G, K]`` of the first so many positions of each image and clip, side by side."""
@@ -170,32 +195,44 @@ class Blender:
 
     def _look(
         self,
-        layers: int,
+        policy: Reuse,
         taken_NLGK: list[Tensor],
         rows: np.ndarray,
         canvas: Canvas,
-        embeddings: Tensor,
+        x_LD: Tensor,
         deep: DeepStack | None,
-    ) -> Generator[int, None, np.ndarray]:
-        """How far the K/V of ``rows`` at the last of ``layers`` are from what they are in this prompt, squared: fp32.
+    ) -> Generator[int, None, _Look]:
+        """How far the K/V of ``rows`` at the last of the policy's layers are from what they are in this prompt.
+
+        ``x_LD``: its embeddings, up to where the policy looks.
 
         To know that, those of all these layers were computed: they are taken from here on.
         """
-        decoder = self._model.decoder
-        layers = min(layers, len(decoder.layers))
-        before = np.arange(rows[-1] + 1)
-        positions = self._positions(canvas, before)
-        fresh = kv_alone(decoder, embeddings[: len(before)], positions, layers=layers, deep=deep_rows([(before, deep)]))
-        at = torch.from_numpy(rows).to(self._model.device)
-        apart = torch.zeros(len(rows), device=at.device)
+        decoder, device = self._model.decoder, self._model.device
+        layers = min(policy.layers, len(decoder.layers))
+        before = np.arange(len(x_LD))
+        positions, at = self._positions(canvas, before), torch.from_numpy(rows).to(device)
+        squared, moved, attended = (torch.zeros(len(rows), device=device) for _ in range(3))
+
+        def onlook(layer: DecoderLayer, before_LD: Tensor) -> None:
+            cos, sin = decoder.rotary(positions)
+            q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(before_LD, slice(None)))
+            seen = torch.arange(1, len(before_LD) + 1, device=device)
+            attended.copy_(column_sums(self._scores, q_LHK, k_LGK, seen)[at].sum(1))
+
+        added, watch = deep_rows([(before, deep)]), onlook if policy.weighed else None
+        fresh = kv_alone(decoder, x_LD, positions, layers=layers, deep=added, onlook=watch)
         for layer, of_layer in enumerate(fresh):
             for taken, found in zip(taken_NLGK, of_layer, strict=True):
                 own = found[at]
                 if layer == layers - 1:
-                    apart += (own.float() - taken[layer].float()).square().sum((1, 2))
+                    moved = (own.float() - taken[layer].float()).flatten(1)  # of keys, and in the end of values
+                    squared += moved.square().sum(1)
                 taken[layer] = own
             yield len(before)
-        return apart.cpu().numpy()
+        moved = moved.abs().sum(1)
+        deviation = moved * attended if policy.weighed else squared
+        return _Look(*(x.cpu().numpy() for x in (deviation, moved, attended)))
 
     def _write(self, taken_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:
         size = self._store.page_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from mmserve.decode.embedding import deep_rows
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, by_slices
 from mmserve.decode.state import DeepStack
-from mmserve.kv.reducer import Observation
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
@@ -96,6 +96,14 @@ def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
     return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
 
 
+class Observation(Protocol):
+    """Is shown a request's rows of a pass."""
+
+    def see(self, layer: int, q_RHK: Tensor, rotated_RHK: Tensor) -> None:
+        """The rows in ``layer``, before and after rotation; their keys are in the store."""
+        ...
+
+
 @dataclass(frozen=True)
 class Pass:
     """One request's part of a forward pass."""
@@ -109,7 +117,7 @@ class Pass:
     visible: int  # positions, from the left, that have had K/V once this pass has run
     deep: DeepStack | None = None
     evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left
-    observation: Observation | None = None  # of what it shows, for reductions of K/V
+    observation: Observation | None = None  # who notes what it shows
 
 
 def forward(

@@ -30,11 +30,12 @@ from mmserve.decode.logits import Logits
 from mmserve.decode.passes import Passes
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching
+from mmserve.decode.repairing import NewestRow, Repairer, Repairing
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
-from mmserve.kv.reducer import Reducer, Reducing
+from mmserve.kv.reducer import Observation, Reducer, Reducing
 from mmserve.kv.reduction import reduction_of
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.sparse import Selection, Sparse
@@ -71,6 +72,7 @@ class DiffusionDecoder:
         self.passes = Passes(model, store.page_size, chunk, runs_ahead)
         self._offered = offered or Offered.by(model)
         self._reducer = Reducer(model.decoder, store, model.dtype)
+        self._repairer = Repairer(store, model.dtype)
         self._scores = scores_for(model, store)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
@@ -86,7 +88,7 @@ class DiffusionDecoder:
 
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
-        passes = [self._watched(self.passes.first(p), p.reducing) for _request, p in batch]
+        passes = [self._watched(self.passes.first(p), p.reducing, None) for _request, p in batch]
         selection = self._sparse.prefill if self._sparse is not None else None
         logits = self._forward(passes, [begun.constrained for _request, begun in batch], selection)
         proposed = [
@@ -98,14 +100,14 @@ class DiffusionDecoder:
         results: list[Prefilled | None] = []
         for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
             begun.run = p.visible
-            if begun.reducing is not None and p.observation is not None:
-                begun.reducing.absorb(p.observation)
+            _absorb(p, begun.reducing, None)
             if found is None:
                 results.append(None)
                 continue
             p.canvas.count_forward()
             run = begun.run - begun.reused
-            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing)
+            repairing = None if begun.taken is None else begun.taken.repairing
+            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing, repairing)
             results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *beside))
         return results
 
@@ -135,7 +137,7 @@ class DiffusionDecoder:
             self._companion.draft(running)
         if running:
             passes = [
-                self._watched(self.passes.next(d, rows), d.prefilled.reducing)
+                self._watched(self.passes.next(d, rows), d.prefilled.reducing, d.prefilled.repairing)
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
@@ -147,8 +149,7 @@ class DiffusionDecoder:
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
                 d.prefilled.held = p.visible - p.evicted
-                if d.prefilled.reducing is not None and p.observation is not None:
-                    d.prefilled.reducing.absorb(p.observation)
+                _absorb(p, d.prefilled.reducing, d.prefilled.repairing)
         if self._companion is not None:
             self._companion.judge(batch)
         return [None] * len(batch)
@@ -176,8 +177,11 @@ class DiffusionDecoder:
         pages = self._reduced(d) if reason is None else None
         return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason, pages)
 
-    def _watched(self, p: Pass, reducing: Reducing | None) -> Pass:
-        """``p`` of a request whose K/V are reduced: what it shows is noted, and rows lie where there is room now."""
+    def _watched(self, p: Pass, reducing: Reducing | None, repairing: Repairing | None) -> Pass:
+        """``p`` of a request whose K/V are reduced, or repaired (none has both): what it shows is noted, and rows lie
+        where there is room now."""
+        if repairing is not None:
+            return replace(p, observation=self._repairer.watch(repairing, p.rows, p.visible, p.pages))
         if reducing is None:
             return p
         seen = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
@@ -330,3 +334,11 @@ class DiffusionDecoder:
         text = canvas_text(d.canvas, self.model.tokenizer, self.model.spec.end_ids)
         committed = d.canvas.new_tokens - int(d.canvas.masked.sum())
         return Snapshot(text, committed, d.canvas.new_tokens, d.forwards, edited)
+
+
+def _absorb(p: Pass, reducing: Reducing | None, repairing: Repairing | None) -> None:
+    """Take over what the pass showed of a request, now that it is done."""
+    if reducing is not None and isinstance(p.observation, Observation):
+        reducing.absorb(p.observation)
+    if repairing is not None and isinstance(p.observation, NewestRow):
+        repairing.absorb(p.observation)

@@ -40,7 +40,7 @@ class Passes:
         whole = replace(whole, deep=p.deep)
         rows = whole.rows[p.run :]
         if p.taken is not None:
-            rows = rows[~p.taken[rows]]
+            rows = rows[~p.taken.held[rows]]
         if self.chunk and self.model.spec.causal and len(rows) > self.chunk:
             most = min(rows[self.chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
             end = p.run + self._whole_pages(p.run, int(most))
@@ -57,13 +57,16 @@ class Passes:
     def next(self, d: Decoding, rows: np.ndarray) -> Pass:
         """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
 
-        A draft's embeddings are put into the request's own: it is run as if it stood on the canvas.
+        A draft's embeddings are put into the request's own: it is run as if it stood on the canvas. Positions whose K/V
+        were taken from elsewhere are run beside them, where it is their turn.
         """
         drafted = d.companion.drafted if d.companion is not None else None
-        ahead = self.runs_ahead and self.model.spec.causal and d.prefilled.reducing is None
+        p = d.prefilled
+        ahead = self.runs_ahead and self.model.spec.causal and p.reducing is None and p.repairing is None
         if d.constrained is not None and ahead:
             drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
-        p = d.prefilled
+        if p.repairing is not None:
+            rows = np.union1d(rows, p.repairing.rows())
         return replace(self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)
 
     def _over(

@@ -15,6 +15,7 @@ from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Verdict
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
+from mmserve.decode.repairing import Repairing
 from mmserve.decode.text import TextStream
 from mmserve.kv.reducer import Reducing
 
@@ -73,9 +74,17 @@ class DeepStack:
     features_nLD: Tensor
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What comes of K/V that were taken from elsewhere."""
+
+    held: np.ndarray  # bool [canvas]: positions that prefill need not run
+    repairing: Repairing | None = None  # where some of them are run while the answer is decoded
+
+
 #: K/V of images on their way into a request's pages: how many positions each piece of that work has run through a
-#: layer, and in the end bool ``[canvas]``, which positions need not be run.
-Taking = Generator[int, None, np.ndarray]
+#: layer, and in the end what came of it.
+Taking = Generator[int, None, Taken]
 
 
 @dataclass
@@ -101,7 +110,7 @@ class Prefilling:
     run: int = 0
     reused: int = 0  # positions, counted from the left, that earlier requests ran
     taking: Taking | None = None  # until K/V that are taken from elsewhere are in its pages
-    taken: np.ndarray | None = None  # bool [canvas]: positions of theirs, which are not run
+    taken: Taken | None = None  # what came of that
     companion: CompanionState | None = None  # for policies that ask for it
     constrained: Constrained | None = None
     deep: DeepStack | None = None
@@ -122,6 +131,7 @@ class Prefilled:
     constrained: Constrained | None = None
     deep: DeepStack | None = None  # for policies that run the prompt again
     reducing: Reducing | None = None
+    repairing: Repairing | None = None
 
 
 @dataclass

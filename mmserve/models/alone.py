@@ -5,7 +5,7 @@ The same row always has the same bits. Shapes in names: L positions, D hidden, N
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
@@ -15,13 +15,19 @@ from mmserve.models.decoder import Decoder, DecoderLayer, DeepRows
 
 
 def kv_alone(
-    decoder: Decoder, x_LD: Tensor, positions: Tensor, *, layers: int, deep: DeepRows | None = None
+    decoder: Decoder,
+    x_LD: Tensor,
+    positions: Tensor,
+    *,
+    layers: int,
+    deep: DeepRows | None = None,
+    onlook: Callable[[DecoderLayer, Tensor], None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers, under causal attention.
 
     A layer is run when its own are asked for: who has other things to do stops between two.
     ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
-    behind the first layers.
+    behind the first layers; ``onlook`` is shown the last of the layers and its input.
     """
     cos, sin = decoder.rotary(positions)
     made: list[tuple[Tensor, Tensor]] = []
@@ -37,6 +43,8 @@ def kv_alone(
         yield made.pop()
     last = decoder.layers[layers - 1]
     assert isinstance(last, DecoderLayer)
+    if onlook is not None:
+        onlook(last, x_LD)
     yield last.keys_and_values(x_LD)
 
 

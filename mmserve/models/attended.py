@@ -6,6 +6,8 @@ Shapes in names: L positions, D hidden, H query heads, G key/value heads, K head
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from mmserve_kernels.cached_attention import Ragged
@@ -27,6 +29,16 @@ def shown_by(model: Model) -> frozenset[Evidence]:
         return frozenset()
     masked = frozenset() if model.spec.causal else frozenset({Evidence.MASK_ROWS})
     return frozenset({Evidence.LAST_ROW}) | masked
+
+
+def column_sums(scores: Callable[..., Tensor], q_RHK: Tensor, k_LGK: Tensor, limit_R: Tensor | None = None) -> Tensor:
+    """Attention of rotated queries to each of rotated keys that lie nowhere else, summed over the queries: ``[L, H]``.
+
+    ``scores``: the op ``attention_scores``; ``limit_R``: how many keys, from the first, each query sees (None = all).
+    """
+    keys_PSGK = F.pad(k_LGK, (0, 0, 0, 0, 0, -len(k_LGK) % _PAGE)).unflatten(0, (-1, _PAGE))
+    table = torch.arange(len(keys_PSGK), device=k_LGK.device)
+    return scores(q_RHK, keys_PSGK, Ragged((len(q_RHK),), (len(k_LGK),), (table,), table[:0], limit_R))
 
 
 class Onlooker:
@@ -56,11 +68,7 @@ class Onlooker:
         asking = slice(prompt - 1, prompt) if kind is Evidence.LAST_ROW else slice(prompt, None)
         q_RHK, k_LGK = layer.queries_and_keys(x_LD, asking)
         rows_RHK, k_LGK = rotate(q_RHK, cos[asking], sin[asking]), rotate(k_LGK, cos, sin)
-        keys_PSGK = F.pad(k_LGK, (0, 0, 0, 0, 0, -len(k_LGK) % _PAGE)).unflatten(0, (-1, _PAGE))
-        table = torch.arange(len(keys_PSGK), device=x_LD.device)
-        ragged = Ragged((len(rows_RHK),), (len(k_LGK),), (table,), table[:0])
-        summed_LH: Tensor = self._scores(rows_RHK, keys_PSGK, ragged)
-        return summed_LH[:prompt].mean(1) / len(rows_RHK)
+        return column_sums(self._scores, rows_RHK, k_LGK)[:prompt].mean(1) / len(rows_RHK)
 
     def run_before(self, depth: int, x_LD: Tensor, cos: Tensor, sin: Tensor, deep: DeepRows | None) -> Tensor:
         """What the layer at ``depth`` gets of the prompt: what all of this takes but for the scores."""

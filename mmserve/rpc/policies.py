@@ -185,6 +185,17 @@ class Blend:
 
 
 @dataclass(frozen=True)
+class KvShare:
+    """KVShare (arXiv 2503.16525): of the images' positions the ``recompute`` share is run again whose values this
+    prompt changes most at the last of the first ``layers``, weighed by the attention that they draw there, and
+    ``each_step`` more, in [0, 64], with each token of the answer."""
+
+    recompute: float = 0.15
+    layers: int = 2
+    each_step: int = 3
+
+
+@dataclass(frozen=True)
 class LegoLink:
     """EPIC (arXiv 2410.15332): the first ``recompute`` share of each image's positions is run again."""
 
@@ -223,7 +234,7 @@ Commit = (
     | Scheduler
 )
 KvReduction = HeavyHitters | ExpectedAttention | SinkWindow | VisualCache
-ImageReuse = Blend | LegoLink | RandomReuse
+ImageReuse = Blend | KvShare | LegoLink | RandomReuse
 Pruner = Literal[
     "none",
     "random",
@@ -259,6 +270,7 @@ _POLICIES: dict[type, str] = {
     SinkWindow: "sink_window",
     VisualCache: "visual_cache",
     Blend: "blend",
+    KvShare: "kv_share",
     LegoLink: "lego_link",
     RandomReuse: "random_reuse",
 }

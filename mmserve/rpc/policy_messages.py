@@ -17,6 +17,7 @@ _AT_LEAST_1 = ("must be at least 1", lambda value: value >= 1)
 _ABOVE_0 = ("must be a finite number above 0", lambda value: 0 < value < math.inf)
 _NUMBER = ("must be a number", lambda value: not math.isnan(value))
 _SHARE = ("must be in [0, 1]", lambda value: 0 <= value <= 1)
+_AT_LEAST_2 = ("must be at least 2", lambda value: value >= 2)
 #: Bytes of a text that a policy looks for.
 MAX_TEXT = 256
 _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -41,7 +42,10 @@ _POLICY_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "expected_attention.future": ("must be in [1, 65536]", lambda value: 1 <= value <= 1 << 16),
     "visual_cache.outputs": _AT_LEAST_1,
     "blend.recompute": _SHARE,
-    "blend.layers": ("must be at least 2", lambda value: value >= 2),
+    "blend.layers": _AT_LEAST_2,
+    "kv_share.recompute": _SHARE,
+    "kv_share.layers": _AT_LEAST_2,
+    "kv_share.each_step": ("must be at most 64", lambda value: value <= 64),
     "lego_link.recompute": _SHARE,
     "random_reuse.recompute": _SHARE,
     "edit.passes": ("must be at most 64", lambda value: value <= 64),

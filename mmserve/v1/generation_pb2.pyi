@@ -520,14 +520,16 @@ class VisualCache(_message.Message):
     def __init__(self, budget: _Optional[int] = ..., outputs: _Optional[int] = ...) -> None: ...
 
 class ImageReuse(_message.Message):
-    __slots__ = ("blend", "lego_link", "random_reuse")
+    __slots__ = ("blend", "lego_link", "random_reuse", "kv_share")
     BLEND_FIELD_NUMBER: _ClassVar[int]
     LEGO_LINK_FIELD_NUMBER: _ClassVar[int]
     RANDOM_REUSE_FIELD_NUMBER: _ClassVar[int]
+    KV_SHARE_FIELD_NUMBER: _ClassVar[int]
     blend: Blend
     lego_link: LegoLink
     random_reuse: RandomReuse
-    def __init__(self, blend: _Optional[_Union[Blend, _Mapping]] = ..., lego_link: _Optional[_Union[LegoLink, _Mapping]] = ..., random_reuse: _Optional[_Union[RandomReuse, _Mapping]] = ...) -> None: ...
+    kv_share: KvShare
+    def __init__(self, blend: _Optional[_Union[Blend, _Mapping]] = ..., lego_link: _Optional[_Union[LegoLink, _Mapping]] = ..., random_reuse: _Optional[_Union[RandomReuse, _Mapping]] = ..., kv_share: _Optional[_Union[KvShare, _Mapping]] = ...) -> None: ...
 
 class Blend(_message.Message):
     __slots__ = ("recompute", "layers")
@@ -548,6 +550,16 @@ class RandomReuse(_message.Message):
     RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     recompute: float
     def __init__(self, recompute: _Optional[float] = ...) -> None: ...
+
+class KvShare(_message.Message):
+    __slots__ = ("recompute", "layers", "each_step")
+    RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EACH_STEP_FIELD_NUMBER: _ClassVar[int]
+    recompute: float
+    layers: int
+    each_step: int
+    def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ..., each_step: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
     __slots__ = ("deltas", "snapshots", "tokens")

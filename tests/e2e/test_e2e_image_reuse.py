@@ -11,7 +11,7 @@ from helpers import picture
 import mmserve.bench.reuse
 from mmserve.__main__ import main
 from mmserve.assembly import BackgroundServer
-from mmserve.client import Blend, Client, LegoLink, RandomReuse
+from mmserve.client import Blend, Client, KvShare, LegoLink, RandomReuse
 from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mmserve.core.request import ImagePart, Message, TextPart
 from mmserve.errors import InvalidArgument, Unimplemented
@@ -28,6 +28,11 @@ def test_a_picture_behind_text_is_reused() -> None:
         for rule, run_again in ((Blend(), 13), (LegoLink(0.5), 41), (RandomReuse(0.0), 0)):
             usage = client.generate(asked, model=causal, max_new_tokens=4, image_reuse=rule).usage
             assert (usage.visual_tokens, usage.reused_tokens) == (81, 81 - run_again)
+        first, often = (
+            client.generate(asked, model=causal, max_new_tokens=4, image_reuse=KvShare(each_step=n)) for n in (0, 9)
+        )
+        assert first.usage.reused_tokens == often.usage.reused_tokens == 81 - 13
+        assert often.recomputed_tokens - first.recomputed_tokens == 9 * (often.forwards - 1) > 0
         assert s.engines[causal].stats().kv_cache.made == 1
         plain, whole = (
             client.generate(asked, model=causal, max_new_tokens=4, image_reuse=rule, tokens=True)
@@ -38,6 +43,10 @@ def test_a_picture_behind_text_is_reused() -> None:
             client.generate(asked, model=diffusion, image_reuse=Blend())
         with pytest.raises(InvalidArgument, match=r"image_reuse\.blend\.recompute"):
             client.generate(asked, model=causal, image_reuse=Blend(1.5))
+        with pytest.raises(InvalidArgument, match=r"image_reuse\.kv_share\.each_step"):
+            client.generate(asked, model=causal, image_reuse=KvShare(each_step=65))
+        with pytest.raises(InvalidArgument, match=r"that drafts .* set its each_step to 0"):
+            client.generate(asked, model=causal, image_reuse=KvShare(), commit="ngram")
 
 
 def test_the_reuse_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +70,8 @@ def test_the_reuse_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "plain",
         "blend",
         "blend",
+        "kv_share",
+        "kv_share",
         "lego_link",
         "random_reuse",
         "blend",
@@ -68,7 +79,11 @@ def test_the_reuse_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert plain["nats"] == everything["nats"] == 0 and plain["same_answer"] == everything["same_answer"] == 1
     assert plain["prefill_rows"] == everything["prefill_rows"] == plain["prompt_tokens"]
     for row in rules:
-        assert row["nats"] > 0 and nothing["prefill_rows"] < row["prefill_rows"] < plain["prefill_rows"]
+        assert (
+            row["nats"] > 0
+            and row["decode_ms_per_pass"] > 0
+            and nothing["prefill_rows"] < row["prefill_rows"] < plain["prefill_rows"]
+        )
     assert main(["bench", "reuse", "--limit", "2"]) == 1
     assert "has no image_reuse; try --model bundled-causal" in capsys.readouterr().err
     assert main(["bench", "reuse", "--limit", "2", "--tasks", "arithmetic"]) == 1

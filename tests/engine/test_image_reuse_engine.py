@@ -125,20 +125,23 @@ def test_usage_tells_what_was_not_run(bench: Make, causal: LoadedModel) -> None:
 
 def test_running_everything_again_is_plain_prefill_to_the_last_bit(bench: Make, causal: LoadedModel) -> None:
     b = bench(causal)
-    for i, name in ((0, "blend"), (1, "blend"), (2, "blend"), (3, "blend"), (1, "lego_link"), (2, "random_reuse")):
+    rest = ((1, "kv_share"), (1, "lego_link"), (2, "random_reuse"))
+    for i, name in (*((i, "blend") for i in range(4)), *rest):
         plain, again = (b.ask(say(f"{i} {name} {by}", PARTS[i], by)) for by in (None, rule(name, 1.0)))
         assert told(plain) == told(again)
     assert b.engine.stats().kv_cache.lookups == 0
     assert b.engine.stats().prefix_hits > 0, "its pages are shared as any other's"
 
 
-@pytest.mark.parametrize("first", ["plain", "blended"])
-def test_no_page_behind_an_image_is_shared_with_exact_ones(bench: Make, causal: LoadedModel, first: str) -> None:
+@pytest.mark.parametrize(("first", "by"), [("plain", "blend"), ("blended", "blend"), ("blended", "kv_share")])
+def test_no_page_behind_an_image_is_shared_with_exact_ones(
+    bench: Make, causal: LoadedModel, first: str, by: str
+) -> None:
     """What stands in front of the first image is: that is the same either way."""
     text, images = TextPart("a long line of text stands in front of both of them, page after page. "), (ONE, TWO)
     asked = {
         "plain": say("plain", (text, *images, TextPart("what is left of the circle?")), None),
-        "blended": say("blended", (text, *images, TextPart("what is left of the circle?")), rule("blend", 0.2)),
+        "blended": say("blended", (text, *images, TextPart("what is left of the circle?")), rule(by, 0.2)),
     }
     alone = bench(causal, prefix_cache=False)
     expected = {name: told(alone.ask(r)) for name, r in asked.items()}

@@ -112,6 +112,21 @@ def test_a_batch_equals_alone_and_chunks_and_pages_change_nothing(model: LoadedM
     chunked.await_nothing_left()
 
 
+def test_positions_run_again_beside_tokens_get_what_they_had(model: LoadedModel, bench: Make) -> None:
+    """Rows and columns of positions, and features for several layers: where K/V are exact, they stay so."""
+    b = bench(model, prefix_cache=False)
+    exact = Policy(name="kv_share", options={"recompute": 0.0, "layers": 99, "each_step": 4})
+    for name in ("several", "both"):
+        asked = say(name, ASKED[name])
+        asked = dataclasses.replace(asked, streaming=dataclasses.replace(asked.streaming, tokens=True))
+        plain, shared = (b.ask(dataclasses.replace(asked, image_reuse=by)) for by in (None, exact))
+        again = shared.recomputed_tokens - (plain.recomputed_tokens - shared.usage.reused_tokens)
+        assert again == min(4 * 7, shared.usage.reused_tokens) > 20
+        assert [t.id for t in shared.tokens] == [t.id for t in plain.tokens]
+        found, expected = ([t.log_probability for t in done.tokens] for done in (shared, plain))
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
 def test_a_prefix_with_images_is_shared_by_another_question(model: LoadedModel, bench: Make) -> None:
     seen = (ImagePart(WIDE), TextPart("and"), ImagePart(TALL))
     first, other = (say(name, (*seen, TextPart(name))) for name in ("what is left?", "where is it?"))

@@ -38,7 +38,7 @@ def test_public_names() -> None:
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
     commit += ["DraftModel", "Guided", "Scheduler"]
     commit += ["ExpectedAttention", "HeavyHitters", "SinkWindow", "VisualCache"]
-    reuse = ["Blend", "LegoLink", "RandomReuse"]
+    reuse = ["Blend", "KvShare", "LegoLink", "RandomReuse"]
     others = ["AsyncClient", "Client", "ModelInfo", "Result"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *others])
 

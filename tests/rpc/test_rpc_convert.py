@@ -395,10 +395,14 @@ def test_reuses_and_their_numbers() -> None:
     assert found == Policy(name="blend", options={"recompute": 0.0, "layers": 4})
     assert build(image_reuse={"lego_link": {}}).image_reuse == Policy(name="lego_link")
     assert wrong(image_reuse={}) == ["image_reuse"]
-    for name in ("blend", "lego_link", "random_reuse"):
+    for name in ("blend", "kv_share", "lego_link", "random_reuse"):
         for value in (-0.1, 1.1, float("nan")):
             assert wrong(image_reuse={name: {"recompute": value}}) == [f"image_reuse.{name}.recompute"]
     assert wrong(image_reuse={"blend": {"layers": 1}}) == ["image_reuse.blend.layers"]
+    found = build(image_reuse={"kv_share": {"each_step": 0}}).image_reuse
+    assert found == Policy(name="kv_share", options={"each_step": 0})
+    for field, value in (("layers", 1), ("each_step", 65)):
+        assert wrong(image_reuse={"kv_share": {field: value}}) == [f"image_reuse.kv_share.{field}"]
 
 
 EVENTS = [

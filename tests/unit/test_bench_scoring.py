@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from helpers import tiny_model
 
 from mmserve.bench import scoring
-from mmserve.bench.scoring import Share, decoder_shares, tower_shares
+from mmserve.bench.scoring import Share, decoder_shares, paced, tower_shares
 from mmserve.models.evidence import Watched, layers_of
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS, pruners_for
@@ -62,3 +63,24 @@ def test_rounds_that_take_too_long_are_fewer_and_said_to_be(monkeypatch: Any) ->
     found = tower_shares(tower, model.vision.select_layer, ["random"], 1, 9, told.append)
     assert found["random"].rounds == scoring.FEWEST and found["random"].row()["rounds"] == 3
     assert told[0] == "round 0 of 9" and told[-1].endswith("3 rounds of 9 have to do")
+
+
+@pytest.mark.parametrize(
+    ("each", "counted", "said"),
+    [
+        (40.0, 3, ["a round takes 40.0 s: about 160 s for 3 of 9", "160 s: 3 rounds of 9 have to do"]),
+        (12.0, 7, ["a round takes 12.0 s: about 96 s for 7 of 9", "96 s: 7 rounds of 9 have to do"]),
+        (1.0, 9, ["a round takes 1.0 s: about 10 s for 9 of 9"]),
+    ],
+)
+def test_no_round_begins_that_would_end_too_late_and_what_is_run_is_said(
+    monkeypatch: Any, each: float, counted: int, said: list[str]
+) -> None:
+    now, told = [0.0], list[str]()
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    numbers = []
+    for number in paced(9, told.append):
+        numbers.append(number)
+        now[0] += each
+    assert numbers == list(range(counted + 1))
+    assert [line for line in told if not line.startswith("round ")] == said

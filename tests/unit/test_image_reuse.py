@@ -11,7 +11,7 @@ import pytest
 import torch
 from clips import clip
 from helpers import ask, picture, tiny_model
-from plain_reuse import blended_logits, plain_kv, with_three_layers
+from plain_reuse import blended_logits, kv_of_images_alone, with_three_layers
 from qwen_vl_checkpoints import KINDS, Qwen
 
 from mmserve.config import MediaConfig
@@ -27,6 +27,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for
 from mmserve.kv.reuse import REUSES, Reuse, reuse_of
 from mmserve.kv.reuse.blend import Blend
+from mmserve.kv.reuse.kv_share import KvShare
 from mmserve.kv.reuse.lego_link import LegoLink
 from mmserve.kv.reuse.random_reuse import RandomReuse
 from mmserve.kv.store import KVStore
@@ -76,7 +77,7 @@ class Prompt:
         """Which positions of the prompt are not run."""
         encoded = dataclasses.replace(self.encoded, span_keys=self.blender.keys(self.encoded))
         taking = self.blender.take(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
-        return in_one_go(taking)[: self.size]
+        return in_one_go(taking).held[: self.size]
 
     def run(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of the last row."""
@@ -132,7 +133,7 @@ def test_what_is_taken_is_what_the_image_has_alone_at_its_place(model: LoadedMod
         torch.testing.assert_close(mine, there, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("by", ["blend", "lego_link", "random_reuse"])
+@pytest.mark.parametrize("by", ["blend", "kv_share", "lego_link", "random_reuse"])
 @torch.inference_mode()
 def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(model: LoadedModel, by: str) -> None:
     found = encode(model, TextPart("first "), ImagePart(picture(1)), TextPart("then "), ImagePart(picture(2)))
@@ -141,17 +142,14 @@ def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(mod
     at = torch.cat([torch.arange(s.start, s.stop) for s in found.spans])
     assert len(at) == 8 and reused(policy, found) == 4
     context = encode(model, ImagePart(picture(1)), TextPart("?")).spans[0].start
-    alone: list[Any] = []
-    for span in found.spans:
-        x = torch.cat([p.embeddings[:context], p.embeddings[span.start : span.stop]])
-        alone.append([(k[context:], v[context:]) for k, v in plain_kv(model, x, torch.arange(len(x)))])
-    both = [tuple(map(torch.cat, zip(one, other, strict=True))) for one, other in zip(*alone, strict=True)]
+    both = kv_of_images_alone(model, p.embeddings, [slice(s.start, s.stop) for s in found.spans], context)
     chosen: dict[str, list[int]] = {
         "lego_link": [0, 1, 4, 5],
         "random_reuse": RandomReuse(recompute=0.4).choose((4, 4), np.zeros(0)).tolist(),
     }
-    choose = None if by == "blend" else lambda _all: torch.tensor(chosen[by])
-    wanted, again = blended_logits(model, p.embeddings[: p.size], torch.arange(p.size), at, both, choose, 4)
+    choose = (lambda _all: torch.tensor(chosen[by])) if by in chosen else None
+    x, weighed = p.embeddings[: p.size], by == "kv_share"
+    wanted, again = blended_logits(model, x, torch.arange(p.size), at, both, choose, 4, weighed=weighed)
     held = p.take(policy)
     assert np.flatnonzero(~held[at.numpy()]).tolist() == (at[:, None] == again).any(1).nonzero().flatten().tolist()
     rows = np.flatnonzero(~held)
@@ -267,6 +265,8 @@ def test_the_last_row_of_a_prompt_is_always_run() -> None:
         (Blend(recompute=0.5), (3, 3), [1, 2, 4]),
         (Blend(recompute=0.0), (3, 3), []),
         (Blend(recompute=0.01), (3, 3), [4]),
+        (KvShare(recompute=0.5), (3, 3), [1, 2, 4]),
+        (KvShare(recompute=0.0), (3, 3), []),
         (LegoLink(recompute=0.5), (3, 4), [0, 1, 3, 4]),
         (LegoLink(recompute=1.0), (2, 1), [0, 1, 2]),
         (LegoLink(), (), []),
@@ -299,6 +299,9 @@ def test_shares_are_whole_where_only_rounding_says_otherwise() -> None:
         (Policy(name="no_such"), "image_reuse"),
         (Policy(name="blend", options={"recompute": 1.5}), "image_reuse.blend"),
         (Policy(name="blend", options={"layers": 1}), "image_reuse.blend"),
+        (Policy(name="kv_share", options={"layers": 1}), "image_reuse.kv_share"),
+        (Policy(name="kv_share", options={"each_step": -1}), "image_reuse.kv_share"),
+        (Policy(name="kv_share", options={"each_step": 65}), "image_reuse.kv_share"),
         (Policy(name="lego_link", options={"recompute": -0.1}), "image_reuse.lego_link"),
         (Policy(name="random_reuse", options={"recompute": float("nan")}), "image_reuse.random_reuse"),
         (Policy(name="lego_link", options={"layers": 3}), "image_reuse.lego_link"),

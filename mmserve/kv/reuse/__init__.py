@@ -9,10 +9,16 @@ from mmserve.core.request import Request
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.reuse.base import Reuse
 from mmserve.kv.reuse.blend import Blend
+from mmserve.kv.reuse.kv_share import KvShare
 from mmserve.kv.reuse.lego_link import LegoLink
 from mmserve.kv.reuse.random_reuse import RandomReuse
 
-REUSES: dict[str, Callable[..., Reuse]] = {"blend": Blend, "lego_link": LegoLink, "random_reuse": RandomReuse}
+REUSES: dict[str, Callable[..., Reuse]] = {
+    "blend": Blend,
+    "kv_share": KvShare,
+    "lego_link": LegoLink,
+    "random_reuse": RandomReuse,
+}
 
 
 def reuse_of(request: Request) -> Reuse | None:

@@ -24,6 +24,16 @@ class Reuse(Protocol):
         """How many of the decoder's first layers it must see this prompt in, at least 2; 0 = it looks at nothing."""
         ...
 
+    @property
+    def weighed(self) -> bool:
+        """Whether a deviation is of values alone, and counts by the attention that its position draws."""
+        ...
+
+    @property
+    def each_step(self) -> int:
+        """How many of the positions that prefill did not run are run beside each token of the answer."""
+        ...
+
     def count(self, sizes: Sequence[int]) -> int:
         """How many positions of images of these ``sizes`` are run again, which is known before any is chosen."""
         ...
@@ -32,7 +42,8 @@ class Reuse(Protocol):
         """Which: int64, ascending, counted through all images.
 
         ``deviation``: float32, of each position, how far keys and values of the last of its ``layers`` are from what
-        they are in this prompt, squared; empty where it looks at nothing.
+        they are in this prompt, squared; where deviations are ``weighed``, how far its values are (the sum of absolute
+        differences) times the attention that all of the prompt gives it there. Empty where it looks at nothing.
         """
         ...
 
@@ -40,6 +51,17 @@ class Reuse(Protocol):
 def share_of(size: int, share: float) -> int:
     """``share`` of ``size`` positions, rounded up."""
     return math.ceil(size * share - _ROUNDING)
+
+
+def largest(deviation: np.ndarray, count: int) -> np.ndarray:
+    """Where the ``count`` largest stand: int64, ascending; of equal ones the first."""
+    return np.sort(np.argsort(-deviation, kind="stable")[:count])
+
+
+def check_layers(layers: int) -> None:
+    """``ValueError`` for a number of layers that shows nothing."""
+    if layers < 2:
+        raise ValueError(f"layers must be at least 2, not {layers}: the first is the same in every prompt")
 
 
 def check_share(share: float) -> None:

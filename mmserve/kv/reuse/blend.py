@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from mmserve.kv.reuse.base import check_share, share_of
+from mmserve.kv.reuse.base import check_layers, check_share, largest, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +20,17 @@ class Blend:
     """The ``recompute`` share of all images' positions with the largest deviation at the last of ``layers``, the first
     of the decoder, all of whose K/V are those of this prompt; of equal ones the first."""
 
+    weighed: ClassVar[bool] = False
+    each_step: ClassVar[int] = 0
     recompute: float = 0.15
     layers: int = 2
 
     def __post_init__(self) -> None:
         check_share(self.recompute)
-        if self.layers < 2:
-            raise ValueError(f"layers must be at least 2, not {self.layers}: the first is the same in every prompt")
+        check_layers(self.layers)
 
     def count(self, sizes: Sequence[int]) -> int:
         return share_of(sum(sizes), self.recompute)
 
     def choose(self, sizes: Sequence[int], deviation: np.ndarray) -> np.ndarray:
-        return np.sort(np.argsort(-deviation, kind="stable")[: self.count(sizes)])
+        return largest(deviation, self.count(sizes))

@@ -17,6 +17,8 @@ class LegoLink:
     """The first ``recompute`` share of each image's positions. The paper has a number of them: 16, say."""
 
     layers: ClassVar[int] = 0
+    weighed: ClassVar[bool] = False
+    each_step: ClassVar[int] = 0
     recompute: float = 0.15
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ class RandomReuse:
     """The ``recompute`` share of all images' positions, drawn by ``seed``."""
 
     layers: ClassVar[int] = 0
+    weighed: ClassVar[bool] = False
+    each_step: ClassVar[int] = 0
     recompute: float = 0.15
     seed: int = 0
 

@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from mmserve.errors import ConfigError
 
@@ -203,11 +203,14 @@ def _schedulers(data: Any, source: str) -> tuple[SchedulerConfig, ...]:
     return tuple(found)
 
 
+#: What a value of each type is called.
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", tuple: "a list of strings"}
+
+
 def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be a table, not {values!r}")
     fields = {f.name: f.default for f in dataclasses.fields(kind)}
-    hints = get_type_hints(kind)
     checked: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
@@ -219,7 +222,7 @@ def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
             value = float(value)
         entries: tuple[Any, ...] = value if wanted is tuple and type(value) is tuple else ()
         if type(value) is not wanted or not all(isinstance(entry, str) for entry in entries):
-            raise ConfigError(f"{where} {key} must be {hints[key]}, not {value!r}")
+            raise ConfigError(f"{where} {key} must be {_KINDS[wanted]}, not {value!r}")
         checked[key] = value
     return kind(**checked)
 

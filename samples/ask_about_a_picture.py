@@ -19,7 +19,7 @@ def main(target: str) -> None:
     with Client(target) as client:
         picture = client.upload(scene.png())
         for question in QUESTIONS:
-            result = client.generate(question, images=[picture], commit=Threshold(0.9))
+            result = client.generate(question, images=[picture], commit=Threshold(0.9), max_new_tokens=128)
             print(f"{question}\n  {result.text}   ({result.forwards} forward passes, {result.times.total:.0f} ms)")
     print(f"truth:\n  {scene_json(scene, fields=FIELDS)}")
 

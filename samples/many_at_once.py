@@ -15,7 +15,7 @@ async def main(target: str) -> None:
     """Ask 32 questions about 32 pictures and clips together."""
     tasks = ("count", "color", "position", "when")
     asked = [item(tasks[i % len(tasks)], i, seed=11) for i in range(32)]
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, timeout=300) as client:
         results = await asyncio.gather(
             *(client.generate(q.text, **shown(q.task, thing), max_new_tokens=16) for thing, q in asked)
         )

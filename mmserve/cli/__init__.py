@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from importlib import import_module
 
@@ -42,7 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     logging.getLogger("mmserve").setLevel(logging.DEBUG if arguments.verbose else _level(arguments.command))
     try:
-        return int(modules[arguments.command].run(arguments))
+        code = int(modules[arguments.command].run(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 1
     except (ConfigError, MMServeError, OSError) as error:
         print(f"mmserve {arguments.command}: {error}", file=sys.stderr)
         return 1

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         "n": arguments.n,
         "recompute": arguments.recompute,
         "commit": arguments.commit,
-        "videos": arguments.video,
+        "videos": [path.read_bytes() for path in arguments.video],
         "schema": _schema(arguments.schema),
         "regex": arguments.regex,
         "choices": arguments.choice,
@@ -106,12 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
         "image_reuse": None if arguments.image_reuse is None else Blend(arguments.image_reuse),
         "template": _template(arguments.template),
     }
+    images = [path.read_bytes() for path in arguments.image]  # before a server is started for nothing
     screen = CanvasLine()
     done: list[Finished] = []
     with connected(arguments) as client:
-        events = client.stream(
-            prompt, images=arguments.image, snapshots=screen.live, timeout=arguments.timeout, **options
-        )
+        events = client.stream(prompt, images=images, snapshots=screen.live, timeout=arguments.timeout, **options)
         for event in events:
             if isinstance(event, Snapshot) and event.sample == 0:
                 screen.show(event.text)
@@ -119,6 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
                 done.append(event)
     screen.clear()
     _tell(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
+    if any(event.reason == "length" for event in done) and not arguments.json:
+        used = f"all of --max-new-tokens {arguments.max_new_tokens} were used"
+        print(f"mmserve generate: {used}, and the answer may be cut off", file=sys.stderr)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mmserve.errors import DeadlineExceeded, MMServeError, Unavailable
+from mmserve.errors import ConfigError, DeadlineExceeded, MMServeError, Unavailable
 from mmserve.rpc.outgoing import TLS, UPLOAD_CHUNK, Retries, call_metadata, channel_credentials, channel_options
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc
@@ -37,7 +37,7 @@ class Base:
         self, target: str, *, token: str | None = None, tls: TLS | bool | None = None, timeout: float = 60.0
     ) -> None:
         if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise ValueError("a token must be printable ASCII")
+            raise ConfigError("a token must be printable ASCII")
         self.target = target
         self.timeout = timeout
         self._token = token

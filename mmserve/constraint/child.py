@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,12 @@ class Child:
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self._process.poll() is None
+
+    @property
+    def killed(self) -> bool:
+        """Whether it was ended from outside, by an operator or for want of memory on the whole machine: what goes wrong
+        within ends it by other signals. For its owner, after ``Overdue`` and ``end``."""
+        return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     def read(self, vocabulary: Vocabulary) -> None:
         """Have it read ``vocabulary``, as the first thing. Raises ``TimeoutError`` or ``Overdue``."""

@@ -13,12 +13,15 @@ from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.errors import Unavailable
 
+#: How many are asked for one constraint, where the one before was killed.
+_CHILDREN = 3
+
 
 class Compiler:
     """Child processes over one vocabulary, one constraint at a time; may be called from any thread.
 
     A constraint that needs more than ``seconds``, or that ends the child, is refused; the child that stands by takes
-    its place, and another is started in the background.
+    its place, and another is started in the background. One whose child was killed from outside is asked of the next.
     """
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
@@ -35,20 +38,26 @@ class Compiler:
     def compile(self, spec: ConstraintSpec) -> tuple[Grammar | Refused, bool]:
         """The grammar of ``spec`` or why there is none, and whether the same would come of it again.
 
-        Raises ``Unavailable`` where no child can be started, or after ``close``.
+        Raises ``Unavailable`` where no child can be started or each is killed from outside, or after ``close``.
         """
         with self._asking:
-            child = self._ready()
-            try:
-                reply = child.ask(wire.from_spec(spec), self._seconds)
-            except TimeoutError:
-                self._drop(child)
-                return Refused.at("", kind_of(spec), f"takes more than {self._seconds:g} s to compile"), False
-            except Overdue:
-                self._drop(child)
-                self._refuse_if_closed()
-                return Refused.at("", kind_of(spec), "needs too much memory or stack to compile"), False
-            return wire.to_outcome(reply), True
+            for _ in range(_CHILDREN):
+                child = self._ready()
+                try:
+                    reply = child.ask(wire.from_spec(spec), self._seconds)
+                except TimeoutError:
+                    self._drop(child)
+                    return Refused.at("", kind_of(spec), f"takes more than {self._seconds:g} s to compile"), False
+                except Overdue:
+                    self._drop(child)
+                    self._refuse_if_closed()
+                    if not child.killed:
+                        return Refused.at("", kind_of(spec), "needs too much memory or stack to compile"), False
+                else:
+                    return wire.to_outcome(reply), True
+            raise Unavailable(
+                "something kills the processes that compile grammars (for want of memory, most likely); try again later"
+            )
 
     def warm(self) -> None:
         """Start what is missing now, in the background: a start takes a second, and longer with a large vocabulary."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from mmserve.config import MediaConfig
-from mmserve.core.events import Event, Failed
+from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request
 from mmserve.encode.store import MediaStore
@@ -22,6 +23,9 @@ from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
 
 logger = logging.getLogger("mmserve.rpc")
+
+#: Characters of an error that the log has: a refusal may name every field of a request.
+_LOGGED = 500
 
 
 class EngineLike(Protocol):
@@ -63,20 +67,25 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Stream the events of one request; a client that leaves cancels it."""
         label = request_id.label_in(context.invocation_metadata())
         async with errors_to_status(context, f"Generate {label}"):
-            await context.send_initial_metadata(((request_id.KEY, label),))
-            engine = find_engine(self._engines, message.model)
-            request = convert.to_request(
-                message,
-                request_id=uuid.uuid4().hex,  # two clients may use one label: the engine's ids are its own
-                info=engine.info,
-                limits=self._limits,
-                media=self._media.get,
-                deadline=_deadline(context),
-            )
-            message.Clear()  # its media were copied, and gRPC keeps it until the answer's end
-            logger.info("request %s for %s (%s: %s)", request.id, request.model, request_id.KEY, label)
-            with self._room.taken(media_files(request)):
-                await _relay(engine, request, label, context)
+            own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
+            with _told(own, label):
+                await self._answer(own, message, label, context)
+
+    async def _answer(self, own: str, message: pb.GenerateRequest, label: str, context: Any) -> None:
+        await context.send_initial_metadata(((request_id.KEY, label),))
+        engine = find_engine(self._engines, message.model)
+        request = convert.to_request(
+            message,
+            request_id=own,
+            info=engine.info,
+            limits=self._limits,
+            media=self._media.get,
+            deadline=_deadline(context),
+        )
+        message.Clear()  # its media were copied, and gRPC keeps it until the answer's end
+        logger.info("request %s for %s (%s: %s)", request.id, request.model, request_id.KEY, label)
+        with self._room.taken(media_files(request)):
+            await _relay(engine, request, label, context)
 
 
 async def _relay(engine: EngineLike, request: Request, label: str, context: Any) -> None:
@@ -85,14 +94,35 @@ async def _relay(engine: EngineLike, request: Request, label: str, context: Any)
     try:
         async for event in outbox:
             if isinstance(event, Failed):
-                logger.info("request %s failed: %s", request.id, event.error)
                 raise event.error
+            if isinstance(event, Finished):
+                logger.info("request %s finished: %s", request.id, _summary(event))
             await context.write(convert.to_response(event, label))
     finally:
         if not outbox.ended:  # the client went away, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline
             logger.info("request %s abandoned: %s", request.id, "deadline" if late else "cancelled by the client")
             engine.cancel(request.id, DeadlineExceeded("the deadline passed") if late else None)
+
+
+@contextmanager
+def _told(own: str, label: str) -> Iterator[None]:
+    """Have the log tell what a request was refused for, or failed of: in one line, whatever its client wrote."""
+    try:
+        yield
+    except MMServeError as error:
+        text = error.message if len(error.message) <= _LOGGED else f"{error.message[:_LOGGED]}…"
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        logger.info("request %s (%s: %s) failed: %s: %s", own, request_id.KEY, label, error.code, line)
+        raise
+
+
+def _summary(event: Finished) -> str:
+    usage, times = event.usage, event.times
+    return (
+        f"sample {event.sample}, {event.reason}, {usage.prompt_tokens} + {usage.completion_tokens} tokens, "
+        f"{event.forwards} forwards, {times.total:.0f} ms (queue {times.queue:.0f}, first {times.first_token:.0f})"
+    )
 
 
 def find_engine(engines: Mapping[str, EngineLike], name: str) -> EngineLike:

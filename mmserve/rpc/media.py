@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from mmserve.config import MediaConfig
 from mmserve.encode.store import MediaStore
-from mmserve.errors import InvalidArgument, ResourceExhausted
+from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import media_pb2, media_pb2_grpc
 
 #: When a client may try again after too many uploads at once (seconds).
 _RETRY_AFTER = 1.0
+#: What an unfinished upload holds, others cannot have: one that brings less than so many bytes a second is ended, at
+#: the latest so many seconds after its last chunk.
+_LEAST_RATE = 1 << 15
+_PATIENCE = 60.0
 
 
 class MediaService(media_pb2_grpc.MediaServiceServicer):
@@ -27,7 +33,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
     async def UploadMedia(
         self, chunks: AsyncIterator[media_pb2.UploadMediaRequest], context: Any
     ) -> media_pb2.UploadMediaResponse:
-        """Store the joined chunks; refuses empty and too large items, and more than the store can take."""
+        """Store the joined chunks; refuses empty and too large items, more than the store can take, and who stalls."""
         async with errors_to_status(context, "UploadMedia"):
             return await self._receive(chunks)
         raise AssertionError("unreachable: an error ends the call")
@@ -37,12 +43,14 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
         size = 0
         digest = hashlib.sha256()
         try:
-            async for message in chunks:
-                self._check_room(size, len(message.chunk))
-                received.append(message.chunk)
-                size += len(message.chunk)
-                self._in_progress += len(message.chunk)
-                digest.update(message.chunk)
+            async with kept_up() as came:
+                async for message in chunks:
+                    self._check_room(size, len(message.chunk))
+                    received.append(message.chunk)
+                    size += len(message.chunk)
+                    self._in_progress += len(message.chunk)
+                    digest.update(message.chunk)
+                    came(len(message.chunk))
             if not size:
                 raise InvalidArgument.of("chunk", "must not be empty: the upload has no bytes")
             stored = self._store.put(b"".join(received), media_id=f"sha256:{digest.hexdigest()}")
@@ -58,3 +66,26 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
             raise ResourceExhausted(f"the item does not fit into the media store of {self._store.capacity} bytes")
         if self._in_progress + more > self._store.capacity:
             raise ResourceExhausted("too many uploads at once", retry_after=_RETRY_AFTER)
+
+
+@asynccontextmanager
+async def kept_up() -> AsyncIterator[Callable[[int], None]]:
+    """Around the reading of an upload: gives the function to tell how many bytes came.
+
+    Raises ``DeadlineExceeded`` where they come too slowly.
+    """
+    now = asyncio.get_running_loop().time
+    end = now() + _PATIENCE
+
+    def came(size: int) -> None:
+        nonlocal end
+        end = min(now() + _PATIENCE, end + size / _LEAST_RATE)
+        limit.reschedule(end)
+
+    try:
+        async with asyncio.timeout_at(end) as limit:
+            yield came
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the upload stalled, or came slower than {_LEAST_RATE} bytes a second; send it again"
+        ) from None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,35 @@ def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: 
             assert main([*command_line, *to, *wrong]) == 1
             out, err = capsys.readouterr()
             assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_generate_says_where_the_budget_was_used_up(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "Describe the scene as JSON.", "--server", server.address, "--max-new-tokens", "2"]
+    assert main(asked) == 0
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 1 and "all of --max-new-tokens 2 were used" in told.err
+    assert main([*asked, "--json"]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said_before_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mmserve.assembly.BackgroundServer", None)
+    for flag in ("--image", "--video"):
+        assert main(["generate", "x", flag, str(tmp_path / "none")]) == 1
+        assert "No such file" in capsys.readouterr().err
+    assert main(["models", "--server", "localhost:1", "--token", "ä"]) == 1
+    assert capsys.readouterr().err == "mmserve models: a token must be printable ASCII\n"
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(server: Running) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    asked = [sys.executable, "-m", "mmserve", "models", "--server", server.address]
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(asked, stdout=closed, stderr=subprocess.PIPE, timeout=110, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize(

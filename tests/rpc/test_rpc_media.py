@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,8 @@ import pytest
 from echo_server import EchoEngine, config, threaded
 
 from mmserve.client import Admitted, Client
-from mmserve.errors import InvalidArgument, NotFound, ResourceExhausted
+from mmserve.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from mmserve.rpc.media import kept_up
 from mmserve.rpc.room import Room
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import media_pb2, media_pb2_grpc
@@ -76,6 +79,56 @@ def test_unfinished_uploads_together_fit_into_the_store(engine: EchoEngine) -> N
         assert caught.value.retry_after == 1.0
         assert call.result().bytes == 90
         assert upload(address, b"2" * 60).bytes == 60  # what was in progress is given back
+
+
+def test_who_stalls_an_upload_loses_its_place(engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmserve.rpc.media._PATIENCE", 0.3)
+    stop = threading.Event()
+
+    def messages() -> Iterator[media_pb2.UploadMediaRequest]:
+        yield media_pb2.UploadMediaRequest(chunk=b"1" * 80)
+        stop.wait(20)
+
+    with threaded(engine, config(store_bytes=100)) as address, grpc.insecure_channel(address) as channel:
+        call = media_pb2_grpc.MediaServiceStub(channel).UploadMedia.future(messages(), timeout=20)
+        error = from_rpc_error(call.exception())
+        assert isinstance(error, DeadlineExceeded) and "stalled" in error.message
+        assert upload(address, b"2" * 100).bytes == 100  # what it held is given back
+        stop.set()
+
+
+class Leaping(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be put forward."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
+@pytest.mark.parametrize(("brought", "in_time"), [(1 << 20, True), (1, False)])
+def test_an_upload_may_be_slow_but_not_for_ever(brought: int, in_time: bool) -> None:
+    ends = 0
+
+    async def chunks(loop: Leaping) -> None:
+        nonlocal ends
+        async with kept_up() as came:
+            for _ in range(10):
+                loop.ahead += 25.0  # seconds
+                await asyncio.sleep(0.001)
+                came(brought)
+                ends += 1
+
+    loop = Leaping()
+    try:
+        if in_time:
+            loop.run_until_complete(chunks(loop))
+        else:
+            with pytest.raises(DeadlineExceeded, match="bytes a second"):
+                loop.run_until_complete(chunks(loop))
+    finally:
+        loop.close()
+    assert ends == (10 if in_time else 2)
 
 
 def test_files_of_requests_under_way_are_bounded_together(engine: EchoEngine) -> None:

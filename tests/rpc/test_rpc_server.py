@@ -24,6 +24,7 @@ from mmserve.errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    ResourceExhausted,
     Unavailable,
     Unimplemented,
 )
@@ -95,6 +96,24 @@ def test_two_live_requests_may_share_a_label(caplog: pytest.LogCaptureFixture) -
     ids = {request.id for request in engine.requests}
     assert len(ids) == 2
     assert all(f"request {i} for echo (x-request-id: same)" in caplog.text for i in ids)
+
+
+def test_the_log_tells_how_each_request_ended(caplog: pytest.LogCaptureFixture) -> None:
+    engine = EchoEngine(refusals=[ResourceExhausted("full\n2026-11-22 ERROR forged \x1b[2J", retry_after=9.0)])
+    with caplog.at_level(logging.INFO, "mmserve"), threaded(engine) as address, Client(address, timeout=5) as client:
+        with pytest.raises(ResourceExhausted):
+            client.generate("x", request_id="refused")
+        with pytest.raises(NotFound):
+            client.generate("x", request_id="wrong", model="m" * 900)
+        assert client.generate("a b c", request_id="answered").text == "a b c"
+    lines = [record.getMessage() for record in caplog.records if record.name == "mmserve.rpc"]
+    assert all("\n" not in line and len(line) < 700 for line in lines)
+    (refused,) = [line for line in lines if "(x-request-id: refused) failed" in line]
+    assert r"RESOURCE_EXHAUSTED: full\n2026-11-22 ERROR forged \x1b[2J" in refused
+    (wrong,) = [line for line in lines if "(x-request-id: wrong) failed" in line]
+    assert "NOT_FOUND: no model 'mmm" in wrong and wrong.endswith("…")
+    own = engine.requests[-1].id
+    assert [line for line in lines if line.startswith(f"request {own} finished: sample 0, end, ")]
 
 
 def test_models_by_name() -> None:

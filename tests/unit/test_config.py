@@ -139,8 +139,15 @@ def _of_another_type(default: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("table", "key", "default"), KEYS, ids=lambda v: v if isinstance(v, str) else None)
 def test_a_value_of_another_type_is_refused_with_table_and_key(table: str, key: str, default: Any) -> None:
+    kinds = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        tuple: "a list of strings",
+    }
     for value in _of_another_type(default):
-        with pytest.raises(ConfigError, match=rf"\[{table}\] {key} must be"):
+        with pytest.raises(ConfigError, match=rf"\[{table}\] {key} must be {kinds[type(default)]}, not"):
             from_mapping({table: {key: value}})
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from constraint_bombs import ALL
@@ -16,6 +17,7 @@ from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.cache import Outcomes, key_of
+from mmserve.constraint.child import Child
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -82,9 +84,38 @@ def test_a_child_that_dies_is_replaced(compiler: Compiler) -> None:
     assert isinstance(compiler.compile(spec(Regex("a+")))[0], Grammar)
     assert compiler.pid is not None
     os.kill(compiler.pid, signal.SIGKILL)
-    for _ in range(2):  # it may be noticed when asked, or before
-        outcome, _ = compiler.compile(spec(Regex("b+")))
+    outcome, _ = compiler.compile(spec(Regex("b+")))
     assert isinstance(outcome, Grammar)
+
+
+def test_who_kills_a_child_does_not_refuse_what_it_was_at(compiler: Compiler) -> None:
+    compiler.compile(spec(Regex("a")))
+    first, second = compiler.pid, standing_by(compiler)
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    killer = threading.Timer(0.2, os.kill, (first, signal.SIGKILL))
+    killer.start()
+    outcome, lasting = compiler.compile(spec(Regex("b")))
+    killer.join()
+    assert isinstance(outcome, Grammar) and lasting
+    assert compiler.pid == second
+
+
+def test_where_every_child_is_killed_nothing_is_said_of_the_constraint(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Child.ask
+
+    def killed(self: Child, message: Any, seconds: float) -> Any:
+        if seconds == 2.0:  # a constraint, no vocabulary
+            os.kill(self.pid, signal.SIGKILL)
+        return ask(self, message, seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "ask", killed)
+        with pytest.raises(Unavailable, match="try again"):
+            compiler.compile(spec(Regex("a")))
+    assert isinstance(compiler.compile(spec(Regex("a")))[0], Grammar)
 
 
 def test_memory_is_limited(compiler: Compiler) -> None:
@@ -138,8 +169,7 @@ def test_a_standby_that_dies_is_not_asked(compiler: Compiler) -> None:
     assert compiler.pid is not None
     for pid in (standing_by(compiler), compiler.pid):
         os.kill(pid, signal.SIGKILL)
-    outcomes = [compiler.compile(spec(Regex("b")))[0] for _ in range(3)]  # each may be noticed when asked, or before
-    assert isinstance(outcomes[-1], Grammar)
+    assert isinstance(compiler.compile(spec(Regex("b")))[0], Grammar)
 
 
 @pytest.mark.parametrize("starting", [True, False])

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"any of {', '.join(OPS)} (default all)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows here")
+    parser.add_argument("--commit", help="of the source tree, where that has no history of its own with it")
     arguments = parser.parse_args()
     if unknown := set(arguments.ops) - set(OPS):
         parser.error(f"no op is called {min(unknown)!r}; there are {', '.join(OPS)}")
@@ -31,6 +32,7 @@ def main() -> int:
     with torch.inference_mode():
         on = Device.measured(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
         around = surroundings(on)
+        around["commit"] = around["commit"] or arguments.commit or ""
         print(json.dumps(around))
         rows = figures(arguments.ops or OPS, on, arguments.rounds, lambda text: print(text, file=sys.stderr))
         for row in kept(rows, arguments.csv, around):

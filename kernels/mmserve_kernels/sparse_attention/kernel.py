@@ -101,7 +101,7 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
 
 def _tiling(dtype: torch.dtype, head_size: int) -> Tiling:
     """Dense attention's blocks, but in fp32, where the way through a list takes registers that those leave none of."""
-    return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size)
+    return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size, lean=True)
 
 
 def _room(q_THK: Tensor) -> Tensor:

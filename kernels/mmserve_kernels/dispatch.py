@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ class Op:
     package: str
     dtypes: frozenset[torch.dtype] = FLOATS
     max_head_size: int | None = None  # None = heads do not matter
+    max_quantized: int | None = None  # the largest heads of quantised pages, where those are another matter
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Implementation:
 #: Every op by the name of its function. To add one: a package with both files, and a line here.
 OPS: dict[str, Op] = {
     "attention_scores": Op("mmserve_kernels.attention_scores", max_head_size=256),
-    "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256),
+    "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256, max_quantized=128),
     "commit_scores": Op("mmserve_kernels.commit_scores"),
     "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=128),
     "rope_scatter": Op("mmserve_kernels.rope_scatter", max_head_size=256),
@@ -53,32 +55,49 @@ OPS: dict[str, Op] = {
 }
 
 
-def pick(op: str, device: torch.device, dtype: torch.dtype, head_size: int | None = None) -> Implementation:
-    """The implementation of ``op`` for tensors of ``dtype`` on ``device``, whose heads have ``head_size`` dimensions.
+def pick(
+    op: str, device: torch.device, dtype: torch.dtype, head_size: int | None = None, *, quantized: bool = False
+) -> Implementation:
+    """The implementation of ``op`` for tensors of ``dtype`` on ``device``, whose heads have ``head_size`` dimensions,
+    over ``quantized`` pages or plain ones.
 
     On a GPU that is the kernel; where it cannot take what it is asked for, the reference runs on that GPU and a
     warning says why. ``ValueError`` for an op that does not exist.
     """
     if op not in OPS:
         raise ValueError(f"no op is called {op!r}; there are {', '.join(sorted(OPS))}")
-    lacking = _lacking(OPS[op], device, dtype, head_size)
+    of = OPS[op]
+    most = of.max_quantized if quantized and of.max_quantized is not None else of.max_head_size
+    lacking = _lacking(of, device, dtype, head_size, most)
     path, module = ("pytorch", "reference") if lacking else ("triton", "kernel")
     level = logging.WARNING if lacking and device.type == "cuda" else logging.INFO
     reason = lacking or _gpu_name(device)
     logger.log(level, "%s runs as %s: %s", op, path, reason)
-    return Implementation(op, path, reason, getattr(import_module(f"{OPS[op].package}.{module}"), op))
+    run = getattr(import_module(f"{of.package}.{module}"), op)
+    return Implementation(op, path, reason, run if lacking else _on(device, run))
 
 
-def _lacking(op: Op, device: torch.device, dtype: torch.dtype, head_size: int | None) -> str:
-    """Why the kernel cannot run; empty = it can."""
+def _on(device: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with ``device`` as the current one: there Triton launches, wherever the tensors are."""
+
+    @wraps(run)
+    def there(*arguments: Any, **options: Any) -> Any:
+        with torch.cuda.device(device):
+            return run(*arguments, **options)
+
+    return there
+
+
+def _lacking(op: Op, device: torch.device, dtype: torch.dtype, head_size: int | None, most: int | None) -> str:
+    """Why the kernel, which takes heads of ``most`` dimensions, cannot run; empty = it can."""
     if device.type != "cuda":
         return f"kernels run on GPUs, and the device is {device.type}"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 would run kernels on the CPU; unset it"
     if dtype not in op.dtypes:
         return f"the kernel does not take {str(dtype).removeprefix('torch.')}"
-    if op.max_head_size is not None and (head_size is None or not 0 < head_size <= op.max_head_size):
-        return f"the kernel takes heads of up to {op.max_head_size} dimensions, not {head_size}"
+    if most is not None and (head_size is None or not 0 < head_size <= most):
+        return f"the kernel takes heads of up to {most} dimensions, not {head_size}"
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return f"{_gpu_name(device)} is older than compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
     return ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from mmserve_kernels.bench import OPS
-from mmserve_kernels.bench.harness import Device, figures, surroundings, write_csv
+from mmserve_kernels.bench.harness import Device, figures, kept, surroundings
 
 from mmserve.errors import ConfigError
 
@@ -27,9 +27,6 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     torch.set_num_threads(1)  # processor time is one thread's
     gpu = torch.cuda.is_available()
     on = Device.measured(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
-    rows = list(figures(ops, on, arguments.limit, progress))
     around = surroundings(on)
-    if arguments.csv is not None:
-        write_csv(arguments.csv, rows, around)
-        progress(f"wrote {arguments.csv}")
+    rows = list(kept(figures(ops, on, arguments.limit, progress), arguments.csv, around))
     return {"rows": rows, "settings": {"rounds": arguments.limit, **around}}

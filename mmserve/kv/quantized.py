@@ -22,6 +22,8 @@ from mmserve.models.decoder import Attend, DecoderConfig
 class QuantizedStore(KVStore):
     """Keys and values in ``bits`` (8 or 4) a channel, but for a share of a page's tokens, ``kept``, rounded."""
 
+    quantized = True
+
     def __init__(
         self,
         config: DecoderConfig,

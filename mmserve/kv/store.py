@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -64,6 +65,8 @@ class KVStore:
     more, ``scratch``: rows that pad a batch may write to it, and nobody reads it.
     """
 
+    quantized = False
+
     def __init__(
         self, config: DecoderConfig, *, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -72,7 +75,8 @@ class KVStore:
         with memory_of(pages, page_size):
             self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
             self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        ops = [pick(op, device, dtype, config.head_dim) for op in ("rope_scatter", "cached_attention")]
+        asked = partial(pick, device=device, dtype=dtype, head_size=config.head_dim, quantized=self.quantized)
+        ops = [asked(op) for op in ("rope_scatter", "cached_attention")]
         self.kernels = {op.op: op.path for op in ops}
         self._rope_scatter, self._cached_attention = (op.run for op in ops)
 

@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def small_blocks_and_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, so that small cases have several; what the kernel is to fill holds NaN."""
-    monkeypatch.setattr(kernel, "tiling", lambda *_: Tiling(64, 64, 64, 4, 1))
+    monkeypatch.setattr(kernel, "tiling", lambda *_, **__: Tiling(64, 64, 64, 4, 1))
     monkeypatch.setattr(kernel, "_room", lambda *shape, device: torch.full(shape, torch.nan, device=device))
 
 

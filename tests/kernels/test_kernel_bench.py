@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from mmserve_kernels.bench import OPS
-from mmserve_kernels.bench.harness import Case, Device, measure, surroundings, write_csv
+from mmserve_kernels.bench.harness import Case, Device, figures, kept, measure, surroundings, write_csv
 from mmserve_kernels.bench.requests import FlexAttention, Heads, Requests
 from mmserve_kernels.dispatch import OPS as DISPATCHED
 from mmserve_kernels.sparse_attention import block_index, sparse_attention
@@ -60,6 +61,45 @@ def test_what_is_beside_it_must_be_right_too() -> None:
     assert "microseconds" in row
 
 
+@pytest.mark.parametrize(("operations", "bound"), [(0, "copy"), (299, "copy"), (301, "matrix")])
+def test_what_can_bound_it_is_told(operations: int, bound: str) -> None:
+    """``ON`` does ten operations while it moves a byte."""
+    assert measure("op", replace(case(2.0), bytes=30, operations=operations), ON, 3)["bound"] == bound
+
+
+def test_an_op_whose_case_cannot_be_made_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cases(_device: torch.device, _dtype: torch.dtype) -> Iterator[Case]:
+        yield case(2.0)
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(import_module("mmserve_kernels.bench.kv_quant"), "cases", cases)
+    monkeypatch.setattr(import_module("mmserve_kernels.bench.rope_scatter"), "cases", lambda *_: [case(2.0)])
+    rows = list(figures(["kv_quant", "rope_scatter"], ON, 3, lambda _text: None))
+    assert [(row["op"], row["right"]) for row in rows] == [
+        ("kv_quant", True),
+        ("kv_quant", False),
+        ("rope_scatter", True),
+    ]
+    assert rows[1]["wrong"] == "OutOfMemoryError: no memory is left"
+
+
+def test_rows_are_kept_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "a GPU.csv"
+
+    def breaks_off() -> Iterator[dict[str, object]]:
+        yield {"op": "one", "microseconds": [1.0, 2.0, 3.0]}
+        yield {"op": "two", "wrong": "it"}
+        raise KeyboardInterrupt
+
+    taken = kept(breaks_off(), path, {"gpu": "a GPU"})
+    assert [next(taken)["op"], next(taken)["op"]] == ["one", "two"]
+    with pytest.raises(KeyboardInterrupt):
+        next(taken)
+    with path.open() as file:
+        read = [(row["op"], row["microseconds"], row["wrong"], row["gpu"]) for row in csv.DictReader(file)]
+    assert read == [("one", "2.0", "", "a GPU"), ("two", "", "it", "a GPU")]
+
+
 def test_every_op_is_measured() -> None:
     assert set(OPS) == set(DISPATCHED)
 
@@ -81,6 +121,23 @@ def test_flex_attention_computes_the_same(causal: bool) -> None:
     requests = Requests.drawn([(5, 20), (33, 33), (1, 7)], Heads(4, 2, 16), CPU, torch.float32, causal=causal)
     torch.testing.assert_close(FlexAttention.over(requests, compiled=False)(), requests.exact(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(requests.sdpa_gathering(), requests.exact(), rtol=1e-4, atol=1e-5)
+
+
+def test_flex_attention_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch runs a function uncompiled, and slowly, behind its limit of shapes: eight, and here one."""
+    compiled: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(len(compiled))
+        return module.forward
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda of, **options: compile_with(of, **{"backend": backend} | options))
+    with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1):
+        for length in (20, 21):
+            requests = Requests.drawn([(5, length), (1, 7)], Heads(2, 1, 16), CPU, torch.float32)
+            FlexAttention.over(requests)()
+    assert len(compiled) == 2
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -179,5 +179,5 @@ def test_a_decoder_asks_once_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_lacking", lambda *_: "")
     monkeypatch.setattr(dispatch, "_gpu_name", lambda _device: "a GPU")
     made = decoder()
-    assert made._scores is kernel.commit_scores
+    assert made._scores is not None and made._scores.__wrapped__ is kernel.commit_scores
     assert made.store.kernels["commit_scores"] == "triton"

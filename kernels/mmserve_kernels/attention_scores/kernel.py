@@ -104,7 +104,7 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
     page, groups = k_PSGK.shape[1:3]
     if not ragged.kv_lengths:
         return _room(0, heads, device=q_THK.device)
-    sizes = tiling(q_THK.dtype, head_size)
+    sizes = tiling(q_THK.dtype, head_size, lean=True)
     tiles, blocks, table = _programs(ragged, sizes)
     q_THK, k_PSGK, limit = (
         q_THK.contiguous(),
@@ -173,7 +173,7 @@ def variants() -> Iterator[Variant]:
     """Both kernels in every tiling, for 28 query heads over 4, limits, and pages of 16."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         for head_size in (64, 128, 256):
-            sizes = tiling(dtype, head_size)
+            sizes = tiling(dtype, head_size, lean=True)
             types = {"q_ptr": f"*{name}", "k_ptr": f"*{name}", "limit_ptr": "*i64", "table_width": "i32"}
             types |= {"table_ptr": "*i32", "programs_ptr": "*i32", "lse_ptr": "*fp32", "scale": "fp32"}
             options = _options(28, 4, head_size, 16, True, sizes)

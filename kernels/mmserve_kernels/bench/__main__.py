@@ -1,6 +1,6 @@
 """``python -m mmserve_kernels.bench [OP …]``: a line of JSON for each case, on a GPU if there is one.
 
-``mmserve bench kernels`` gives the same figures, and writes them as CSV.
+``mmserve bench kernels`` gives the same figures; this one wants no more than the kernels do.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import torch
 
 from mmserve_kernels.bench import OPS
-from mmserve_kernels.bench.harness import Device, figures, surroundings
+from mmserve_kernels.bench.harness import Device, figures, kept, surroundings
 
 
 def main() -> int:
@@ -20,6 +21,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"any of {', '.join(OPS)} (default all)")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows here")
+    parser.add_argument("--commit", help="of the source tree, where that has no history of its own with it")
     arguments = parser.parse_args()
     if unknown := set(arguments.ops) - set(OPS):
         parser.error(f"no op is called {min(unknown)!r}; there are {', '.join(OPS)}")
@@ -28,8 +31,11 @@ def main() -> int:
     right = True
     with torch.inference_mode():
         on = Device.measured(torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32)
-        print(json.dumps(surroundings(on)))
-        for row in figures(arguments.ops or OPS, on, arguments.rounds, lambda text: print(text, file=sys.stderr)):
+        around = surroundings(on)
+        around["commit"] = around["commit"] or arguments.commit or ""
+        print(json.dumps(around))
+        rows = figures(arguments.ops or OPS, on, arguments.rounds, lambda text: print(text, file=sys.stderr))
+        for row in kept(rows, arguments.csv, around):
             right &= bool(row["right"])
             print(json.dumps(row), flush=True)
     return 0 if right else 1

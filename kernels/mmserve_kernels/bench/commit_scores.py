@@ -32,7 +32,8 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 def _case(rows: int, vocabulary: int, k: int, device: torch.device, dtype: torch.dtype, *, drawn: bool) -> Case:
     op = pick("commit_scores", device, dtype)
-    logits = (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 4).to(device, dtype)
+    draw_of = torch.Generator(device).manual_seed(0)
+    logits = (torch.randn(rows, vocabulary, generator=draw_of, device=device) * 4).to(dtype)
     ones = torch.ones(rows, device=device)
     draw = Draw(torch.arange(rows, device=device), ones) if drawn else None
     exact = plain(logits, k, drawn=False)

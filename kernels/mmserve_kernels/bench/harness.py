@@ -1,7 +1,8 @@
 """How an op is measured: first whether it is right, then how long it takes, beside others on the same inputs.
 
 Rounds run the op and everything beside it one after another, so that noise falls on all alike. On a GPU the time is the
-device's own, behind an emptied cache; on a CPU it is processor time of one thread.
+device's own, behind an emptied cache and with all launches queued before it begins, as in a recorded decode step; on a
+CPU it is processor time of one thread.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import csv
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,10 @@ TOLERANCES = {torch.float32: (2e-4, 2e-5), torch.float16: (4e-3, 2e-3), torch.bf
 _LEAST = 2e-3
 #: Bytes written between two runs on a GPU, more than its caches hold.
 _FLUSH = 256 << 20
+#: Cycles that a GPU waits (some 5 ms) while the host queues a run: otherwise it would wait for the host in between.
+_QUEUING = 10_000_000
+#: Seconds of work after which a GPU's clocks are as high as they get.
+_WARM = 1.0
 
 Run = Callable[[], Any]
 
@@ -61,10 +66,13 @@ class Device:
     def measured(cls, device: torch.device, dtype: torch.dtype) -> Device:
         """The rates of ``device``, from a copy far larger than its caches and a product in ``dtype``."""
         gpu = device.type == "cuda"
-        source = torch.zeros((1 << 30) if gpu else (1 << 26), dtype=torch.uint8, device=device)
+        source = torch.randint(256, ((1 << 30) if gpu else (1 << 26),), dtype=torch.uint8, device=device)
         room = torch.empty_like(source)
         side = 8192 if gpu else 1024
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        begin = time.monotonic()
+        while gpu and time.monotonic() < begin + _WARM:
+            _seconds(lambda: a @ b, device)
         copying, multiplying = (
             statistics.median(_seconds(run, device) for _ in range(7))
             for run in (lambda: room.copy_(source), lambda: a @ b)
@@ -72,17 +80,19 @@ class Device:
         return cls(device, dtype, 2 * source.nbytes / copying, 2 * side**3 / multiplying)
 
 
-def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """``actual`` is ``exact`` but for a few roundings of ``dtype``."""
+def assert_near(actual: Tensor, exact: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
+    """``actual`` is ``exact`` but for a few roundings of ``dtype``; ``scale``: how large what is added up is."""
     relative, absolute = TOLERANCES[dtype]
-    torch.testing.assert_close(actual.float(), exact.float(), rtol=relative, atol=absolute)
+    torch.testing.assert_close(actual.float(), exact.float(), rtol=relative, atol=absolute * scale)
 
 
 def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
     """Figures of one case: medians and quartiles of ``rounds``, times in microseconds.
 
     No figure is given of a wrong result, the op's own or that of something beside it: the row says what is wrong.
-    ``times_X``: how many times longer the op takes than X, in the same round.
+    ``times_X``: how many times longer the op takes than X, in the same round. ``bound``: what it can take no less
+    time for, to ``copy`` its bytes or its ``matrix`` products; far below 1, that share says that something else bounds
+    it.
     """
     row: dict[str, Any] = {
         "op": op,
@@ -108,15 +118,21 @@ def measure(op: str, case: Case, on: Device, rounds: int) -> dict[str, Any]:
     row["share_of_copy_rate"] = round(case.bytes / seconds / on.copy_rate, 3)
     if case.operations:
         row["share_of_matrix_rate"] = round(case.operations / seconds / on.matrix_rate, 3)
+    row["bound"] = "copy" if case.bytes / on.copy_rate >= case.operations / on.matrix_rate else "matrix"
     return row | {f"times_{name}": _quartiles([t[""] / t[name] for t in times]) for name in runs if name}
 
 
 def figures(ops: Sequence[str], on: Device, rounds: int, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """A row for each case of ``ops``, made and measured one after another."""
+    """A row for each case of ``ops``, made and measured one after another; an op whose next case cannot be made has a
+    wrong one instead."""
     for op in ops:
-        for case in import_module(f"mmserve_kernels.bench.{op}").cases(on.device, on.dtype):
-            progress(f"{op}: {case.name}")
-            yield measure(op, case, on, rounds)
+        try:
+            for case in import_module(f"mmserve_kernels.bench.{op}").cases(on.device, on.dtype):
+                progress(f"{op}: {case.name}")
+                yield measure(op, case, on, rounds)
+                del case  # its tensors make room for the next one's
+        except Exception as error:  # noqa: BLE001  no memory, or a compiler: the other ops are still measured
+            yield {"op": op, "case": "the next one", "right": False, "wrong": _said(error)}
 
 
 def surroundings(on: Device) -> dict[str, Any]:
@@ -134,13 +150,26 @@ def surroundings(on: Device) -> dict[str, Any]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> None:
-    """One line a row, ``around`` repeated in each; quartiles are three columns."""
+    """One line a row, ``around`` repeated in each; quartiles are three columns. Folders of ``path`` are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     flat = [_flat(row) | dict(around) for row in rows]
     columns = list(dict.fromkeys(name for row in flat for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(flat)
+
+
+def kept(
+    rows: Iterable[Mapping[str, Any]], path: Path | None, around: Mapping[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    """``rows`` as they come; those so far are in ``path``, if there is one, and not lost where a run breaks off."""
+    so_far = []
+    for row in rows:
+        so_far.append(row)
+        if path is not None:
+            write_csv(path, so_far, around)
+        yield row
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,8 +188,12 @@ def _wrong(run: Run, check: Callable[[Any], None]) -> str:
     try:
         check(run())
     except Exception as error:  # noqa: BLE001  compilers have errors of their own, and the others are still measured
-        return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+        return _said(error)
     return ""
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
 
 
 def _repeats(run: Run, device: torch.device) -> int:
@@ -179,6 +212,7 @@ def _seconds(run: Run, device: torch.device, repeats: int = 1) -> float:
 def _on_gpu(run: Run, device: torch.device) -> float:
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.empty(_FLUSH, dtype=torch.uint8, device=device).zero_()
+    torch.cuda._sleep(_QUEUING)
     before.record()
     run()
     after.record()

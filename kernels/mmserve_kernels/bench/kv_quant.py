@@ -22,8 +22,8 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 def _case(pages: int, kind: str, per: str, device: torch.device, dtype: torch.dtype) -> Case:
     op = pick("kv_quant", device, dtype, LLADA.size)
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(pages, PAGE, LLADA.groups, LLADA.size, generator=draw).to(device, dtype)
+    draw = torch.Generator(device).manual_seed(0)
+    x = torch.randn(pages, PAGE, LLADA.groups, LLADA.size, generator=draw, device=device).to(dtype)
     filled = torch.full((pages,), PAGE, device=device)
     room = torch.empty_like(x)
 

@@ -55,13 +55,13 @@ class Requests:
         in_order: bool = False,
     ) -> Requests:
         """Requests of (rows, positions), their rows the last positions; pages in any order, or ``in_order``."""
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator(device).manual_seed(0)
         pages = [-(-length // PAGE) for _rows, length in counts]
-        order = torch.arange(sum(pages)) if in_order else torch.randperm(sum(pages), generator=draw)
-        tables = order.to(device).split(pages)
-        shape = (sum(pages), PAGE, heads.groups, heads.size)
-        q = torch.randn(sum(rows for rows, _ in counts), heads.heads, heads.size, generator=draw).to(device, dtype)
-        k, v = (torch.randn(shape, generator=draw).to(device, dtype) for _ in range(2))
+        order = torch.randperm(sum(pages), generator=draw, device=device)
+        tables = (order.sort().values if in_order else order).split(pages)
+        queries = (sum(rows for rows, _ in counts), heads.heads, heads.size)
+        stored = (sum(pages), PAGE, heads.groups, heads.size)
+        q, k, v = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in (queries, stored, stored))
         places = [torch.arange(length - rows, length, device=device) for rows, length in counts]
         slots = [table[p // PAGE] * PAGE + p % PAGE for table, p in zip(tables, places, strict=True)]
         ragged = Ragged(
@@ -193,7 +193,10 @@ class FlexAttention:
             x.transpose(0, 1)[None].contiguous()
             for x in (requests.q_THK, torch.cat(requests.keys), torch.cat(requests.values))
         )
-        attention = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        if compiled:
+            # After eight shapes of one function torch would run it uncompiled, without an error but for `fullgraph`.
+            torch.compiler.reset()
+        attention = torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
         return cls(q, k, v, mask, attention, options)
 
     def __call__(self) -> Tensor:

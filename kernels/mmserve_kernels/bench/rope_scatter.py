@@ -23,14 +23,14 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 def _case(name: str, rows: int, heads: Heads, device: torch.device, dtype: torch.dtype) -> Case:
     op = pick("rope_scatter", device, dtype, heads.size)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(device).manual_seed(0)
     q, k, v = (
-        torch.randn(rows, n, heads.size, generator=draw).to(device, dtype)
+        torch.randn(rows, n, heads.size, generator=draw, device=device).to(dtype)
         for n in (heads.heads, heads.groups, heads.groups)
     )
-    angles = torch.rand(rows, 1, heads.size // 2, generator=draw).repeat(1, 1, 2).to(device) * 6
+    angles = torch.rand(rows, 1, heads.size // 2, generator=draw, device=device).repeat(1, 1, 2) * 6
     cos, sin = angles.cos(), angles.sin()
-    slots = torch.randperm(rows, generator=draw).to(device)
+    slots = torch.randperm(rows, generator=draw, device=device)
     pages = [
         torch.empty(-(-rows // PAGE), PAGE, heads.groups, heads.size, dtype=dtype, device=device) for _ in range(2)
     ]
@@ -39,7 +39,7 @@ def _case(name: str, rows: int, heads: Heads, device: torch.device, dtype: torch
     def check(rotated: Tensor) -> None:
         stored = [x.flatten(0, 1)[slots] for x in pages]
         for mine, wanted in zip((rotated, *stored), (*exact, v), strict=True):
-            assert_near(mine, wanted, dtype)
+            assert_near(mine, wanted, dtype, scale=4)  # two dimensions, each times a rounded sine or cosine
         for page in pages:
             page.fill_(torch.nan)
 

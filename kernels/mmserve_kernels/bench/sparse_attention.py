@@ -57,18 +57,23 @@ def _attention(name: str, r: Requests, mask_ABC: Tensor, q_block: int, kv_block:
     index = block_index([mask_ABC], q_block, kv_block)
     length = r.ragged.kv_lengths[0]
 
-    def masked(q_THK: Tensor, k_LGK: Tensor, v_LGK: Tensor) -> Tensor:
-        wide = mask_ABC.repeat_interleave(q_block, 1)[:, : len(q_THK)].repeat_interleave(kv_block, 2)[:, :, :length]
-        if r.ragged.kv_limit is not None:
-            wide = wide & (torch.arange(length, device=device) < r.ragged.kv_limit[:, None])
-        wide = wide.repeat_interleave(q_THK.shape[1] // len(wide), 0)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_LGK, v_LGK))
-        return F.scaled_dot_product_attention(q, k, v, wide[None], enable_gqa=q.shape[1] != k.shape[1])[0].transpose(
-            0, 1
-        )
+    seen_ATL = mask_ABC.repeat_interleave(q_block, 1)[:, : len(r.q_THK)].repeat_interleave(kv_block, 2)[:, :, :length]
+    if r.ragged.kv_limit is not None:
+        seen_ATL = seen_ATL & (torch.arange(length, device=device) < r.ragged.kv_limit[:, None])
+    share = r.q_THK.shape[1] // len(seen_ATL)  # query heads of a mask
+    seen_HTL = seen_ATL.repeat_interleave(share, 0) if share > 1 else seen_ATL
 
-    exact = masked(r.q_THK.float(), r.keys[0].float(), r.values[0].float())
-    share = float(mask_ABC.sum()) / mask_ABC.numel()
+    def masked(q_THK: Tensor, k_LGK: Tensor, v_LGK: Tensor, heads: slice = slice(None)) -> Tensor:
+        """By SDPA; a GPU's kernels take no mask where heads share keys."""
+        k, v = (x.repeat_interleave(q_THK.shape[1] // x.shape[1], 1) for x in (k_LGK, v_LGK))
+        q, k, v = (x.transpose(0, 1)[None, heads] for x in (q_THK, k, v))
+        return F.scaled_dot_product_attention(q, k, v, seen_HTL[None, heads])[0].transpose(0, 1)
+
+    single = r.q_THK.float(), r.keys[0].float(), r.values[0].float()
+    # A head at a time: in fp32 the mask of one alone takes a gigabyte.
+    exact = torch.cat([masked(*single, slice(head, head + 1)) for head in range(r.q_THK.shape[1])], 1)
+    density = float(mask_ABC.float().mean())
+    touched = float(mask_ABC.unflatten(0, (r.k_PSGK.shape[2], -1)).any(1).any(1).float().mean())  # of keys and values
     beside: dict[str, Run] = {"masked_sdpa": lambda: masked(r.q_THK, r.keys[0], r.values[0])}
     if device.type == "cuda":
         beside["flex"] = FlexAttention.over_blocks(r, mask_ABC, q_block, kv_block)
@@ -87,8 +92,8 @@ def _attention(name: str, r: Requests, mask_ABC: Tensor, q_block: int, kv_block:
         path=op.path,
         run=lambda: op.run(r.q_THK, r.k_PSGK, r.v_PSGK, r.ragged, index),
         check=check,
-        bytes=r.bytes,
-        operations=round(4 * share * len(r.q_THK) * length * r.q_THK.shape[1] * r.q_THK.shape[2]),
+        bytes=round(touched * (r.bytes - 2 * r.q_THK.nbytes)) + 2 * r.q_THK.nbytes,
+        operations=round(4 * density * len(r.q_THK) * length * r.q_THK.shape[1] * r.q_THK.shape[2]),
         beside=beside | {"dense_sdpa": whole},
     )
 

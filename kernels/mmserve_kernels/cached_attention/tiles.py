@@ -34,11 +34,14 @@ class Tiling:
     num_stages: int
 
 
-def tiling(dtype: torch.dtype, head_size: int, *, quantized: bool = False, backend: str = "cuda") -> Tiling:
+def tiling(
+    dtype: torch.dtype, head_size: int, *, quantized: bool = False, backend: str = "cuda", lean: bool = False
+) -> Tiling:
     """Block sizes for queries of ``dtype`` with ``head_size`` dimensions a head, on NVIDIA's or AMD's (``hip``) GPUs.
 
     All that ``kernels/bench/compile_table.py`` finds without spills. What is ``quantized`` takes more registers, and
-    its many small loads are seldom copied ahead: ``ValueError`` where they are too many.
+    its many small loads are seldom copied ahead: ``ValueError`` where they are too many. ``lean``: of a kernel that
+    keeps less in them than ``cached_attention``.
     """
     if quantized and head_size > QUANTIZED_HEAD_SIZE:
         raise ValueError(
@@ -49,8 +52,9 @@ def tiling(dtype: torch.dtype, head_size: int, *, quantized: bool = False, backe
         # Where a stage more fits, the assembler does not squeeze registers, and spill some, to run more programs.
         ahead = quantized and dtype == torch.float32 and head_size <= 64 and backend == "cuda"
         return Tiling(32, block_n, 1024, 8 if backend == "cuda" else 4, 2 if ahead else 1)
-    warps = 8 if head_size > (128 if backend == "hip" else 64) else 4
-    return Tiling(64, 16 if head_size > 128 else 64, 1024, warps, 2)
+    # Of small heads four warps would do on NVIDIA's with Triton 3.7; with 3.6 they spill on an sm_80.
+    few = 128 if backend == "hip" else 64 if lean else 0
+    return Tiling(64, 16 if head_size > 128 else 64, 1024, 4 if head_size <= few else 8, 2)
 
 
 @dataclass(frozen=True)

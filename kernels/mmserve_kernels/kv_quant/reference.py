@@ -25,14 +25,16 @@ def kv_quant(x_PSGK: Tensor, filled_P: Tensor, *, kind: str, per: str) -> Quanti
     over = (1,) if per == "channel" else (3,)
     filled = (torch.arange(x_PSGK.shape[1], device=x_PSGK.device) < filled_P[:, None])[..., None, None]
     x = torch.where(filled, x_PSGK.float(), 0.0)
+    # A tensor: by a number a GPU does not divide, it multiplies with what is nearly its inverse.
+    levels = torch.full((), float(LEVELS[kind]), device=x.device)
     if kind == "fp8":
-        scale = x.abs().amax(over, keepdim=True) / LEVELS[kind]
+        scale = x.abs().amax(over, keepdim=True) / levels
         codes = (x / _divisor(scale)).clamp(-LEVELS[kind], LEVELS[kind]).to(torch.float8_e4m3fn).view(torch.uint8)
         return QuantizedPages(kind, codes, scale, None)
     lowest = torch.where(filled, x, torch.inf).amin(over, keepdim=True)
     highest = torch.where(filled, x, -torch.inf).amax(over, keepdim=True)
     low = torch.where(lowest > highest, 0.0, lowest)
-    scale = torch.where(lowest > highest, 0.0, highest - lowest) / LEVELS[kind]
+    scale = torch.where(lowest > highest, 0.0, highest - lowest) / levels
     codes = torch.floor((x - low) / _divisor(scale) + 0.5).clamp(0, LEVELS[kind])
     codes = torch.where(filled, codes, 0.0).to(torch.uint8)
     if kind == "int4":

@@ -101,7 +101,7 @@ def sparse_attention(q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragg
 
 def _tiling(dtype: torch.dtype, head_size: int) -> Tiling:
     """Dense attention's blocks, but in fp32, where the way through a list takes registers that those leave none of."""
-    return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size)
+    return Tiling(16, 16, 1024, 4, 1) if dtype == torch.float32 else tiling(dtype, head_size, lean=True)
 
 
 def _room(q_THK: Tensor) -> Tensor:
@@ -147,15 +147,17 @@ def _options(
 
 
 def variants() -> Iterator[Variant]:
-    """Prefill by blocks of 64, a list for each of 28 query heads, and decode by pages of 16, a list for each of 4."""
+    """Prefill by blocks of 64, a list for each of 28 query heads; decode of 32 rows or one by pages of 16, a list for
+    each of 4."""
     nothing = torch.empty(0, dtype=torch.int32)
-    cases = (("prefill", BlockIndex(64, 64, 28, nothing, nothing)), ("decode", BlockIndex(32, 16, 4, nothing, nothing)))
+    sizes_of = {"prefill": (64, 64, 28), "decode": (32, 16, 4), "decode of one row": (1, 16, 4)}
+    cases = {use: BlockIndex(*of, nothing, nothing) for use, of in sizes_of.items()}
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         for head_size in (64, 128, 256):
             sizes = _tiling(dtype, head_size)
             types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{name}")
             types |= dict.fromkeys(("programs_ptr", "table_ptr", "starts_ptr", "blocks_ptr"), "*i32")
             types |= {"limit_ptr": "*i64", "row_blocks": "i32", "table_width": "i32", "scale": "fp32"}
-            for use, index in cases:
+            for use, index in cases.items():
                 options = _options(index, 28, 4, head_size, 16, True, sizes)
                 yield Variant(f"{use} {name} {head_size}", _attend, types, options, sizes.num_warps, sizes.num_stages)

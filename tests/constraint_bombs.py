@@ -73,11 +73,33 @@ SCHEMAS: dict[str, tuple[Any, str, str]] = {
     # Outside of the document.
     "network": ({"$ref": "https://example.com/schema.json"}, "/$ref", "$ref"),
     "file": ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "/properties/a/$ref", "$ref"),
-    "anchor": ({"$ref": "#here", "$defs": {"a": {"$anchor": "here"}}}, "/$ref", "$ref"),
+    "anchor": ({"$ref": "#there", "$defs": {"a": {"$anchor": "here"}}}, "/$ref", "$ref"),
+    "anchor_of_two": ({"$ref": "#a", "$defs": {"a": {"$anchor": "a"}, "b": {"$anchor": "a"}}}, "/$ref", "$ref"),
+    "id_of_two": ({"$ref": "a", "$defs": {"a": {"$id": "a"}, "b": {"$id": "a"}}}, "/$ref", "$ref"),
+    "beside_an_inner_root": (
+        {"$defs": {"a": {}}, "properties": {"p": {"$id": "other", "$ref": "#/$defs/a"}}},
+        "/properties/p/$ref",
+        "$ref",
+    ),
     "dangling": ({"$ref": "#/$defs/none"}, "/$ref", "$ref"),
     "not_even_a_schema": ({"$ref": "#/title", "title": "text"}, "/$ref", "$ref"),
-    "inner_id": ({"properties": {"a": {"$id": "other"}}}, "/properties/a/$id", "$id"),
+    "inner_dialect": (
+        {"properties": {"a": {"$id": "other", "$schema": "http://json-schema.org/draft-04/schema#"}}},
+        "/properties/a/$id",
+        "$id",
+    ),
     "dynamic": ({"$dynamicRef": "#a"}, "/$dynamicRef", "$dynamicRef"),
+    "dynamic_of_two": (
+        {
+            "$id": "http://a.b/root",
+            "$dynamicAnchor": "n",
+            "type": "object",
+            "properties": {"p": {"$ref": "list"}},
+            "$defs": {"l": {"$id": "list", "$dynamicAnchor": "n", "items": {"$dynamicRef": "#n"}}},
+        },
+        "/$defs/l/items/$dynamicRef",
+        "$dynamicRef",
+    ),
     # What no grammar enforces.
     "look_ahead": ({"pattern": "^(?=a)"}, "/pattern", "pattern"),
     "back_reference": ({"pattern": "(a)\\1"}, "/pattern", "pattern"),

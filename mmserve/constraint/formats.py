@@ -49,6 +49,10 @@ def _ipv6() -> str:
     return "|".join(forms)
 
 
+_DIGIT64 = "[A-Za-z0-9+/]"
+#: RFC 4648, section 4: padded, and with zeros in the bits that padding leaves over.
+BASE64 = f"(?:{_DIGIT64}{{4}})*(?:{_DIGIT64}[AQgw]==|{_DIGIT64}{{2}}[AEIMQUYcgkosw048]=)?"
+
 #: The expression of each format, matched whole; in the dialect of ``mmserve.constraint.pattern``.
 FORMATS: dict[str, str] = {
     "date": _DATE,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Any
 
-from mmserve.constraint.formats import FORMATS
+from mmserve.constraint.formats import BASE64, FORMATS
 from mmserve.constraint.limits import DIGITS, LARGEST, MAX_MULTIPLE, SMALLEST
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.pattern import BadPattern, searched, whole
@@ -32,7 +32,17 @@ def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
             notes.cannot(pointer, "format", f"{node['format'][:40]!r} is none of {', '.join(FORMATS)}")
         else:
             parts.append({"pattern": anchored(whole(known))})
-    return parts
+    return [*parts, *_content_parts(node, pointer, notes)]
+
+
+def _content_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
+    """What ``node`` says of text that strings encode; ``draft.modern`` leaves it only where that is judged."""
+    if node.get("contentMediaType") == "application/json":
+        notes.cannot(pointer, "contentMediaType", "documents within strings cannot be enforced")
+    encoding = node.get("contentEncoding")
+    if encoding in ("base16", "base32", "base64url"):
+        notes.cannot(pointer, "contentEncoding", f"{encoding!r} cannot be enforced; base64 can")
+    return [{"pattern": anchored(whole(BASE64))}] if encoding == "base64" else []
 
 
 def anchored(expression: str) -> str:

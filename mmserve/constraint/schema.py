@@ -21,6 +21,7 @@ from mmserve.constraint.notes import Notes
 from mmserve.constraint.openings import with_finite_numbers
 from mmserve.constraint.recursion import without_endless
 from mmserve.constraint.references import References
+from mmserve.constraint.resources import located
 from mmserve.constraint.shapes import IN_PLACE, KNOWN, misshapen
 from mmserve.constraint.values import ALL, finite, names_of, types_of, writable
 
@@ -44,7 +45,7 @@ def rewrite(root: Any) -> Rewritten:
 
     Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value.
     """
-    return _Rewriter(root).all()
+    return _Rewriter(located(root)).all()
 
 
 class _Rewriter:
@@ -91,12 +92,10 @@ class _Rewriter:
         if len(set(node.get("required", ()))) < len(node.get("required", ())):
             self._notes.warn(pointer, "required", "repeats names; each counts once")
         if "$id" in node and pointer:
-            raise Refused.at(
-                child(pointer, "$id"), "$id", "may stand only at the root: references would change meaning"
-            )
+            raise Refused.at(child(pointer, "$id"), "$id", "must not begin another dialect than the root's $schema names")
         for keyword in ("$dynamicRef", "$recursiveRef"):
             if keyword in node:
-                self._notes.cannot(pointer, keyword, "dynamic references are not supported; use $ref")
+                self._notes.cannot(pointer, keyword, "more than one schema may answer it, or none; use $ref")
 
     # Each maker says what some keywords of a node mean, as schemas that all hold.
 

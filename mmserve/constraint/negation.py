@@ -11,6 +11,7 @@ from typing import Any
 
 from mmserve.constraint.draft import modern
 from mmserve.constraint.excluded import all_but
+from mmserve.constraint.limits import MAX_INTEGER, MAX_REPEAT
 from mmserve.constraint.shapes import ANNOTATIONS, is_number, misshapen
 from mmserve.constraint.values import ALL, distinct, names_of, type_of
 
@@ -82,6 +83,8 @@ def _of_keyword(keyword: str, value: Any, draft: int, pointer: str, within: froz
 
 
 def _of_bound(keyword: str, value: Any) -> Any | None:
+    if is_number(value) and abs(value) > (MAX_INTEGER if "imum" in keyword else MAX_REPEAT - 1):
+        return None  # what is beyond such a bound cannot be told apart, or does not come
     match keyword:
         case "minimum":
             return {"type": "number", "exclusiveMaximum": value}

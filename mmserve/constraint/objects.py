@@ -6,6 +6,7 @@ from itertools import combinations
 from math import comb
 from typing import Any
 
+from mmserve.constraint.limits import MAX_REPEAT
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.pattern import BadPattern, searched
 from mmserve.constraint.scalars import anchored
@@ -90,6 +91,8 @@ def counted(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Sche
     """
     required = list(dict.fromkeys(node.get("required", ())))
     least, most = node.get("minProperties", 0), node.get("maxProperties")
+    if most is not None:
+        most = min(most, MAX_REPEAT)
     if least <= len(required):
         least = 0
     properties = [name for name, schema in node.get("properties", {}).items() if schema is not False]

@@ -15,7 +15,7 @@ from mmserve.constraint import objects, scalars, unique
 from mmserve.constraint.draft import dialect, modern
 from mmserve.constraint.exclusive import exclude
 from mmserve.constraint.findings import Finding, Refused, child
-from mmserve.constraint.limits import MAX_SCHEMAS
+from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 from mmserve.constraint.negation import both, complement, either
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.openings import with_finite_numbers
@@ -120,7 +120,7 @@ class _Rewriter:
         yield part
 
     def _arrays(self, node: Schema, pointer: str) -> Iterator[Any]:
-        part: Schema = {name: node[name] for name in ("minItems", "maxItems") if name in node}
+        part: Schema = {name: min(node[name], MAX_REPEAT) for name in ("minItems", "maxItems") if name in node}
         if "prefixItems" in node:
             at = child(pointer, "prefixItems")
             part["prefixItems"] = [self._schema(item, child(at, i)) for i, item in enumerate(node["prefixItems"])]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
+from mmserve.constraint.derivatives import Automaton
+from mmserve.constraint.pattern import BadPattern, literal, searched
 from mmserve.constraint.shapes import is_number, misshapen
 from mmserve.constraint.values import finite, key, types_of
 
 Resolve = Callable[[str], Any]
 _DEPTH = 8  # nested schemas and references looked through
+_LONGEST = 256  # lengths of strings that are counted
+_MOST_STATES = 2_000  # of two expressions together
 
 
 def exclude(one: Any, other: Any, resolve: Resolve, depth: int = _DEPTH) -> bool:
@@ -51,6 +57,10 @@ def _by_type(one: Any, other: Any, resolve: Resolve, depth: int) -> bool:
         return _by_property(one, other, resolve, depth) or _by_property(other, one, resolve, depth)
     if shared <= {"number", "integer"}:
         return _below(one, other) or _below(other, one)
+    if shared == {"string"}:
+        return any(disjoint(mine, theirs) for mine in _languages(one) for theirs in _languages(other))
+    if shared == {"array"}:
+        return _sized(one, other, "Items")
     return False
 
 
@@ -69,6 +79,47 @@ def _property(node: Any, name: str) -> Any:
         return node["properties"][name]
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     return not closed
+
+
+def _sized(one: Any, other: Any, what: str) -> bool:
+    """Whether one asks for more than the other allows."""
+    pairs = ((one, other), (other, one))
+    return any(a.get(f"min{what}", 0) > b.get(f"max{what}", a.get(f"min{what}", 0)) for a, b in pairs)
+
+
+def _languages(node: Any) -> list[str]:
+    """Expressions that all strings of ``node`` match; what formats allow may be more than what is known of them."""
+    found = []
+    if "pattern" in node:
+        with suppress(BadPattern):
+            found.append(searched(node["pattern"]))
+    if (values := finite(node)) is not None:
+        found.append("(?:" + "|".join(literal(value) for value in values if isinstance(value, str)) + ")")
+    low, high = node.get("minLength", 0), node.get("maxLength")
+    if max(low, high or 0) <= _LONGEST and (low or high is not None):
+        found.append(f"(?s:.){{{low},{'' if high is None else high}}}")
+    return found
+
+
+@lru_cache(maxsize=256)
+def disjoint(one: str, other: str) -> bool:
+    """True only if no string matches both expressions (of ``pattern``, without anchors)."""
+    try:
+        mine, theirs = Automaton(one), Automaton(other)
+        chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
+        seen, pending = {(0, 0)}, [(0, 0)]
+        while pending:
+            a, b = pending.pop()
+            if mine.ends(a) and theirs.ends(b):
+                return False
+            following = {(mine.after(a, char), theirs.after(b, char)) for char in chars} - seen
+            seen |= following
+            pending += following
+            if len(seen) > _MOST_STATES:
+                return False
+    except BadPattern:
+        return False
+    return True
 
 
 def _below(one: Any, other: Any) -> bool:

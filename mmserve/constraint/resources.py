@@ -1,7 +1,8 @@
 """References by URI, anchor or dynamic anchor, written as JSON Pointers into the one document that there is.
 
 JSON Schema 2020-12, sections 8.2 and 9.2: ``$id`` makes a schema a resource with a URI of its own, against which the
-references in it are resolved; ``$anchor`` names a schema within its resource. Older drafts say ``id`` and ``$id: "#name"``.
+references in it are resolved; ``$anchor`` names a schema within its resource. Older drafts say ``id``, and
+``$id: "#name"``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from mmserve.constraint.findings import child
 from mmserve.constraint.shapes import is_schema
 
 #: Keywords by what they hold: a schema, several in a row, or several by name.
-_ONE = ("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not")
-_ONE += ("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")
+_ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
+_ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
 _ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 

@@ -111,7 +111,7 @@ SCHEMAS: dict[str, tuple[Any, str, str]] = {
     "one_of_overlaps": ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "/oneOf", "oneOf"),
     "not_a_pattern": ({"not": {"pattern": "a"}}, "/not", "not"),
     "condition": ({"if": {"pattern": "a"}, "then": {"maxLength": 1}}, "/if", "if"),
-    "property_names": ({"propertyNames": {"maxLength": 3}}, "/propertyNames", "propertyNames"),
+    "property_names": ({"propertyNames": {"not": {"pattern": "a"}}}, "/propertyNames", "propertyNames"),
     "least_properties": ({"type": "object", "minProperties": 3}, "/minProperties", "minProperties"),
     "most_properties": ({**_OPEN, "maxProperties": 1}, "/maxProperties", "maxProperties"),
     "unevaluated": (

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 from mmserve.constraint.draft import modern
 from mmserve.constraint.exclusive import exclude
 from mmserve.constraint.negation import Scope, either, negation
-from mmserve.constraint.values import ALL, types_of
+from mmserve.constraint.values import ALL, names_of, types_of
 
 _MOST_SPLIT = 4  # branches that are told apart by all that the others do not hold for
 _MOST_CASES = 64  # of a branch, told apart so
 _MOST_BRANCHES = 40
+_DEPTH = 4  # schemas within schemas that are negated
+_MOST_PARTS = 16  # alternatives to another branch that are looked at
+_LARGEST = 64  # objects and arrays that one of those is made of
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,12 @@ class Together(NamedTuple):
     second: int
 
 
-def apart(branches: list[Any], scope: Scope, at: str) -> Apart | Together:
-    """How each of ``branches`` is told from the others, or two of them that nothing is known to tell apart."""
+def apart(branches: list[Any], scope: Scope, at: str, within: frozenset[str] = ALL) -> Apart | Together:
+    """How each of ``branches`` is told from the others, or two of them that nothing is known to tell apart.
+
+    Only values of the types ``within`` (of ``types_of``) count.
+    """
+    branches = [_typed(branch, scope, within) for branch in branches]
     meeting = [
         [j for j in range(len(branches)) if j != i and not exclude(branches[i], branches[j], scope.resolve)]
         for i in range(len(branches))
@@ -44,25 +51,33 @@ def apart(branches: list[Any], scope: Scope, at: str) -> Apart | Together:
         cases = []
         for j in found:
             without, whole = _without(flat[i], flat[j], scope, at)
-            if not without or len(branches) > _MOST_BRANCHES:
+            if (not without and not whole) or len(branches) > _MOST_BRANCHES:
                 return Together(min(i, j), max(i, j))
             cases.append(without)
             exact &= whole
         if not few or prod(map(len, cases)) > _MOST_CASES:
-            exact &= all(len(case) == 1 for case in cases)
-            cases = [[_best(case, flat[i])] for case in cases]
+            exact &= all(len(case) <= 1 for case in cases)
+            cases = [[_best(case, flat[i])] if case else [] for case in cases]
         parts.append([either(case) for case in cases])
     return Apart(parts, exact)
+
+
+def _typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
+    if not isinstance(branch, dict) or "type" in branch or ("$ref" in branch and scope.draft <= 7) or within == ALL:
+        return branch
+    return {**branch, "type": names_of(within)}
 
 
 def _without(mine: Any, other: Any, scope: Scope, at: str) -> tuple[list[Any], bool]:
     """Alternatives that nothing valid under ``other`` is valid under, and that something of ``mine`` may be."""
     within = types_of(mine) if isinstance(mine, dict) else ALL
-    found = negation(other, scope, at, within)
+    found = negation(other, scope, at, within, _DEPTH)
     if found.schema is True:
         return [True], True
     parts = [] if found.schema is False else _parts(found.schema)
-    exact = found.exact
+    small = [part for part in parts if _size(part) <= _LARGEST][:_MOST_PARTS]
+    exact = found.exact and len(small) == len(parts)
+    parts = small
     if not exact and isinstance(other, dict) and isinstance(mine, dict) and _closed(other):
         names = [name for name, schema in mine.get("properties", {}).items() if schema is not False]
         more = [name for name in names if name not in other.get("properties", {})]
@@ -75,6 +90,15 @@ def _parts(schema: Any) -> list[Any]:
     if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
         return [part for each in schema["anyOf"] for part in _parts(each)]
     return [schema]
+
+
+def _size(schema: Any) -> int:
+    match schema:
+        case dict():
+            return 1 + sum(map(_size, schema.values()))
+        case list():
+            return 1 + sum(map(_size, schema))
+    return 0
 
 
 def _best(parts: list[Any], mine: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 
 from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
@@ -57,12 +58,49 @@ class Automaton:
         """Whether nothing more need follow."""
         return ends(self._rests[state])
 
+    def over(self, state: int) -> bool:
+        """Whether nothing may follow, and nothing may end either."""
+        return not self._rests[state]
+
     def _of(self, rest: Rest) -> int:
         found = self._number.setdefault(rest, len(self._rests))
         if found == len(self._rests):
             self._rests.append(rest)
             self._moves.append({})
         return found
+
+
+def matches(expression: str, text: str) -> bool:
+    """Whether ``expression`` (of ``pattern``, without anchors) matches the whole ``text``. Raises ``BadPattern``."""
+    automaton, state = _automaton(expression), 0
+    for char in text:
+        state = automaton.after(state, char)
+    return automaton.ends(state)
+
+
+def disjoint(one: str, other: str, states: int) -> bool:
+    """True only if no string matches both expressions; ``states`` of the two together are looked at.
+
+    Raises ``BadPattern``.
+    """
+    mine, theirs = _automaton(one), _automaton(other)
+    chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
+    seen, pending = {(0, 0)}, [(0, 0)]
+    while pending and len(seen) <= states:
+        a, b = pending.pop()
+        if mine.ends(a) and theirs.ends(b):
+            return False
+        for char in chars:
+            following = mine.after(a, char), theirs.after(b, char)
+            if following not in seen and not mine.over(following[0]) and not theirs.over(following[1]):
+                seen.add(following)
+                pending.append(following)
+    return not pending
+
+
+@lru_cache(maxsize=256)
+def _automaton(expression: str) -> Automaton:
+    return Automaton(expression)
 
 
 def beginning(expression: str) -> Rest:

@@ -7,15 +7,15 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from mmserve.constraint.derivatives import Automaton
-from mmserve.constraint.pattern import BadPattern, literal, searched
+from mmserve.constraint.derivatives import disjoint, matches
+from mmserve.constraint.pattern import BadPattern, searched
 from mmserve.constraint.shapes import is_number, misshapen
 from mmserve.constraint.values import finite, key, types_of
 
 Resolve = Callable[[str], Any]
 _DEPTH = 8  # nested schemas and references looked through
-_LONGEST = 256  # lengths of strings that are counted
-_MOST_STATES = 2_000  # of two expressions together
+_MOST_TEXTS = 64  # strings that are looked at one by one
+_MOST_STATES = 100  # of two expressions together; each costs a character of every class
 
 
 def exclude(one: Any, other: Any, resolve: Resolve, depth: int = _DEPTH) -> bool:
@@ -58,7 +58,7 @@ def _by_type(one: Any, other: Any, resolve: Resolve, depth: int) -> bool:
     if shared <= {"number", "integer"}:
         return _below(one, other) or _below(other, one)
     if shared == {"string"}:
-        return any(disjoint(mine, theirs) for mine in _languages(one) for theirs in _languages(other))
+        return _sized(one, other, "Length") or _by_text(one, other)
     if shared == {"array"}:
         return _sized(one, other, "Items")
     return False
@@ -87,39 +87,42 @@ def _sized(one: Any, other: Any, what: str) -> bool:
     return any(a.get(f"min{what}", 0) > b.get(f"max{what}", a.get(f"min{what}", 0)) for a, b in pairs)
 
 
-def _languages(node: Any) -> list[str]:
-    """Expressions that all strings of ``node`` match; what formats allow may be more than what is known of them."""
-    found = []
-    if "pattern" in node:
-        with suppress(BadPattern):
-            found.append(searched(node["pattern"]))
-    if (values := finite(node)) is not None:
-        found.append("(?:" + "|".join(literal(value) for value in values if isinstance(value, str)) + ")")
-    low, high = node.get("minLength", 0), node.get("maxLength")
-    if max(low, high or 0) <= _LONGEST and (low or high is not None):
-        found.append(f"(?s:.){{{low},{'' if high is None else high}}}")
-    return found
+def _by_text(one: Any, other: Any) -> bool:
+    """Whether no string is of both; what formats allow may be more than what is known of them."""
+    for first, second in ((one, other), (other, one)):
+        texts = finite(first)
+        if texts is not None and len(texts) <= _MOST_TEXTS:
+            return not any(_holds(text, second) for text in texts if isinstance(text, str))
+    mine, theirs = _expression(one), _expression(other)
+    return mine is not None and theirs is not None and _apart(mine, theirs)
+
+
+def _holds(text: str, node: Any) -> bool:
+    """False only if ``text`` is not valid under ``node``."""
+    if not node.get("minLength", 0) <= len(text) <= node.get("maxLength", len(text)):
+        return False
+    expression = _expression(node)
+    with suppress(BadPattern):
+        return expression is None or matches(expression, text)
+    return True
+
+
+def _expression(node: Any) -> str | None:
+    return _searched(node["pattern"]) if "pattern" in node else None
 
 
 @lru_cache(maxsize=256)
-def disjoint(one: str, other: str) -> bool:
-    """True only if no string matches both expressions (of ``pattern``, without anchors)."""
-    try:
-        mine, theirs = Automaton(one), Automaton(other)
-        chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
-        seen, pending = {(0, 0)}, [(0, 0)]
-        while pending:
-            a, b = pending.pop()
-            if mine.ends(a) and theirs.ends(b):
-                return False
-            following = {(mine.after(a, char), theirs.after(b, char)) for char in chars} - seen
-            seen |= following
-            pending += following
-            if len(seen) > _MOST_STATES:
-                return False
-    except BadPattern:
-        return False
-    return True
+def _searched(pattern: str) -> str | None:
+    with suppress(BadPattern):
+        return searched(pattern)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _apart(one: str, other: str) -> bool:
+    with suppress(BadPattern):
+        return disjoint(one, other, _MOST_STATES)
+    return False
 
 
 def _below(one: Any, other: Any) -> bool:

@@ -77,7 +77,8 @@ class _Rewriter:
         if wrong := list(misshapen(node, pointer)):
             raise Refused(*wrong)
         self._warn_of_unknown(node, pointer)
-        node = objects.named(objects.evaluated(node, pointer, self._notes), pointer, self._notes)
+        node = objects.evaluated(node, pointer, self._notes)
+        node = objects.named(node, pointer, self._notes, self._scope(pointer).resolve)
         own = [part for make in self._OWN for part in make(self, node, pointer)]
         applied = [part for make in self._APPLIED for part in make(self, node, pointer)]
         kinds = types_of({"type": node["type"]}) if "type" in node else ALL
@@ -167,7 +168,7 @@ class _Rewriter:
             if keyword in node:
                 yield join(*(self._schema(part, child(pointer, keyword, i)) for i, part in enumerate(node[keyword])))
         if "oneOf" in node:
-            yield self._one_of(node["oneOf"], child(pointer, "oneOf"), pointer)
+            yield self._one_of(node, child(pointer, "oneOf"), pointer)
         if "not" in node:
             other = complement(node["not"], self._scope(pointer), child(pointer, "not"), types_of(node))
             if other is None:
@@ -204,9 +205,10 @@ class _Rewriter:
         absent = {"type": "object", "properties": {name: False}}
         return self._if_type("object", node, either([absent, there]))
 
-    def _one_of(self, branches: list[Any], at: str, pointer: str) -> Any:
+    def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
+        branches = node["oneOf"]
         schemas = [self._schema(branch, child(at, i)) for i, branch in enumerate(branches)]
-        found = alternatives.apart(branches, self._scope(at), at)
+        found = alternatives.apart(branches, self._scope(at), at, types_of(node))
         if isinstance(found, alternatives.Together):
             i, j = found
             self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")

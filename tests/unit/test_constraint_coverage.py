@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
+import jsonschema_rs
 import pytest
-from grammars import accepts, compact, enforced, schema_matcher
+from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
+
+from mmserve.core.constraint import JsonSchema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -30,6 +35,59 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "bounds_of_unsigned_integers": ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 9 * 10**18], [-1]),
     "bounds_beyond_doubles": ({"type": "integer", "maximum": 2**53 + 2}, [2**53, 2**53 + 2], [2**53 + 3, 2**53 + 4]),
+    "one_more_than_required": (
+        {**OPEN, "required": ["a"], "minProperties": 2},
+        [{"a": 1, "b": 2}, {"a": 1, "c": 2}],
+        [{"a": 1}, {"b": 1, "c": 1}],
+    ),
+    "at_least_one_of_an_open_object": ({**OPEN, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"c": 1}], [{}]),
+    "names_by_length": (
+        {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}},
+        [{}, {"ab": 1}, {"éèê": 1}],
+        [{"a": 1}, {"abcd": 1}],
+    ),
+    "names_by_reference": (
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "string", "pattern": "^x"}}},
+        [{"x": 1}],
+        [{"y": 1}],
+    ),
+    "names_but_some": (
+        {"type": "object", "propertyNames": {"not": {"enum": ["a", "bc"]}}},
+        [{"b": 1}, {"bcd": 1}],
+        [{"a": 1}, {"bc": 1}],
+    ),
+    "names_beside_named_properties": (
+        {**OPEN, "propertyNames": {"pattern": "^[ac]"}, "required": ["a"]},
+        [{"a": 1}, {"a": 1, "c": ""}],
+        [{"a": 1, "b": 1}, {"a": 1, "d": 1}, {"a": ""}],
+    ),
+    "names_of_a_closed_object": (
+        {**OPEN, "propertyNames": {"pattern": "^a"}, "additionalProperties": False},
+        [{}, {"a": 1}],
+        [{"b": 1}, {"ab": 1}],
+    ),
+    "one_of_by_pattern": (
+        {"type": "string", "oneOf": [{"pattern": "^https?://"}, {"pattern": "^\\./"}]},
+        ["http://", "./a"],
+        ["a", "/"],
+    ),
+    "one_of_by_length": ({"type": "string", "oneOf": [{"maxLength": 1}, {"minLength": 2}]}, ["", "a", "ab"], [1]),
+    "one_of_by_text": ({"oneOf": [{"const": ""}, {"type": "string", "minLength": 3}]}, ["", "abc"], ["a"]),
+    "one_of_within_another": (
+        {**OPEN, "oneOf": [{"required": ["a"]}, {"required": ["a", "b"]}]},
+        [{"a": 1}],
+        [{}, {"b": 1}, {"a": 1, "b": 1}],
+    ),
+    "one_of_by_references": (
+        {
+            "type": "object",
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {"a": {"required": ["a"]}, "b": {"required": ["b"]}},
+        },
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}],
+    ),
+    "not_a_reference": ({"not": {"$ref": "#/$defs/s"}, "$defs": {"s": {"type": "string"}}}, [1, {}], ["a"]),
     "bounds_above_the_last_exact_integer": ({"type": "integer", "exclusiveMinimum": 2**53}, [2**53 + 2], [2**53]),
 }
 
@@ -58,3 +116,43 @@ def test_registered_formats_are_enforced(name: str) -> None:
     at = schema_matcher(schema)
     assert all(accepts(at, compact(value)) for value in taken)
     assert not any(accepts(at, compact(value)) for value in refused)
+
+
+TAGS = ["a", "b", "c", "d", "e", "f"]
+#: Schemas whose branches overlap: the grammar leaves out some of what is valid, and takes the values here.
+OVERLAPPING: dict[str, tuple[Any, list[Any]]] = {
+    "by_what_others_require": (
+        {
+            "type": "object",
+            "oneOf": [
+                {"properties": {tag: {"type": "string", "pattern": "x"}, "n": {"type": "integer"}}, "required": [tag]}
+                for tag in TAGS
+            ],
+        },
+        [{tag: "x", "n": 1} for tag in TAGS],
+    ),
+    "by_what_others_do_not_know": (
+        {
+            "oneOf": [
+                {"properties": {"n": {"pattern": "x"}, "k": True}, "required": ["n"], "additionalProperties": False},
+                {"properties": {"n": {"pattern": "x"}, "m": True}, "required": ["n"], "additionalProperties": False},
+            ],
+            "type": "object",
+        },
+        [{"n": "x", "m": 1}, {"n": "x", "k": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_branches_that_overlap_are_told_apart(name: str) -> None:
+    schema, taken = OVERLAPPING[name]
+    judge, at = jsonschema_rs.validator_for(schema), schema_matcher(schema)
+    assert any("overlap" in warning for warning in grammar(JsonSchema(json.dumps(schema))).warnings)
+    assert all(accepts(at, compact(value)) for value in taken)
+    chance = random.Random(0)
+    said = {sentence(at, chance) for _ in range(40)}
+    said |= {compact(value | other) for value in taken for other in taken}
+    for text in said - {None}:
+        if accepts(at, text):
+            assert judge.is_valid(json.loads(text)), text

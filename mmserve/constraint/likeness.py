@@ -35,6 +35,10 @@ class Kinds(Protocol):
         """The class of a text of class ``kind`` and ``text`` behind it. Raises ``ValueError`` where that is unknown."""
         ...
 
+    def open(self, kind: Any) -> bool:
+        """Whether a text of class ``kind`` is known to end in the middle of a string, or of an expression."""
+        ...
+
     def inside(self, kind: Any) -> tuple[Scalar, Hashable] | None:
         """The string or number that a text of class ``kind`` ends in, if all that are alike around it and may end are
         alike behind their ends, whatever they hold."""
@@ -58,6 +62,10 @@ class Texts:
     def after(self, kind: bytes, text: bytes) -> bytes:
         """The class of a text of class ``kind`` and ``text`` behind it."""
         return kind + text
+
+    def open(self, kind: bytes) -> bool:
+        """Nothing is known."""
+        return False
 
     def inside(self, kind: bytes) -> None:
         """Nothing is known."""
@@ -115,6 +123,10 @@ class Matches:
                 tail, state = b"", self._expression.after(state, char)
         return self._numbered.of((tail, state))
 
+    def open(self, kind: int) -> bool:
+        """All of a text is an expression's."""
+        return True
+
     def inside(self, kind: int) -> None:
         """Nothing is known."""
 
@@ -149,6 +161,11 @@ class Documents:
         for byte in text:
             place = self._next(place, byte)
         return self._places.of(place)
+
+    def open(self, kind: int) -> bool:
+        """As ``Kinds.open``, of a name or a value."""
+        mode: int = self._places.keys[kind][1]
+        return mode == _STRING
 
     def inside(self, kind: int) -> tuple[Scalar, int] | None:
         """As ``Kinds.inside``: the values of an object or array, where what one holds tells nothing of others."""

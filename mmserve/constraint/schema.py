@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.constraint import alternatives, objects, scalars, unique
+from mmserve.constraint import alternatives, containing, objects, scalars, unique
 from mmserve.constraint.draft import dialect, modern
 from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
@@ -127,8 +127,8 @@ class _Rewriter:
             part["prefixItems"] = [self._schema(item, child(at, i)) for i, item in enumerate(node["prefixItems"])]
         if "items" in node:
             part["items"] = self._schema(node["items"], child(pointer, "items"))
-        if "contains" in node and (node.get("minContains", 1) or "maxContains" in node):
-            self._notes.cannot(pointer, "contains", "cannot be enforced")
+        if rows := containing.rows(node, self._scope(pointer), pointer, self._notes):
+            yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
         if node.get("uniqueItems") and not unique.is_trivial(node):
             arrays = unique.all_arrays(node)
             if arrays is None:

@@ -88,6 +88,24 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"a": 1, "b": 1}],
     ),
     "not_a_reference": ({"not": {"$ref": "#/$defs/s"}, "$defs": {"s": {"type": "string"}}}, [1, {}], ["a"]),
+    "contains": (
+        {"contains": {"type": "integer"}, "maxItems": 3},
+        [[1], ["a", 1], ["a", "b", 1], [1, 2], {}],
+        [[], ["a"], ["a", "b", "c"], ["a", "b", "c", 1]],
+    ),
+    "contains_beside_rows": (
+        {"prefixItems": [{"type": "string"}], "items": {"type": "integer"}, "contains": {"const": 3}, "maxItems": 4},
+        [["a", 3], ["a", 1, 3, 2]],
+        [["a"], [3], ["a", 1]],
+    ),
+    "contains_none": (
+        {"contains": {"type": "string"}, "minContains": 0, "maxContains": 0},
+        [[], [1, 2.5]],
+        [["a"], [1, "a"]],
+    ),
+    "contains_what_it_likes": ({"contains": {"type": "integer"}, "minContains": 0}, [[], ["a"]], []),
+    "contains_nothing": ({"type": ["array", "null"], "contains": False, "maxItems": 2}, [None], [[], [1]]),
+    "contains_one_of_none": ({"type": ["array", "null"], "contains": True, "maxItems": 0}, [None], [[], [1]]),
     "bounds_above_the_last_exact_integer": ({"type": "integer", "exclusiveMinimum": 2**53}, [2**53 + 2], [2**53]),
 }
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from mmserve.constraint.draft import modern
 from mmserve.constraint.exclusive import exclude
 from mmserve.constraint.negation import Scope, either, negation
 from mmserve.constraint.values import ALL, names_of, types_of
@@ -44,7 +43,7 @@ def apart(branches: list[Any], scope: Scope, at: str, within: frozenset[str] = A
         [j for j in range(len(branches)) if j != i and not exclude(branches[i], branches[j], scope.resolve)]
         for i in range(len(branches))
     ]
-    flat = [_resolved(branch, scope, at) for branch in branches]
+    flat = [_resolved(branch, scope) for branch in branches]
     few = sum(map(bool, meeting)) <= _MOST_SPLIT
     parts, exact = list[list[Any]](), True
     for i, found in enumerate(meeting):
@@ -121,12 +120,9 @@ def _closed(node: dict[str, Any]) -> bool:
     return node.get("additionalProperties") is False and not node.get("patternProperties")
 
 
-def _resolved(node: Any, scope: Scope, at: str) -> Any:
-    for _ in range(8):
-        if not isinstance(node, dict):
-            return node
-        node = modern(node, scope.draft, at)
-        if "$ref" not in node or len(node) > 1:
-            return node
+def _resolved(node: Any, scope: Scope) -> Any:
+    for _ in range(_DEPTH):
+        if not isinstance(node, dict) or "$ref" not in node or (len(node) > 1 and scope.draft > 7):
+            break
         node = scope.resolve(node["$ref"])
     return node

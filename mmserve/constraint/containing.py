@@ -32,4 +32,6 @@ def rows(node: Schema, scope: Scope, pointer: str, notes: Notes) -> list[Schema]
         notes.warn(pointer, "contains", f"is satisfied by one of the first {_MOST_PLACES} items")
         longest = _MOST_PLACES
     places = range(max(longest, 1))
-    return [{"prefixItems": [*[True] * place, node["contains"]], "minItems": place + 1} for place in places]
+    row = "prefixItems" if scope.draft >= 2020 else "items"
+    anything: dict[str, Any] = {}  # true is no schema of draft 4
+    return [{row: [*[anything] * place, node["contains"]], "minItems": place + 1} for place in places]

@@ -93,6 +93,24 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [[1], ["a", 1], ["a", "b", 1], [1, 2], {}],
         [[], ["a"], ["a", "b", "c"], ["a", "b", "c", 1]],
     ),
+    "contains_in_old_drafts": (
+        {"$schema": DRAFT_7, "items": [{"type": "string"}], "contains": {"const": 3}, "maxItems": 2},
+        [["a", 3]],
+        [[], ["a"], [3, 3], ["a", 3, 1]],
+    ),
+    "one_of_rows_in_old_drafts": (
+        {
+            "$schema": DRAFT_7,
+            "type": "object",
+            "oneOf": [{"$ref": "#/definitions/a"}, {"$ref": "#/definitions/b"}],
+            "definitions": {
+                "a": {"required": ["a"], "properties": {"a": {"items": [{"type": "string"}]}}},
+                "b": {"required": ["b"], "dependencies": {"b": ["a"]}, "properties": {"a": {"type": "null"}}},
+            },
+        },
+        [{"a": ["x"]}],
+        [{"a": None, "b": 1}, {"b": 1}, {"a": [1]}],
+    ),
     "contains_beside_rows": (
         {"prefixItems": [{"type": "string"}], "items": {"type": "integer"}, "contains": {"const": 3}, "maxItems": 4},
         [["a", 3], ["a", 1, 3, 2]],

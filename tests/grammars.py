@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 from llguidance import LLMatcher, LLParserLimits
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -72,6 +73,17 @@ def accepts(at: LLMatcher, text: str) -> bool:
 
 def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def enforced(schema: Any, taken: list[Any], refused: list[Any]) -> None:
+    """The judge and the grammar both take all of ``taken`` and nothing of ``refused``, or an assertion fails."""
+    judge = jsonschema_rs.validator_for(
+        json.loads(schema) if isinstance(schema, str) else schema, validate_formats=True, offline=True
+    )
+    at = schema_matcher(schema)
+    for value, right in [*((v, True) for v in taken), *((v, False) for v in refused)]:
+        assert judge.is_valid(value) is right, f"the test is wrong about {value}"
+        assert accepts(at, compact(value)) is right, value
 
 
 def sentence(at: LLMatcher, chance: random.Random, longest: int = 200) -> str | None:

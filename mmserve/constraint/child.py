@@ -33,7 +33,8 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            # what lies in the working directory is no part of the program
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
             start_new_session=True,  # a terminal's Ctrl-C is for the server to handle
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 
 from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
@@ -131,6 +132,39 @@ class Automaton:
                 again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
                 for begun in self._ways(inner, kind, code):
                     yield begun if again.high == 0 else (*begun, again)
+
+
+def matches(expression: str, text: str) -> bool:
+    """Whether ``expression`` (of ``pattern``, without anchors) matches the whole ``text``. Raises ``BadPattern``."""
+    automaton, state = _automaton(expression), 0
+    for char in text:
+        state = automaton.after(state, char)
+    return automaton.ends(state)
+
+
+def disjoint(one: str, other: str, states: int) -> bool:
+    """True only if no string matches both expressions; ``states`` of the two together are looked at.
+
+    Raises ``BadPattern``.
+    """
+    mine, theirs = _automaton(one), _automaton(other)
+    chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
+    seen, pending = {(0, 0)}, [(0, 0)]
+    while pending and len(seen) <= states:
+        a, b = pending.pop()
+        if mine.ends(a) and theirs.ends(b):
+            return False
+        for char in chars:
+            following = mine.after(a, char), theirs.after(b, char)
+            if following not in seen and DEAD not in following:
+                seen.add(following)
+                pending.append(following)
+    return not pending
+
+
+@lru_cache(maxsize=256)
+def _automaton(expression: str) -> Automaton:
+    return Automaton(expression)
 
 
 def _nullable(item: Item) -> bool:

@@ -34,6 +34,11 @@ _SINCE = {
 }
 
 
+#: Keywords that these drafts let judge strings, and later ones do not: there they only describe.
+_CONTENT = ("contentEncoding", "contentMediaType")
+_JUDGE_CONTENT = (6, 7)
+
+
 def dialect(root: Any) -> int:
     """The draft that ``root`` is written in; the newest where it names none. Raises ``Refused`` for an unknown one."""
     if not isinstance(root, dict) or "$schema" not in root:
@@ -54,6 +59,8 @@ def modern(node: dict[str, Any], draft: int, pointer: str) -> dict[str, Any]:
             )
     if "$ref" in node and draft <= 7:  # siblings of a reference are ignored there
         return {"$ref": node["$ref"]}
+    if draft not in _JUDGE_CONTENT:
+        node = {name: value for name, value in node.items() if name not in _CONTENT}
     node = _items(node, draft, pointer)
     if "dependencies" in node:
         node = _dependencies(node, pointer)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
+from mmserve.constraint.derivatives import disjoint, matches
+from mmserve.constraint.pattern import BadPattern, searched
 from mmserve.constraint.shapes import is_number, misshapen
 from mmserve.constraint.values import finite, key, types_of
 
 Resolve = Callable[[str], Any]
 _DEPTH = 8  # nested schemas and references looked through
+_MOST_TEXTS = 64  # strings that are looked at one by one
+_MOST_STATES = 100  # of two expressions together; each costs a character of every class
 
 
 def exclude(one: Any, other: Any, resolve: Resolve, depth: int = _DEPTH) -> bool:
@@ -51,6 +57,10 @@ def _by_type(one: Any, other: Any, resolve: Resolve, depth: int) -> bool:
         return _by_property(one, other, resolve, depth) or _by_property(other, one, resolve, depth)
     if shared <= {"number", "integer"}:
         return _below(one, other) or _below(other, one)
+    if shared == {"string"}:
+        return _sized(one, other, "Length") or _by_text(one, other)
+    if shared == {"array"}:
+        return _sized(one, other, "Items")
     return False
 
 
@@ -69,6 +79,50 @@ def _property(node: Any, name: str) -> Any:
         return node["properties"][name]
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     return not closed
+
+
+def _sized(one: Any, other: Any, what: str) -> bool:
+    """Whether one asks for more than the other allows."""
+    pairs = ((one, other), (other, one))
+    return any(a.get(f"min{what}", 0) > b.get(f"max{what}", a.get(f"min{what}", 0)) for a, b in pairs)
+
+
+def _by_text(one: Any, other: Any) -> bool:
+    """Whether no string is of both; what formats allow may be more than what is known of them."""
+    for first, second in ((one, other), (other, one)):
+        texts = finite(first)
+        if texts is not None and len(texts) <= _MOST_TEXTS:
+            return not any(_holds(text, second) for text in texts if isinstance(text, str))
+    mine, theirs = _expression(one), _expression(other)
+    return mine is not None and theirs is not None and _apart(mine, theirs)
+
+
+def _holds(text: str, node: Any) -> bool:
+    """False only if ``text`` is not valid under ``node``."""
+    if not node.get("minLength", 0) <= len(text) <= node.get("maxLength", len(text)):
+        return False
+    expression = _expression(node)
+    with suppress(BadPattern):
+        return expression is None or matches(expression, text)
+    return True
+
+
+def _expression(node: Any) -> str | None:
+    return _searched(node["pattern"]) if "pattern" in node else None
+
+
+@lru_cache(maxsize=256)
+def _searched(pattern: str) -> str | None:
+    with suppress(BadPattern):
+        return searched(pattern)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _apart(one: str, other: str) -> bool:
+    with suppress(BadPattern):
+        return disjoint(one, other, _MOST_STATES)
+    return False
 
 
 def _below(one: Any, other: Any) -> bool:

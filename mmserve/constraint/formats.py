@@ -1,7 +1,9 @@
 """Formats of strings as regular expressions: each matches a part of what its standard allows, and nothing else.
 
 RFC 3339 (date, time, date-time, duration), RFC 2673 (ipv4), RFC 4291 (ipv6), RFC 9562 (uuid), RFC 1123 (hostname),
-RFC 5321 (email: dot-atoms), RFC 3986 (uri: with an authority), RFC 6901 (json-pointer).
+RFC 5321 (email: dot-atoms), RFC 3986 (uri, uri-reference), RFC 6570 (uri-template), RFC 6901 (json-pointer), ECMA-262
+(regex: without look-around), and the part of their international kin that is ASCII. Beside JSON Schema's own formats
+there are those of OpenAPI's format registry and of its draft 3 that have a definition.
 """
 
 from __future__ import annotations
@@ -36,7 +38,21 @@ _ATOM = "[A-Za-z0-9_+\\-]{1,20}"
 _EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_LABEL}(?:\.{_LABEL}){{1,3}}"
 
 _PCHAR = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=:@]|%[0-9A-Fa-f]{2})"
-_URI = rf"{_WORD}(?:[0-9+.\-][A-Za-z0-9+.\-]{{0,9}})?://{_HOSTNAME}(?::[0-9]{{1,4}})?(?:/{_PCHAR}*)*(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
+_PATH = f"(?:/{_PCHAR}*)*"
+_TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
+_AUTHORITY = rf"//(?:{_HOSTNAME}|{_IPV4})(?::[0-9]{{1,4}})?"
+_URI = rf"{_WORD}(?:[0-9+.\-][A-Za-z0-9+.\-]{{0,9}})?:(?:{_AUTHORITY}{_PATH}|{_PCHAR}+{_PATH}){_TAIL}"
+_FIRST = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # no colon: what is before one is a scheme
+_REFERENCE = rf"{_URI}|(?:{_AUTHORITY}{_PATH}|/(?:{_PCHAR}+{_PATH})?|(?:{_FIRST}+{_PATH})?){_TAIL}"
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]{0,20}(?::[1-9][0-9]{0,3}|\*)?"
+_TEMPLATE = rf"(?:[A-Za-z0-9/:.?=&_~\-]|%[0-9A-Fa-f]{{2}}|\{{[+\#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
+_POINTER = "(?:/(?:[^/~]|~[01])*)*"
+
+_MEMBER = r"(?:a-z|A-Z|0-9|[A-Za-z0-9_ .,:;@]|\\[dws.\-])"
+_ONE = rf"(?:[A-Za-z0-9 _:,;=@.]|\\[dDwWsS.*+?()\[\]{{}}|^$/\\]|\[\^?{_MEMBER}+\])(?:[*+?]|\{{[0-9]{{1,2}},?\}})?"
+_CHOICE = rf"(?:{_ONE})*(?:\|(?:{_ONE})*)*"
+_PART = rf"(?:{_ONE}|\((?:\?:)?{_CHOICE}\)[*+?]?)"
+_REGEX = rf"\^?{_PART}*(?:\|{_PART}*)*\$?"
 
 _GROUP = "[0-9A-Fa-f]{1,4}"
 
@@ -52,6 +68,18 @@ def _ipv6() -> str:
     return "|".join(forms)
 
 
+_DECIMAL = r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15})?"
+
+
+def _whole(digits: int) -> str:
+    """An integer as text."""
+    return rf"0|-?[1-9][0-9]{{0,{digits - 1}}}"
+
+
+_DIGIT64 = "[A-Za-z0-9+/]"
+#: RFC 4648, section 4: padded, and with zeros in the bits that padding leaves over.
+BASE64 = f"(?:{_DIGIT64}{{4}})*(?:{_DIGIT64}[AQgw]==|{_DIGIT64}{{2}}[AEIMQUYcgkosw048]=)?"
+
 #: The expression of each format, matched whole; in the dialect of ``mmserve.constraint.pattern``.
 FORMATS: dict[str, str] = {
     "date": _DATE,
@@ -64,5 +92,31 @@ FORMATS: dict[str, str] = {
     "hostname": _HOSTNAME,
     "email": _EMAIL,
     "uri": _URI,
-    "json-pointer": "(?:/(?:[^/~]|~[01])*)*",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,5}})(?:\\#|{_POINTER})",
+    "uri-reference": _REFERENCE,
+    "uri-template": _TEMPLATE,
+    "regex": _REGEX,
+    "idn-email": _EMAIL,
+    "idn-hostname": _HOSTNAME,
+    "iri": _URI,
+    "iri-reference": _REFERENCE,
+    "byte": BASE64,
+    "url": _URI,
+    "host-name": _HOSTNAME,
+    "ip-address": _IPV4,
+    "int32": _whole(9),
+    "int64": _whole(18),
+    "float": _DECIMAL,
+    "double": _DECIMAL,
 }
+#: What formats say of numbers: the least and the greatest; None for those that every number is of.
+NUMBERS: dict[str, tuple[int, int] | None] = {
+    "int32": (-(2**31), 2**31 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "float": None,
+    "double": None,
+    "utc-millisec": None,
+}
+#: Formats that say how to show a text and nothing about it.
+HINTS = frozenset({"password"})

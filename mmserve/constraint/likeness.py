@@ -40,6 +40,10 @@ class Kinds(Protocol):
         that is not known."""
         ...
 
+    def open(self, kind: Any) -> bool:
+        """Whether a text of class ``kind`` is known to end in the middle of a string, or of an expression."""
+        ...
+
     def inside(self, kind: Any) -> tuple[Scalar, Hashable] | None:
         """The string or number that a text of class ``kind`` ends in, if all that are alike around it and may end are
         alike behind their ends, whatever they hold."""
@@ -66,6 +70,10 @@ class Texts:
 
     def alike(self, kind: bytes) -> None:
         """Nothing is known."""
+
+    def open(self, kind: bytes) -> bool:
+        """Nothing is known."""
+        return False
 
     def inside(self, kind: bytes) -> None:
         """Nothing is known."""
@@ -126,6 +134,10 @@ class Matches:
     def alike(self, kind: int) -> None:
         """Nothing is known."""
 
+    def open(self, kind: int) -> bool:
+        """All of a text is an expression's."""
+        return True
+
     def inside(self, kind: int) -> None:
         """Nothing is known."""
 
@@ -165,6 +177,11 @@ class Documents:
         """As ``Kinds.alike``: known within strings."""
         _around, mode, scalar = self._places.keys[kind]
         return self._strings.alike(scalar) if mode == _STRING else None
+
+    def open(self, kind: int) -> bool:
+        """As ``Kinds.open``, of a name or a value."""
+        mode: int = self._places.keys[kind][1]
+        return mode == _STRING
 
     def inside(self, kind: int) -> tuple[Scalar, int] | None:
         """As ``Kinds.inside``: the values of an object or array, where what one holds tells nothing of others."""

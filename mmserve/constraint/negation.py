@@ -6,38 +6,58 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mmserve.constraint.draft import modern
 from mmserve.constraint.excluded import all_but
+from mmserve.constraint.limits import MAX_INTEGER, MAX_REPEAT
 from mmserve.constraint.shapes import ANNOTATIONS, is_number, misshapen
 from mmserve.constraint.values import ALL, distinct, names_of, type_of
 
 _MOST_EXCLUDED = 200  # strings an automaton excludes at once
 _LONGEST_EXCLUDED = 48  # characters of such a string: each nests a group
+_DEPTH = 8  # references looked through
 
 
-def complement(node: Any, draft: int, pointer: str, within: frozenset[str] = ALL) -> Any | None:
+class Negation(NamedTuple):
+    """``schema``: valid for nothing that the negated one is valid for; where ``exact``, for everything else."""
+
+    schema: Any
+    exact: bool
+
+
+UNKNOWN = Negation(False, False)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What negations of a document's schemas need to know: its draft, and what its references name."""
+
+    draft: int
+    resolve: Callable[[str], Any]
+
+
+def complement(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL) -> Any | None:
     """A schema valid for exactly the values that ``node`` is not valid for, or None where none is known.
 
     Only values of the types ``within`` (of ``types_of``) count; what is said of others is arbitrary. ``pointer``
     is where ``node`` stands, for refusals of what is malformed in it.
     """
+    found = negation(node, scope, pointer, within)
+    return found.schema if found.exact else None
+
+
+def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL, depth: int = _DEPTH) -> Negation:
+    """As much as is known of the complement of ``node``, as alternatives."""
     if isinstance(node, bool):
-        return not node
-    node = modern(node, draft, pointer)
-    if any(misshapen(node, pointer)):
-        return None
-    parts = []
-    for keyword, value in node.items():
-        if keyword in ANNOTATIONS:
-            continue
-        part = _of_keyword(keyword, value, draft, pointer, within)
-        if part is None:
-            return None
-        parts.append(part)
-    return either(parts)
+        return Negation(not node, True)
+    node = modern(node, scope.draft, pointer)
+    if depth == 0 or any(misshapen(node, pointer)):
+        return UNKNOWN
+    said = [(keyword, value) for keyword, value in node.items() if keyword not in ANNOTATIONS]
+    return _any(_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in said)
 
 
 def either(schemas: Sequence[Any]) -> Any:
@@ -60,28 +80,61 @@ def both(*schemas: Any) -> Any:
     return kept[0] if len(kept) == 1 else {"allOf": kept}
 
 
-def _of_keyword(keyword: str, value: Any, draft: int, pointer: str, within: frozenset[str]) -> Any | None:
+def _any(parts: Iterable[Negation]) -> Negation:
+    found = list(parts)
+    return Negation(either([part.schema for part in found]), all(part.exact for part in found))
+
+
+def _all(parts: Iterable[Negation]) -> Negation:
+    found = list(parts)
+    return Negation(both(*(part.schema for part in found)), all(part.exact for part in found))
+
+
+def _of_keyword(keyword: str, value: Any, scope: Scope, pointer: str, within: frozenset[str], depth: int) -> Negation:
+    def of(part: Any) -> Negation:
+        return negation(part, scope, pointer, within, depth - 1)
+
     match keyword:
         case "type":
             return _other_types(value if isinstance(value, list) else [value], within)
         case "const":
-            return _other_values([value])
+            return _known(_other_values([value]))
         case "enum":
-            return _other_values(distinct(value))
+            return _known(_other_values(distinct(value)))
         case "required":
-            return either([{"type": "object", "properties": {name: False}} for name in dict.fromkeys(value)])
+            return Negation(
+                either([{"type": "object", "properties": {name: False}} for name in dict.fromkeys(value)]), True
+            )
         case "properties":
-            return _other_properties(value, draft, pointer)
+            return _any(_other_property(name, schema, scope, pointer, depth) for name, schema in value.items())
         case "not":
-            return value
+            return Negation(value, True)
         case "allOf":
-            return _joined([complement(part, draft, pointer, within) for part in value], either)
+            return _any(map(of, value))
         case "anyOf":
-            return _joined([complement(part, draft, pointer, within) for part in value], lambda parts: both(*parts))
-    return _of_bound(keyword, value)
+            return _all(map(of, value))
+        case "oneOf":
+            return Negation(_all(map(of, value)).schema, False)  # two of them may hold as well
+        case "$ref":
+            return of(scope.resolve(value))
+    return _known(_of_bound(keyword, value))
+
+
+def _known(schema: Any | None) -> Negation:
+    return UNKNOWN if schema is None else Negation(schema, True)
+
+
+def _other_property(name: str, schema: Any, scope: Scope, pointer: str, depth: int) -> Negation:
+    """The property is there and is not what it should be."""
+    other, exact = negation(schema, scope, pointer, ALL, depth - 1)
+    if other is False:
+        return Negation(False, exact)
+    return Negation({"type": "object", "required": [name], "properties": {name: other}}, exact)
 
 
 def _of_bound(keyword: str, value: Any) -> Any | None:
+    if is_number(value) and abs(value) > (MAX_INTEGER if "imum" in keyword else MAX_REPEAT - 1):
+        return None  # what is beyond such a bound cannot be told apart, or does not come
     match keyword:
         case "minimum":
             return {"type": "number", "exclusiveMaximum": value}
@@ -100,27 +153,10 @@ def _of_bound(keyword: str, value: Any) -> Any | None:
     return None
 
 
-def _joined(parts: list[Any | None], join: Any) -> Any | None:
-    return None if any(part is None for part in parts) else join(parts)
-
-
-def _other_types(given: list[str], within: frozenset[str]) -> Any | None:
-    if "integer" in given and "number" not in given and "number" in within:
-        return None  # numbers with a fraction: no keyword says that
-    rest = within - set(given) - ({"integer"} if "number" in given else set())
-    return {"type": names_of(rest)} if rest else False
-
-
-def _other_properties(properties: dict[str, Any], draft: int, pointer: str) -> Any | None:
-    """Some property is there and is not what it should be."""
-    parts = []
-    for name, schema in properties.items():
-        other = complement(schema, draft, pointer)
-        if other is None:
-            return None
-        if other is not False:
-            parts.append({"type": "object", "required": [name], "properties": {name: other}})
-    return either(parts)
+def _other_types(given: list[str], within: frozenset[str]) -> Negation:
+    fractions = "integer" in given and "number" not in given and "number" in within  # no keyword says just those
+    rest = within - set(given) - ({"integer"} if "number" in given else {"number"} if fractions else set())
+    return Negation({"type": names_of(rest)} if rest else False, not fractions)
 
 
 def _other_values(values: list[Any]) -> Any | None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from math import comb
 from typing import Any
 
+from mmserve.constraint.derivatives import matches
+from mmserve.constraint.excluded import all_but
+from mmserve.constraint.limits import MAX_REPEAT
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.pattern import BadPattern, searched
 from mmserve.constraint.scalars import anchored
-from mmserve.constraint.shapes import ANNOTATIONS, IN_PLACE
+from mmserve.constraint.shapes import ANNOTATIONS, IN_PLACE, misshapen
 
 Schema = dict[str, Any]
 _MOST_CASES = 64
+_MOST_REFERENCES = 8  # one after another
 
 
 def evaluated(node: Schema, pointer: str, notes: Notes) -> Schema:
@@ -34,32 +39,69 @@ def evaluated(node: Schema, pointer: str, notes: Notes) -> Schema:
     return node
 
 
-def named(node: Schema, pointer: str, notes: Notes) -> Schema:
+def named(node: Schema, pointer: str, notes: Notes, resolve: Callable[[str], Any]) -> Schema:
     """``node`` with ``propertyNames`` as ``patternProperties`` and ``properties``."""
     if "propertyNames" not in node:
         return node
     node = dict(node)
-    names = node.pop("propertyNames")
+    names = _names(node.pop("propertyNames"), resolve)
     if names is True or names == {}:
         return node
     if names is False:
         return {**node, "maxProperties": 0}
-    keys = set(names) - ANNOTATIONS - ({"type"} if names.get("type") == "string" else set())
     allowed = names.get("enum", [names["const"]] if "const" in names else None)
-    if keys in ({"enum"}, {"const"}) and not node.get("patternProperties") and isinstance(allowed, list):
+    if names.keys() in ({"enum"}, {"const"}) and not node.get("patternProperties") and isinstance(allowed, list):
         return _only(node, [name for name in allowed if isinstance(name, str)])
-    if (
-        keys == {"pattern"}
-        and isinstance(names["pattern"], str)
-        and not ({"properties", "patternProperties", "required"} & set(node))
-    ):
-        return {
-            **{name: value for name, value in node.items() if name != "additionalProperties"},
-            "patternProperties": {names["pattern"]: node.get("additionalProperties", True)},
-            "additionalProperties": False,
-        }
-    notes.cannot(pointer, "propertyNames", "only a pattern, or an enum of names, can be enforced")
+    pattern = _pattern_of(names)
+    if pattern is not None and (made := _matching(node, pattern)) is not None:
+        return made
+    notes.cannot(pointer, "propertyNames", "only a pattern, a length, or an enum of names, can be enforced")
     return node
+
+
+def _names(names: Any, resolve: Callable[[str], Any]) -> Any:
+    """What is said of names beyond that they are strings, references followed."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(names, dict):
+            return names
+        string = names.get("type") == "string" or (isinstance(names.get("type"), list) and "string" in names["type"])
+        names = {
+            name: value for name, value in names.items() if name not in ANNOTATIONS | ({"type"} if string else set())
+        }
+        if names.keys() != {"$ref"}:
+            return names
+        names = resolve(names["$ref"])
+    return {"$ref": ""}
+
+
+def _pattern_of(names: Schema) -> str | None:
+    """An expression that is found in just the names that obey ``names``."""
+    if any(misshapen(names, "")):
+        return None
+    if names.keys() == {"pattern"}:
+        pattern: str = names["pattern"]
+        return pattern
+    if names.keys() <= {"minLength", "maxLength"} and max(names.values()) <= MAX_REPEAT:
+        return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    if names.keys() == {"not"} and isinstance(other := names["not"], dict) and other.keys() == {"enum"}:
+        if any(misshapen(other, "")):
+            return None
+        return all_but(value for value in other["enum"] if isinstance(value, str))
+    return None
+
+
+def _matching(node: Schema, pattern: str) -> Schema | None:
+    """``node`` where ``pattern`` is found in all names; None where its keywords cannot say that."""
+    rest, properties = node.get("additionalProperties", True), node.get("properties", {})
+    if node.get("patternProperties") or not (rest is True or rest is False or not properties):
+        return None  # a property would come under both its own schema and that of the pattern
+    try:
+        expression = searched(pattern)
+        kept = {name: matches(expression, name) and schema for name, schema in properties.items()}
+    except BadPattern:
+        return None
+    others: Schema = {} if rest is False else {"patternProperties": {pattern: rest}}
+    return {**node, **({"properties": kept} if kept else {}), **others, "additionalProperties": False}
 
 
 def _only(node: Schema, names: list[str]) -> Schema:
@@ -90,6 +132,8 @@ def counted(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Sche
     """
     required = list(dict.fromkeys(node.get("required", ())))
     least, most = node.get("minProperties", 0), node.get("maxProperties")
+    if most is not None:
+        most = min(most, MAX_REPEAT)
     if least <= len(required):
         least = 0
     properties = [name for name, schema in node.get("properties", {}).items() if schema is not False]
@@ -101,6 +145,9 @@ def counted(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Sche
         return {}, []
     if closed:
         return {}, _cases(node, required, optional, least, most, pointer, notes)
+    if least == len(required) + 1 and most is None and 0 < len(optional) < _MOST_CASES:
+        other = {"properties": dict.fromkeys(optional, False), "required": required, "minProperties": least}
+        return {}, [{"anyOf": [*({"required": [name]} for name in optional), other]}]
     if optional or least > len(required) + 1:
         keyword = "minProperties" if least else "maxProperties"
         notes.cannot(pointer, keyword, "can be enforced only where all properties are named, or none is optional")

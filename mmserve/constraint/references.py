@@ -30,7 +30,7 @@ class References:
         """The JSON Pointer that ``reference`` is. Raises ``Refused`` for one that leaves the document."""
         path = reference.removeprefix("#")
         if path == reference or (path and not path.startswith("/")):
-            reason = "must be a JSON Pointer within the schema, like #/$defs/name: nothing is fetched"
+            reason = "must lead to a schema in this document, like #/$defs/name: nothing is fetched"
             raise Refused.at(child(pointer, "$ref"), "$ref", reason)
         return unquote(path)
 

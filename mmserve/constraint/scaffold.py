@@ -15,6 +15,7 @@ from mmserve.constraint.document import read_schema
 from mmserve.constraint.draft import dialect, modern
 from mmserve.constraint.limits import MAX_CHOICES, MAX_DEPTH, MAX_HOLES
 from mmserve.constraint.references import References
+from mmserve.constraint.resources import located
 from mmserve.core.constraint import Choice, ConstraintKind, JsonSchema, Regex
 
 Part = str | ConstraintKind
@@ -31,7 +32,7 @@ _INNER = r'(?:[^"\\\x00-\x1f]|\\["\\nrtbf])*'
 def scaffold(schema: str) -> tuple[Part, ...]:
     """Texts and holes by turns, for a schema that has a grammar; empty where it leaves nothing to be written, or
     nothing to be filled in, or where there would be too many of either."""
-    root = read_schema(schema)
+    root = located(read_schema(schema))
     parts: list[Part] = []
     holes = 0
     for pieces, part in enumerate(_Writer(root).value(root, (), 0)):

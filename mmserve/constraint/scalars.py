@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
-from math import lcm
+from math import inf, lcm, nextafter
 from typing import Any
 
-from mmserve.constraint.formats import FORMATS
-from mmserve.constraint.limits import DIGITS, LARGEST, MAX_MULTIPLE, SMALLEST
+from mmserve.constraint.formats import BASE64, FORMATS, HINTS, NUMBERS
+from mmserve.constraint.limits import DIGITS, LARGEST, MAX_INTEGER, MAX_MULTIPLE, MAX_REPEAT, SMALLEST
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.pattern import BadPattern, searched, whole
 from mmserve.constraint.values import types_of
@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
     """What ``node`` says of strings, as schemas that all hold; each has at most one pattern."""
-    lengths: Schema = {name: node[name] for name in ("minLength", "maxLength") if name in node}
+    lengths: Schema = {name: min(node[name], MAX_REPEAT) for name in ("minLength", "maxLength") if name in node}
     parts = [lengths] if lengths else []
     if "pattern" in node:
         try:
@@ -27,12 +27,27 @@ def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
         except BadPattern as error:
             notes.cannot(pointer, "pattern", str(error))
     if "format" in node:
-        known = FORMATS.get(node["format"])
-        if known is None:
-            notes.cannot(pointer, "format", f"{node['format'][:40]!r} is none of {', '.join(FORMATS)}")
-        else:
-            parts.append({"pattern": anchored(whole(known))})
-    return parts
+        parts += _format_parts(node["format"], pointer, notes)
+    return [*parts, *_content_parts(node, pointer, notes)]
+
+
+def _format_parts(name: str, pointer: str, notes: Notes) -> list[Schema]:
+    if name in FORMATS:
+        return [{"pattern": anchored(whole(FORMATS[name]))}]
+    if name not in NUMBERS and name not in HINTS:
+        known = dict.fromkeys((*FORMATS, *NUMBERS, *sorted(HINTS)))
+        notes.cannot(pointer, "format", f"{name[:40]!r} is none of {', '.join(known)}")
+    return []
+
+
+def _content_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
+    """What ``node`` says of text that strings encode; ``draft.modern`` leaves it only where that is judged."""
+    if node.get("contentMediaType") == "application/json":
+        notes.cannot(pointer, "contentMediaType", "documents within strings cannot be enforced")
+    encoding = node.get("contentEncoding")
+    if encoding in ("base16", "base32", "base64url"):
+        notes.cannot(pointer, "contentEncoding", f"{encoding!r} cannot be enforced; base64 can")
+    return [{"pattern": anchored(whole(BASE64))}] if encoding == "base64" else []
 
 
 def anchored(expression: str) -> str:
@@ -66,12 +81,17 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
         tighter = min if bound == "maximum" else max
         part[bound] = tighter(part[bound], value) if bound in part else value
     given = {"type": node["type"]} if "type" in node else {}
+    if (bounds := NUMBERS.get(node.get("format", ""))) is not None:
+        low, high = (max(-LARGEST, bounds[0]), min(LARGEST, bounds[1]))
+        part = {"minimum": max(low, part.get("minimum", low)), "maximum": min(high, part.get("maximum", high))}
     if (part or given or "multipleOf" in node) and "integer" in types_of(given):
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)
     elif "multipleOf" in node:
         part["multipleOf"] = node["multipleOf"]
+    elif bounds is not None and "number" in types_of(given):
+        part["multipleOf"] = 1
     return part
 
 
@@ -80,6 +100,8 @@ def _inward(number: float, *, up: bool, strictly: bool) -> float:
     sign = 1 if up else -1
     if not number:
         return sign * SMALLEST if strictly else 0
+    if abs(number) >= MAX_INTEGER:
+        return _double_inward(int(number) + sign * strictly, up=up)
     if number == int(number) and abs(number) >= 10 ** (DIGITS - 1):
         return int(number) + sign * strictly
     exact = Decimal(repr(number))
@@ -88,6 +110,16 @@ def _inward(number: float, *, up: bool, strictly: bool) -> float:
     if strictly and rounded == exact:
         rounded += sign * step
     return int(rounded) if rounded == int(rounded) else float(rounded)
+
+
+def _double_inward(number: int, *, up: bool) -> int:
+    """The nearest double within ±``LARGEST`` that is at least ``number`` (``up``) or at most it."""
+    found = float(max(-LARGEST, min(LARGEST, number)))
+    if up and found < number:
+        found = nextafter(found, inf)
+    if not up and found > number:
+        found = nextafter(found, -inf)
+    return int(found)
 
 
 def _uncountable(number: float) -> str | None:

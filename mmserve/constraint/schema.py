@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.constraint import objects, scalars, unique
+from mmserve.constraint import alternatives, containing, objects, scalars, unique
 from mmserve.constraint.draft import dialect, modern
-from mmserve.constraint.exclusive import exclude
 from mmserve.constraint.findings import Finding, Refused, child
-from mmserve.constraint.limits import MAX_SCHEMAS
-from mmserve.constraint.negation import both, complement, either
+from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
+from mmserve.constraint.negation import Scope, both, complement, either
 from mmserve.constraint.notes import Notes
 from mmserve.constraint.openings import with_finite_numbers
 from mmserve.constraint.recursion import without_endless
 from mmserve.constraint.references import References
+from mmserve.constraint.resources import located
 from mmserve.constraint.shapes import IN_PLACE, KNOWN, misshapen
 from mmserve.constraint.values import ALL, finite, names_of, types_of, writable
 
 Schema = dict[str, Any]
 _Makers = tuple[Callable[["_Rewriter", Schema, str], Iterator[Any]], ...]
-_MOST_SPLIT = 4  # branches of a oneOf that are told apart by negating the others
 _WHOLE = frozenset({"anyOf", "allOf", "$ref", "enum", "const", "type"})  # say something about values of every type
 
 
@@ -44,7 +43,7 @@ def rewrite(root: Any) -> Rewritten:
 
     Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value.
     """
-    return _Rewriter(root).all()
+    return _Rewriter(located(root)).all()
 
 
 class _Rewriter:
@@ -78,7 +77,8 @@ class _Rewriter:
         if wrong := list(misshapen(node, pointer)):
             raise Refused(*wrong)
         self._warn_of_unknown(node, pointer)
-        node = objects.named(objects.evaluated(node, pointer, self._notes), pointer, self._notes)
+        node = objects.evaluated(node, pointer, self._notes)
+        node = objects.named(node, pointer, self._notes, self._scope(pointer).resolve)
         own = [part for make in self._OWN for part in make(self, node, pointer)]
         applied = [part for make in self._APPLIED for part in make(self, node, pointer)]
         kinds = types_of({"type": node["type"]}) if "type" in node else ALL
@@ -92,11 +92,11 @@ class _Rewriter:
             self._notes.warn(pointer, "required", "repeats names; each counts once")
         if "$id" in node and pointer:
             raise Refused.at(
-                child(pointer, "$id"), "$id", "may stand only at the root: references would change meaning"
+                child(pointer, "$id"), "$id", "must not begin another dialect than the root's $schema names"
             )
         for keyword in ("$dynamicRef", "$recursiveRef"):
             if keyword in node:
-                self._notes.cannot(pointer, keyword, "dynamic references are not supported; use $ref")
+                self._notes.cannot(pointer, keyword, "more than one schema may answer it, or none; use $ref")
 
     # Each maker says what some keywords of a node mean, as schemas that all hold.
 
@@ -121,14 +121,14 @@ class _Rewriter:
         yield part
 
     def _arrays(self, node: Schema, pointer: str) -> Iterator[Any]:
-        part: Schema = {name: node[name] for name in ("minItems", "maxItems") if name in node}
+        part: Schema = {name: min(node[name], MAX_REPEAT) for name in ("minItems", "maxItems") if name in node}
         if "prefixItems" in node:
             at = child(pointer, "prefixItems")
             part["prefixItems"] = [self._schema(item, child(at, i)) for i, item in enumerate(node["prefixItems"])]
         if "items" in node:
             part["items"] = self._schema(node["items"], child(pointer, "items"))
-        if "contains" in node and (node.get("minContains", 1) or "maxContains" in node):
-            self._notes.cannot(pointer, "contains", "cannot be enforced")
+        if rows := containing.rows(node, self._scope(pointer), pointer, self._notes):
+            yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
         if node.get("uniqueItems") and not unique.is_trivial(node):
             arrays = unique.all_arrays(node)
             if arrays is None:
@@ -168,9 +168,9 @@ class _Rewriter:
             if keyword in node:
                 yield join(*(self._schema(part, child(pointer, keyword, i)) for i, part in enumerate(node[keyword])))
         if "oneOf" in node:
-            yield self._one_of(node["oneOf"], child(pointer, "oneOf"), pointer)
+            yield self._one_of(node, child(pointer, "oneOf"), pointer)
         if "not" in node:
-            other = complement(node["not"], self._draft, child(pointer, "not"), types_of(node))
+            other = complement(node["not"], self._scope(pointer), child(pointer, "not"), types_of(node))
             if other is None:
                 self._notes.cannot(
                     pointer, "not", "only types, constants, bounds and required properties can be negated"
@@ -192,7 +192,7 @@ class _Rewriter:
 
     def _condition(self, node: Schema, pointer: str) -> Any:
         held, at = node["if"], child(pointer, "if")
-        other = complement(held, self._draft, at, types_of(node))
+        other = complement(held, self._scope(at), at, types_of(node))
         if other is None:
             self._notes.cannot(pointer, "if", "only types, constants, bounds and required properties can be conditions")
             return True
@@ -205,34 +205,21 @@ class _Rewriter:
         absent = {"type": "object", "properties": {name: False}}
         return self._if_type("object", node, either([absent, there]))
 
-    def _one_of(self, branches: list[Any], at: str, pointer: str) -> Any:
-        def resolve(reference: str) -> Any:
-            return self._references.schema(reference, at)
-
+    def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
+        branches = node["oneOf"]
         schemas = [self._schema(branch, child(at, i)) for i, branch in enumerate(branches)]
-        pairs = [(i, j) for i in range(len(branches)) for j in range(i)]
-        together = [(i, j) for i, j in pairs if not exclude(branches[i], branches[j], resolve)]
-        if not together:
+        found = alternatives.apart(branches, self._scope(at), at, types_of(node))
+        if isinstance(found, alternatives.Together):
+            i, j = found
+            self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")
             return either(schemas)
-        meeting = sorted({i for pair in together for i in pair})
-        split = self._split(branches, schemas, meeting, at) if len(meeting) <= _MOST_SPLIT else None
-        if split is None:
-            i, j = together[0]
-            self._notes.cannot(pointer, "oneOf", f"branches {j} and {i} may both hold; give them different constants")
-            return either(schemas)
-        return either(split)
+        if not found.exact:
+            self._notes.warn(pointer, "oneOf", "has branches that overlap: of those, not every valid answer comes")
+        pairs = zip(schemas, found.parts, strict=True)
+        return either([both(mine, *(self._schema(part, at) for part in parts)) for mine, parts in pairs])
 
-    def _split(self, branches: list[Any], schemas: list[Any], meeting: list[int], at: str) -> list[Any] | None:
-        """``schemas``, those of ``meeting`` without what the others of them hold for; None where that is unknown."""
-        alone = list(schemas)
-        for i in meeting:
-            within = types_of(branches[i]) if isinstance(branches[i], dict) and "$ref" not in branches[i] else ALL
-            for j in meeting:
-                other = True if i == j else complement(branches[j], self._draft, child(at, j), within)
-                if other is None:
-                    return None
-                alone[i] = both(alone[i], self._schema(other, child(at, j)))
-        return alone
+    def _scope(self, pointer: str) -> Scope:
+        return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))
 
     def _if_type(self, kind: str, node: Schema, schema: Any) -> Any:
         """``schema``, but only for values of type ``kind``."""

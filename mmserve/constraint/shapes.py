@@ -21,8 +21,6 @@ ANNOTATIONS = frozenset(
         "$id",
         "$schema",
         "$vocabulary",
-        "contentEncoding",
-        "contentMediaType",
         "contentSchema",
         "default",
         "definitions",
@@ -74,10 +72,29 @@ def _size(value: Any) -> str | None:
     return None if value <= MAX_REPEAT else f"must be at most {MAX_REPEAT}"
 
 
+def _most(value: Any) -> str | None:
+    """A size that need not be reached: nothing comes near the larger ones."""
+    if not is_number(value) or not isinstance(value, int) or value < 0:
+        return "must be an integer of at least 0"
+    return None
+
+
 def _number(value: Any) -> str | None:
     if not is_number(value):
         return "must be a number"
     return None if abs(value) <= MAX_INTEGER else f"must lie within ±{MAX_INTEGER}: beyond, numbers are not exact"
+
+
+def _lower(value: Any) -> str | None:
+    if not is_number(value):
+        return "must be a number"
+    return None if value <= MAX_INTEGER else f"must be at most {MAX_INTEGER}: beyond, numbers are not exact"
+
+
+def _upper(value: Any) -> str | None:
+    if not is_number(value):
+        return "must be a number"
+    return None if value >= -MAX_INTEGER else f"must be at least {-MAX_INTEGER}: beyond, numbers are not exact"
 
 
 def _names(value: Any) -> str | None:
@@ -128,12 +145,15 @@ def _value(value: Any) -> str | None:
 _CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(["allOf", "anyOf", "oneOf", "prefixItems"], _schemas),
     **dict.fromkeys(["properties", "patternProperties", "dependentSchemas", "$defs", "definitions"], _schema_map),
-    **dict.fromkeys(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"], _size),
-    **dict.fromkeys(["minContains", "maxContains"], _size),
-    **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"], _number),
+    **dict.fromkeys(["minLength", "minItems", "minProperties", "minContains"], _size),
+    **dict.fromkeys(["maxLength", "maxItems", "maxProperties", "maxContains"], _most),
+    **dict.fromkeys(["minimum", "exclusiveMinimum"], _lower),
+    **dict.fromkeys(["maximum", "exclusiveMaximum"], _upper),
+    "multipleOf": _number,
     **dict.fromkeys(["if", "then", "else", "not", "items", "additionalProperties", "propertyNames"], _schema),
     **dict.fromkeys(["contains", "unevaluatedItems", "unevaluatedProperties"], _schema),
     **dict.fromkeys(["$ref", "$dynamicRef", "$recursiveRef", "pattern", "format"], _text),
+    **dict.fromkeys(["contentEncoding", "contentMediaType"], _text),
     "required": _names,
     "dependentRequired": _name_lists,
     "uniqueItems": _flag,

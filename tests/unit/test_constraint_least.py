@@ -15,13 +15,14 @@ from llguidance import LLMatcher, LLParserLimits
 from mmserve.bench.search import made_up
 from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.core.constraint import ConstraintSpec, JsonSchema
+from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
 from mmserve.decode.paths import least, shorter
 from mmserve.decode.paths.completion import Work, completes
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.through import walk_through
 from mmserve.decode.paths.vocabulary import Vocabulary
 
 TOY = [b"a", b"b", b"ab", b"bba", b"-", b""]
@@ -223,3 +224,33 @@ def test_the_work_of_a_long_answer_is_bounded(pattern: str, monkeypatch: pytest.
     assert close is not None and completes(grammar.start(), close.tokens)
     assert work["reads"] < 1.5 * Work(places=0).reads < 10_000_000
     assert work["forks"] < 50_000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("data:image/png;base64,", "data:image/png;base64,"),
+        ("^pbj:([a-z]+):([0-9]+-[0-9]+)$", "pbj:a:0-0"),
+        ("(.+/)?.+:.+END", None),
+    ],
+)
+def test_strings_that_must_hold_a_word_are_brought_to_their_end(pattern: str, text: str | None) -> None:
+    schema = of(
+        a={"type": "string", "pattern": pattern}, b={"type": "integer"}, c={"type": "string", "pattern": pattern}
+    )
+    vocabulary = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b""], {256})
+    lexicon = Lexicon.of(vocabulary.token_bytes)
+    grammar = Grammar(grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text, vocabulary)
+    walked = walk_through(grammar.start(), lexicon, grammar.kinds(), Work(4000))
+    assert walked is not None and completes(grammar.start(), walked.tokens)
+    answer = json.loads(lexicon.text(walked.tokens))
+    assert jsonschema_rs.is_valid(schema, answer)
+    assert text is None or answer["a"] == answer["c"] == text
+
+
+def test_an_expression_that_must_hold_a_word_is_brought_to_its_end() -> None:
+    vocabulary = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b""], {256})
+    lexicon = Lexicon.of(vocabulary.token_bytes)
+    grammar = Grammar(grammar_of(ConstraintSpec(Regex(r"[\s\S]*the word[\s\S]*"))).text, vocabulary)
+    walked = walk_through(grammar.start(), lexicon, grammar.kinds(), Work(4000))
+    assert walked is not None and lexicon.text(walked.tokens) == b"the word"

@@ -303,3 +303,14 @@ def test_long_tokens_do_no_harm() -> None:
 def test_lone_surrogates_pass_the_pipe(grammars: Grammars) -> None:
     with pytest.raises(InvalidArgument, match="surrogate"):
         grammars.grammar(spec(Lark('start: "\ud800"')))
+
+
+def test_the_child_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mmserve").mkdir()
+    (tmp_path / "mmserve" / "__init__.py").write_text("raise SystemExit('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    made = Compiler(BYTES, 2.0)
+    try:
+        assert isinstance(made.compile(spec(Choice(("a",))))[0], Grammar)
+    finally:
+        made.close()

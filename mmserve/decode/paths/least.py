@@ -8,6 +8,7 @@ shortest completion that ``completion`` finds is an upper bound, and one that is
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mmserve.constraint.likeness import Kinds, Texts
@@ -15,6 +16,7 @@ from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import Walk, Work, after, cheapest, completes, walk
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.shorter import improve
+from mmserve.decode.paths.through import walk_through
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def shortest_close(
     if within is not None and at_least > within:
         return None
     if bound is None and not searched:
-        bound = _bound(matcher, lexicon, effort)
+        bound = _bound(matcher, lexicon, effort, kinds)
     if bound is not None and len(bound) <= max(at_least, room):
         return Close(bound, len(bound) <= at_least)
     try:
@@ -78,9 +80,12 @@ def shortest_close(
     return None if bound is None else Close(bound, len(bound) <= at_least)
 
 
-def _bound(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> tuple[int, ...] | None:
+def _bound(matcher: Matcher, lexicon: Lexicon, effort: Effort, kinds: Callable[[], Kinds]) -> tuple[int, ...] | None:
     """A completion that is short, found by bytes."""
     begun = walk(matcher, lexicon, Work(effort.walked))
+    if begun is None:
+        with suppress(ValueError):  # too much for the classes
+            begun = walk_through(matcher, lexicon, kinds(), Work(effort.places))
     found = (
         _searched(matcher, lexicon, effort)
         if begun is None

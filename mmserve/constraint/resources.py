@@ -1,0 +1,169 @@
+"""References by URI, anchor or dynamic anchor, written as JSON Pointers into the one document that there is.
+
+JSON Schema 2020-12, sections 8.2 and 9.2: ``$id`` makes a schema a resource with a URI of its own, against which the
+references in it are resolved; ``$anchor`` names a schema within its resource. Older drafts say ``id``, and
+``$id: "#name"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin
+
+from mmserve.constraint.draft import dialect
+from mmserve.constraint.findings import child
+from mmserve.constraint.shapes import is_schema
+
+#: Keywords by what they hold: a schema, several in a row, or several by name.
+_ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
+_ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+_ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+
+
+class _Place(NamedTuple):
+    node: dict[str, Any]
+    pointer: str
+    base: str  # the URI of its resource
+    root: str  # the pointer of its resource
+
+
+def located(root: Any) -> Any:
+    """``root`` (of ``read_schema``) with every reference that leads to a schema in it as a JSON Pointer.
+
+    Others stay as they are, and so does whatever would mean something else in the place of a schema that is referred
+    to: what has a dialect of its own, and dynamic references that several anchors may answer. Raises ``Refused`` for an
+    unknown dialect.
+    """
+    draft = dialect(root)
+    places = list(_places(root, draft))
+    if not any(_speaks(place) for place in places):
+        return root
+    names = _Names(places, draft)
+    return _rewritten(root, {place.pointer: names.own(place) for place in places}, "")
+
+
+def _speaks(place: _Place) -> bool:
+    """Whether a schema refers to something other than by a JSON Pointer into the root, or has a name."""
+    node = place.node
+    reference = node.get("$ref", "#")
+    pointed = not isinstance(reference, str) or reference == "#" or reference.startswith("#/")
+    named = bool(place.pointer) and "$id" in node
+    return not pointed or named or place.root != "" or not {"$dynamicRef", "$recursiveRef"}.isdisjoint(node)
+
+
+class _Names:
+    """What the URIs and anchors of a document stand for; None where several schemas claim one."""
+
+    def __init__(self, places: list[_Place], draft: int) -> None:
+        self._draft, self._dialect = draft, places[0].node.get("$schema")
+        self._resources: dict[str, str | None] = {}
+        self._anchors: dict[tuple[str, str], str | None] = {}
+        self._dynamic: dict[str, list[str]] = {}
+        self._roots = {place.pointer: place.root for place in places}
+        self._recursive = any(place.node.get("$recursiveAnchor") is True for place in places)
+        for place in places:
+            if place.pointer == place.root:
+                _claim(self._resources, place.base, place.pointer)
+            for name in _anchors(place.node, draft):
+                _claim(self._anchors, (place.root, name), place.pointer)
+            if draft == 2020 and isinstance(dynamic := place.node.get("$dynamicAnchor"), str):
+                self._dynamic.setdefault(dynamic, []).append(place.pointer)
+
+    def own(self, place: _Place) -> dict[str, Any]:
+        """Members of ``place`` that become others; None for one that goes."""
+        node, made = place.node, dict[str, Any]()
+        reference = node.get("$ref")
+        if isinstance(reference, str) and (target := self._target(reference, place)) is not None:
+            made["$ref"] = "#" + _quoted(target)
+        dynamic = self._static(place)
+        if dynamic is not None and reference is None:
+            made |= {"$ref": "#" + _quoted(dynamic[1]), dynamic[0]: None}
+        if place.pointer and isinstance(node.get("$id"), str) and node.get("$schema", self._dialect) == self._dialect:
+            made["$id"] = None
+        return made
+
+    def _static(self, place: _Place) -> tuple[str, str] | None:
+        """A dynamic reference of ``place`` that only one schema can answer, and the pointer of that."""
+        if self._draft == 2020 and isinstance(reference := place.node.get("$dynamicRef"), str):
+            target = self._target(reference, place)
+            name = unquote(urldefrag(reference)[1])
+            dynamic = self._dynamic.get(name, [])
+            if target is not None and (target not in dynamic or len(dynamic) == 1):
+                return "$dynamicRef", target
+        if self._draft == 2019 and place.node.get("$recursiveRef") == "#" and not self._recursive:
+            return "$recursiveRef", place.root
+        return None
+
+    def _target(self, reference: str, place: _Place) -> str | None:
+        """The pointer that ``reference`` means in ``place``, if it leads to somewhere in the document."""
+        uri, fragment = urldefrag(reference)
+        name = unquote(fragment)
+        root = self._resources.get(_joined(place.base, uri)) if uri else place.root
+        if root is None:
+            return None
+        if not name or name.startswith("/"):
+            return root + name
+        return self._anchors.get((root, name))
+
+
+def _places(node: Any, draft: int, pointer: str = "", base: str = "", root: str = "") -> Iterator[_Place]:
+    """``node`` and the schemas in it, where keywords have them."""
+    if not isinstance(node, dict):
+        return
+    identity = node.get("id" if draft == 4 else "$id")
+    if isinstance(identity, str) and not (draft <= 7 and "$ref" in node):
+        uri = urldefrag(identity)[0]
+        if uri:
+            base, root = _joined(base, uri), pointer
+    yield _Place(node, pointer, base, root)
+    for keyword, value in node.items():
+        at = child(pointer, keyword)
+        if keyword in _ONE and is_schema(value):
+            yield from _places(value, draft, at, base, root)
+        elif keyword in _ROW and isinstance(value, list):
+            for i, inner in enumerate(value):
+                yield from _places(inner, draft, child(at, i), base, root)
+        elif keyword in _NAMED and isinstance(value, dict):
+            for name, inner in value.items():
+                yield from _places(inner, draft, child(at, name), base, root)
+
+
+def _anchors(node: dict[str, Any], draft: int) -> Iterator[str]:
+    """The names that ``node`` has within its resource."""
+    if draft <= 7:
+        identity = node.get("id" if draft == 4 else "$id")
+        if isinstance(identity, str) and identity.startswith("#") and "$ref" not in node:
+            yield unquote(identity[1:])
+        return
+    for keyword in ("$anchor", "$dynamicAnchor"):
+        if isinstance(name := node.get(keyword), str) and (keyword == "$anchor" or draft == 2020):
+            yield name
+
+
+def _claim(names: dict[Any, str | None], name: Any, pointer: str) -> None:
+    names[name] = None if name in names and names[name] != pointer else pointer
+
+
+def _joined(base: str, uri: str) -> str:
+    try:
+        return urljoin(base, uri)
+    except ValueError:  # no URI at all
+        return uri
+
+
+def _quoted(pointer: str) -> str:
+    return pointer.replace("%", "%25")
+
+
+def _rewritten(node: Any, changes: dict[str, dict[str, Any]], pointer: str) -> Any:
+    """``node`` with ``changes`` to its members, by the pointers of schemas."""
+    if isinstance(node, list):
+        return [_rewritten(inner, changes, child(pointer, i)) for i, inner in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    own = changes.get(pointer, {})
+    kept = {name: value for name, value in node.items() if name not in own}
+    made = {name: _rewritten(value, changes, child(pointer, name)) for name, value in kept.items()}
+    return made | {name: value for name, value in own.items() if value is not None}

@@ -110,7 +110,7 @@ def lay_out(
     asked = dict(zip((top.positions - start).tolist(), tried, strict=True))
     options: list[list[tuple[int, float]]] = []
     floor, end_score, end_token, first, stays = [], [], [], [], []
-    first_score, spelled, known_tokens = 0.0, lexicon.spelled, len(lexicon.spelled)
+    first_score, content = 0.0, lexicon.content
     for p, committed in enumerate(fixed):
         mine: list[tuple[int, float]] = []
         if committed is not None:
@@ -127,14 +127,13 @@ def lay_out(
         if listed:
             best, best_score = listed[0]
             lowest = listed[-1][1] - _UNLISTED
-            for option in listed:
-                token = option[0]
-                if token in ends:
-                    end = end or option
-                elif 0 <= token < known_tokens and spelled[token]:
-                    mine.append(option)
-                    if token == witnessed:
-                        stay = option[1]
+            scores = dict(listed)
+            stay = scores.get(witnessed)
+            if content.issuperset(scores):
+                mine = listed
+            else:
+                mine = [option for option in listed if option[0] in content]
+                end = next((option for option in listed if option[0] in ends), None)
         ending = end[1] if end else lowest
         if witnessed in ends:
             stay = ending

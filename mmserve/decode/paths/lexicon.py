@@ -61,6 +61,7 @@ class Lexicon:
     """The tokens of a vocabulary by their bytes; build it once a model."""
 
     ids: dict[bytes, int]
+    content: frozenset[int] = field(repr=False)  # tokens with bytes
     spelled: Sequence[bytes]  # of each id; empty for special tokens
     prefixes: frozenset[bytes]  # of all tokens
     closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
@@ -82,7 +83,8 @@ class Lexicon:
         long = {(len(b), b.isdigit(), b.islower()): i for b, i in ids.items() if len(b) > 1 and b.isalnum()}
         fillers = [long[key] for key in sorted(long, reverse=True)]
         prefixes = frozenset(b[:n] for b in ids for n in range(1, len(b) + 1))
-        return cls(ids, token_bytes, prefixes, closers, np.array(fillers, np.int64), Scalars.of(token_bytes))
+        content = frozenset(i for i, spelled in enumerate(token_bytes) if spelled)
+        return cls(ids, content, token_bytes, prefixes, closers, np.array(fillers, np.int64), Scalars.of(token_bytes))
 
     def text(self, tokens: Sequence[int]) -> bytes:
         """The bytes of ``tokens``."""

@@ -28,7 +28,7 @@ from mmserve.decode.paths.room import SPARE, OutOfTime, Room
 class Beam:
     """Numbers of the search."""
 
-    width: int = 5
+    width: int = 4
     ahead: int = 5  # first choices that are tried behind a token
     broken: float = 4.0  # nats that it costs when none of them may follow
     decay: float = 0.75  # how much less it costs with each one that may

@@ -96,7 +96,7 @@ def test_answers_do_not_depend_on_who_else_is_served(server: Running) -> None:
 
 
 def test_a_refusal_names_place_and_keyword(server: Running) -> None:
-    schema = {"type": "object", "properties": {"a/b": {"type": "array", "contains": {"const": 1}}}}
+    schema = {"type": "object", "properties": {"a/b": {"type": "array", "contains": {"const": 1}, "minContains": 2}}}
     with pytest.raises(InvalidArgument) as caught:
         server.client.generate("hi", schema=schema)
     [violation] = caught.value.violations

@@ -335,7 +335,8 @@ def test_what_a_constraint_takes_is_told_and_counted(
 
 def test_validate_checks_the_answer_and_lenient_warns(bench: Make, full: LoadedModel) -> None:
     b = bench(full)
-    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "contains": {"const": 2}, "maxItems": 3}
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3, "maxItems": 3}
+    schema |= {"contains": {"const": 2}, "minContains": 2}
     outcomes = []
     for seed in range(6):
         request = ask(f"v{seed}", max_new_tokens=12, temperature=2.0, seed=seed)
@@ -353,7 +354,7 @@ def test_validate_checks_the_answer_and_lenient_warns(bench: Make, full: LoadedM
 
 
 def test_what_cannot_be_enforced_is_refused_with_its_place(bench: Make, full: LoadedModel) -> None:
-    [call] = bench(full).submit(constrained(ask("x"), of(a={"type": "array", "contains": {"const": 2}})))
+    [call] = bench(full).submit(constrained(ask("x"), of(a={"type": "array", "contains": {}, "minContains": 2})))
     error = call.error()
     assert isinstance(error, InvalidArgument)
     assert error.violations[0].field == "constraint.json_schema#/properties/a/contains"

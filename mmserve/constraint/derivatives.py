@@ -104,6 +104,8 @@ class Automaton:
                 item, behind = self._rows[at]
                 left.update(self._row(begun, behind) for begun in self._ways(item, kind, code))
                 at = behind if _nullable(item) else _NOTHING
+            if len(left) > _MOST_ROWS:
+                raise BadPattern(_WAYS)
             found = self._left[row][kind] = frozenset(left)
         return found
 
@@ -113,8 +115,9 @@ class Automaton:
             return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
         found = self._begun.get((item, kind))
         if found is None:
-            found = tuple(islice(self._entered(item, kind, code), _MOST_DERIVED))
-            if len(found) == _MOST_DERIVED:
+            all_of_them = tuple(islice(self._entered(item, kind, code), _MOST_DERIVED))
+            found = tuple(dict.fromkeys(all_of_them))
+            if len(all_of_them) == _MOST_DERIVED or len(found) > _MOST_ROWS:
                 raise BadPattern(_WAYS)
             self._begun[item, kind] = found
         return found

@@ -31,17 +31,18 @@ _DURATION = f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]{{
 
 #: What repeats comes first, so that its masks are made of whole parts of the vocabulary (``paths.vocabulary``).
 _WORD = "[A-Za-z]{0,19}[A-Za-z]"
-#: Never "--": those labels are Unicode in disguise, with rules of its own. At most 46 characters, 63 are allowed.
-_LABEL = f"{_WORD}(?:(?:[0-9]|-[A-Za-z0-9])(?:-?[A-Za-z0-9]){{0,12}})?"
+#: Never "--": those labels are Unicode in disguise, with rules of its own. At most 62 characters, 63 are allowed.
+_LABEL = f"{_WORD}(?:(?:[0-9]|-[A-Za-z0-9])(?:-?[A-Za-z0-9]){{0,20}})?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
 _ATOM = "[A-Za-z0-9_+\\-]{1,20}"
-_EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_LABEL}(?:\.{_LABEL}){{1,3}}"
+#: At most 230 characters, 254 are allowed.
+_EMAIL = rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_LABEL}(?:\.{_LABEL})?(?:\.{_WORD}){{1,2}}"
 
 _PCHAR = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=:@]|%[0-9A-Fa-f]{2})"
 _PATH = f"(?:/{_PCHAR}*)*"
 _TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHAR}|[/?])*)?"
 _AUTHORITY = rf"//(?:{_HOSTNAME}|{_IPV4})(?::[0-9]{{1,4}})?"
-_URI = rf"{_WORD}(?:[0-9+.\-][A-Za-z0-9+.\-]{{0,9}})?:(?:{_AUTHORITY}{_PATH}|{_PCHAR}+{_PATH}){_TAIL}"
+_URI = rf"{_WORD}(?:[0-9+.\-][A-Za-z0-9+.\-]{{0,19}})?:(?:{_AUTHORITY}{_PATH}|{_PCHAR}+{_PATH}){_TAIL}"
 _FIRST = "(?:[A-Za-z0-9\\-._~!$&'()*+,;=@]|%[0-9A-Fa-f]{2})"  # no colon: what is before one is a scheme
 _REFERENCE = rf"{_URI}|(?:{_AUTHORITY}{_PATH}|/(?:{_PCHAR}+{_PATH})?|(?:{_FIRST}+{_PATH})?){_TAIL}"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]{0,20}(?::[1-9][0-9]{0,3}|\*)?"

@@ -54,6 +54,8 @@ class Compiler:
                     if not child.killed:
                         return Refused.at("", kind_of(spec), "needs too much memory or stack to compile"), False
                 else:
+                    if reply["last"]:  # it ends by itself, but maybe not before the next constraint
+                        self._drop(child)
                     return wire.to_outcome(reply), True
             raise Unavailable(
                 "something kills the processes that compile grammars (for want of memory, most likely); try again later"

@@ -33,7 +33,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds)  # should the server die meanwhile: nobody would kill this
         outcome, broken = _outcome(wire.to_spec(message), trie)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(wire.from_outcome(outcome))
+        _send(wire.from_outcome(outcome) | {"last": broken})
         if broken:
             os._exit(1)  # a panic may leave anything behind
 

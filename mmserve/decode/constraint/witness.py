@@ -187,7 +187,7 @@ def improve(
     # the parser has the last word on the whole path: its limits on work are counted anew for each fork
     if path is None or witness.known + len(path.tokens) > len(known) or not laid.agrees(0, path.tokens):
         return witness, Outcome.KEPT
-    if not completes(witness.matcher, path.tokens):
+    if path.tokens != answer[witness.known :] and not completes(witness.matcher, path.tokens):
         return witness, Outcome.KEPT
     tokens = witness.tokens.copy()
     length = witness.known + len(path.tokens)

@@ -81,6 +81,8 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
         tighter = min if bound == "maximum" else max
         part[bound] = tighter(part[bound], value) if bound in part else value
     given = {"type": node["type"]} if "type" in node else {}
+    if "number" in types_of(given):
+        part = _exact(part, pointer, notes)
     if (bounds := NUMBERS.get(node.get("format", ""))) is not None:
         low, high = (max(-LARGEST, bounds[0]), min(LARGEST, bounds[1]))
         part = {"minimum": max(low, part.get("minimum", low)), "maximum": min(high, part.get("maximum", high))}
@@ -93,6 +95,17 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     elif bounds is not None and "number" in types_of(given):
         part["multipleOf"] = 1
     return part
+
+
+def _exact(bounds: Schema, pointer: str, notes: Notes) -> Schema:
+    """``bounds`` of numbers that need not be integers: of those, llguidance tells no two apart that are one double."""
+    found = dict(bounds)
+    for bound, sign in (("minimum", -1), ("maximum", 1)):
+        if abs(found.get(bound, 0)) > MAX_INTEGER:
+            if sign * found[bound] < 0:
+                notes.cannot(pointer, bound, "must be within ±2⁵³ where numbers need not be integers")
+            found[bound] = sign * MAX_INTEGER
+    return found
 
 
 def _inward(number: float, *, up: bool, strictly: bool) -> float:

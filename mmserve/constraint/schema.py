@@ -222,9 +222,11 @@ class _Rewriter:
         return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))
 
     def _if_type(self, kind: str, node: Schema, schema: Any) -> Any:
-        """``schema``, but only for values of type ``kind``."""
+        """``schema``, but only for values of type ``kind``; in any case apart from the keywords beside it."""
         others = types_of({"type": node["type"]}) - {kind} if "type" in node else ALL - {kind}
-        return either([schema, {"type": names_of(others)}]) if others else schema
+        if others:
+            return either([schema, {"type": names_of(others)}])
+        return {"allOf": [schema]} if isinstance(schema, dict) and schema else schema
 
 
 def _either(*schemas: Any) -> Any:

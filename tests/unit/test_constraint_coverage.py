@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
 
+from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import JsonSchema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -192,3 +193,41 @@ def test_branches_that_overlap_are_told_apart(name: str) -> None:
     for text in said - {None}:
         if accepts(at, text):
             assert judge.is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (  # what is asked of all items is asked of the one that must be among them, too
+            {"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}, "maxItems": 1},
+            [[5]],
+            [["a"], [1], []],
+        ),
+        (
+            {"type": "array", "prefixItems": [{"type": "string"}], "contains": {"type": "string"}}
+            | {"minContains": 0, "maxContains": 0},
+            [[]],
+            [["a"]],
+        ),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+            | {"propertyNames": {"enum": ["a", "b"]}, "minProperties": 1},
+            [{"a": 1}],
+            [{"b": 1}, {"a": "x"}, {}],
+        ),
+        ({"type": "number", "maximum": 1 << 60}, [1, 0.5], [(1 << 60) + 1]),
+        ({"maximum": 1 << 60}, [1, "x"], [(1 << 60) + 1]),
+        ({"type": "integer", "maximum": 1 << 60}, [1, 1 << 60], [(1 << 60) + 1]),
+    ],
+)
+def test_what_stands_beside_a_keyword_is_judged_beside_it(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    at = schema_matcher(schema)
+    judge = jsonschema_rs.validator_for(schema)
+    for value in (*good, *bad):
+        assert judge.is_valid(value) is (value in good), "the test is wrong"
+        assert accepts(at, compact(value)) is (value in good), value
+
+
+def test_a_number_beyond_all_that_doubles_tell_apart_is_refused() -> None:
+    with pytest.raises(Refused, match="minimum"):
+        schema_matcher({"type": "number", "minimum": 1 << 60})

@@ -132,10 +132,8 @@ class _Names:
         dynamic = self._static(place)
         if dynamic is not None and reference is None:
             made |= {"$ref": "#" + _quoted(dynamic[1]), dynamic[0]: None}
-        if place.pointer and isinstance(node.get("$id"), str) and node.get("$schema", self._dialect) == self._dialect:
-            made["$id"] = None
-        if place.pointer and self._draft == 4 and isinstance(node.get("id"), str):
-            made["id"] = None
+        if place.pointer and node.get("$schema", self._dialect) == self._dialect:
+            made |= {name: None for name in {"$id", _identity(self._draft)} if isinstance(node.get(name), str)}
         return made
 
     def _static(self, place: _Place) -> tuple[str, str] | None:

@@ -12,10 +12,13 @@ _MOST_REFERENCES = 2_000
 
 
 class References:
-    """The targets of references, by name; each is named once and can be rewritten when it is first met."""
+    """The targets of references, by name; each is named once and can be rewritten when it is first met.
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    ``barred`` are JSON Pointers that no reference may lead to (``resources.obscure``).
+    """
+
+    def __init__(self, root: Any, barred: frozenset[str] = frozenset()) -> None:
+        self._root, self._barred = root, barred
         self._names: dict[str, str] = {}
 
     def name(self, reference: str, pointer: str) -> str:
@@ -38,20 +41,27 @@ class References:
         """The schema that ``reference`` names. Raises ``Refused`` where there is none."""
         return self._checked(self.target(reference, pointer), reference, pointer)
 
+    def at(self, target: str) -> Any:
+        """The schema at ``target``, a JSON Pointer. Raises ``Refused`` where there is none."""
+        return self._checked(target, "#" + target, "")
+
     def named(self) -> list[tuple[str, str]]:
         """All targets so far with their names."""
         return list(self._names.items())
 
     def _checked(self, target: str, reference: str, pointer: str) -> Any:
-        found = self._root
+        found, at = self._root, ""
         for step in target.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and step in found:
-                found = found[step]
+                found, at = found[step], child(at, step)
             elif isinstance(found, list) and step.isascii() and step.isdigit() and int(step[:6]) < len(found):
-                found = found[int(step[:6])]
+                found, at = found[int(step[:6])], child(at, int(step[:6]))
             else:
                 raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names nothing in the schema")
         if not is_schema(found):
             raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names no schema")
+        if at in self._barred:
+            reason = f"{reference[:100]!r} crosses what is no schema, near a name: put it into $defs"
+            raise Refused.at(child(pointer, "$ref"), "$ref", reason)
         return found

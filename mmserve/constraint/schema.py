@@ -20,7 +20,7 @@ from mmserve.constraint.notes import Notes
 from mmserve.constraint.openings import with_finite_numbers
 from mmserve.constraint.recursion import without_endless
 from mmserve.constraint.references import References
-from mmserve.constraint.resources import located
+from mmserve.constraint.resources import located, obscure
 from mmserve.constraint.shapes import IN_PLACE, KNOWN, misshapen
 from mmserve.constraint.values import ALL, finite, names_of, types_of, writable
 
@@ -43,14 +43,14 @@ def rewrite(root: Any) -> Rewritten:
 
     Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value.
     """
-    return _Rewriter(located(root)).all()
+    return _Rewriter(located(root), obscure(root)).all()
 
 
 class _Rewriter:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, barred: frozenset[str]) -> None:
         self._root = root
         self._draft = dialect(root)
-        self._references = References(root)
+        self._references = References(root, barred)
         self._notes = Notes()
         self._count = 0
         self._steps: set[float] = set()  # all multipleOf so far
@@ -61,7 +61,7 @@ class _Rewriter:
         definitions: dict[str, Any] = {}
         while missing := [(to, name) for to, name in self._references.named() if name not in definitions]:
             for target, name in missing:
-                definitions[name] = self._schema(self._references.schema("#" + target, ""), target)
+                definitions[name] = self._schema(self._references.at(target), target)
         schema = with_finite_numbers(without_endless(schema, definitions), self._notes)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
@@ -90,6 +90,10 @@ class _Rewriter:
                 self._notes.warn(pointer, keyword, "is no known keyword and has no effect")
         if len(set(node.get("required", ()))) < len(node.get("required", ())):
             self._notes.warn(pointer, "required", "repeats names; each counts once")
+        if self._draft == 4 and pointer and isinstance(node.get("id"), str):
+            raise Refused.at(
+                child(pointer, "id"), "id", "must stand where keywords have schemas: put it into definitions"
+            )
         if "$id" in node and pointer:
             raise Refused.at(
                 child(pointer, "$id"), "$id", "must not begin another dialect than the root's $schema names"

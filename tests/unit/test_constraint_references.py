@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from grammars import enforced
+from grammars import accepts, enforced, schema_matcher
 
+from mmserve.constraint.findings import Refused
 from mmserve.constraint.resources import located
 from mmserve.constraint.scaffold import scaffold
+from mmserve.constraint.uris import resolved
 
 DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{n}/schema#" for n in (4, 7))
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
@@ -116,6 +118,35 @@ REFERENCES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [[1]],
         [["a"]],
     ),
+    "another_spelling_of_an_id": (
+        {
+            "$id": "http://A.b:80/c/",
+            "items": {"$ref": "http://a.B/c/x/../%7ez"},
+            "$defs": {"a": {"$id": "./~z", **INTEGER}},
+        },
+        [[1]],
+        [["a"]],
+    ),
+    "a_pointer_with_a_quoted_percent_sign": (
+        {"items": {"$ref": "#/$defs/a%2525b"}, "$defs": {"a%b": STRING, "a%25b": INTEGER}},
+        [[1]],
+        [["a"]],
+    ),
+    "an_unknown_keyword_without_names": (
+        {
+            "$id": "http://a.b/",
+            "items": {"$ref": "#/foo/z"},
+            "foo": {"z": {"$ref": "#/$defs/y"}},
+            "$defs": {"y": INTEGER},
+        },
+        [[1]],
+        [["a"]],
+    ),
+    "an_id_of_draft_4": (
+        {"$schema": DRAFT_4, "items": {"$ref": "n"}, "definitions": {"a": {"id": "n", **INTEGER}}},
+        [[1]],
+        [["a"]],
+    ),
     "a_recursive_reference": (
         {
             "$schema": "https://json-schema.org/draft/2019-09/schema",
@@ -131,6 +162,82 @@ REFERENCES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", REFERENCES)
 def test_references_lead_where_the_judge_says(name: str) -> None:
     enforced(*REFERENCES[name])
+
+
+def _within(keyword: str, dialect: str = "", **inner: Any) -> Any:
+    """References to ``keyword`` of a resource, and on to its definitions, which the root has too."""
+    known = "definitions" if dialect else "$defs"
+    resource = {"$id": "http://a.b/r", known: {"y": INTEGER}, **inner, keyword: {"z": {"$ref": f"#/{known}/y"}}}
+    root = {"items": {"$ref": f"#/{known}/r/{keyword}/z"}, known: {"y": STRING, "r": resource}}
+    return {"$schema": dialect, **root} if dialect else root
+
+
+#: References that readers follow to different places, or to none.
+UNCLEAR: dict[str, Any] = {
+    "no_uri": {"$ref": "http://[#a"},
+    "no_host": {"$ref": "//[x#"},
+    "no_ascii": {"$ref": "http://\u2100/#a"},
+    "no_dynamic_uri": {"$dynamicRef": "http://[#a"},
+    "an_id_that_is_no_uri": {"$ref": "a", "$defs": {"a": {"$id": "http://[#a", "items": {"$ref": "b"}}}},
+    "through_an_unknown_keyword": _within("foo"),
+    "through_a_later_keyword": _within("$defs", DRAFT_7),
+    "through_a_name_in_no_schema": {
+        "items": {"$ref": "#/foo/z"},
+        "foo": {"$id": "http://a.b/r", "$defs": {"y": STRING}, "z": {"$ref": "#/$defs/y"}},
+        "$defs": {"y": INTEGER},
+    },
+    "a_name_in_no_schema_of_draft_4": {
+        "$schema": DRAFT_4,
+        "items": {"$ref": "#/foo"},
+        "foo": {"items": {"id": "http://a.b/r", "items": {"$ref": "#/definitions/y"}}},
+        "definitions": {"y": INTEGER},
+    },
+    "a_map_with_a_name": {
+        "items": {"$ref": "#/$defs/z"},
+        "$defs": {"$id": "http://a.b/r", "z": {"$ref": "#/$defs/y"}, "y": INTEGER},
+    },
+    "the_id_of_a_meta_schema": {
+        "$ref": "#/$defs/r",
+        "$defs": {"r": {"$id": "https://json-schema.org/draft/2020-12/schema", "items": {"$ref": "#/$defs/a"}}},
+    },
+}
+for _one, _other in (("a", "/a"), ("a", "./a"), ("http://a.b", "HTTP://A.B:80/"), ("c/../b", "b"), ("~", "%7E")):
+    UNCLEAR[f"{_one} and {_other}"] = {
+        "$ref": _one,
+        "$defs": {"x": {"$id": _one, "type": "string"}, "y": {"$id": _other, "type": "integer"}},
+    }
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_unclear_references_are_refused(name: str) -> None:
+    with pytest.raises(Refused):
+        schema_matcher(UNCLEAR[name])
+
+
+def test_a_name_that_is_no_uri_is_none() -> None:
+    at = schema_matcher({"$id": "http://[#a", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": INTEGER}})
+    assert accepts(at, "[1]") and not accepts(at, '["a"]')
+
+
+@pytest.mark.parametrize(
+    ("reference", "uri"),
+    [
+        ("g", "http://a/b/c/g"),
+        ("/g", "http://a/g"),
+        ("//g", "http://g/"),
+        ("?y", "http://a/b/c/d;p?y"),
+        ("..", "http://a/b/"),
+        ("../../../g", "http://a/g"),
+        ("./g/.", "http://a/b/c/g/"),
+        ("g;x=1/../y", "http://a/b/c/y"),
+        ("urn:g:%7e%c3", "urn:g:~%C3"),
+        ("g:h/:", "g:h/:"),
+        ("1:g", None),
+        ("g h", None),
+    ],
+)
+def test_uris_are_resolved_as_the_standard_says(reference: str, uri: str | None) -> None:
+    assert resolved("http://a/b/c/d;p?q", reference) == uri
 
 
 def test_documents_without_names_stay_as_they_are() -> None:

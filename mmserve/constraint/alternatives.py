@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
 
-from mmserve.constraint.exclusive import exclude
+from mmserve.constraint.exclusive import Effort, exclude, said
 from mmserve.constraint.negation import Scope, either, negation
 from mmserve.constraint.values import ALL, names_of, types_of
 
@@ -16,6 +17,7 @@ _MOST_BRANCHES = 40
 _DEPTH = 4  # schemas within schemas that are negated
 _MOST_PARTS = 16  # alternatives to another branch that are looked at
 _LARGEST = 64  # objects and arrays that one of those is made of
+_MOST_TEXT = 128 << 10  # characters in the alternatives to all branches together
 
 
 @dataclass(frozen=True)
@@ -33,24 +35,26 @@ class Together(NamedTuple):
     second: int
 
 
-def apart(branches: list[Any], scope: Scope, at: str, within: frozenset[str] = ALL) -> Apart | Together:
+def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL) -> Apart | Together:
     """How each of ``branches`` is told from the others, or two of them that nothing is known to tell apart.
 
-    Only values of the types ``within`` (of ``types_of``) count.
+    Only values of the types ``within`` (of ``types_of``) count. ``effort`` is what is left to the document's proofs.
     """
-    branches = [_typed(branch, scope, within) for branch in branches]
-    meeting = [
-        [j for j in range(len(branches)) if j != i and not exclude(branches[i], branches[j], scope.resolve)]
-        for i in range(len(branches))
-    ]
+    branches = [_typed(said(branch, scope.draft), scope, within) for branch in branches]
+    meeting = [list[int]() for _ in branches]
+    for i, j in combinations(range(len(branches)), 2):
+        if not exclude(branches[i], branches[j], scope, effort):
+            meeting[i].append(j)
+            meeting[j].append(i)
     flat = [_resolved(branch, scope) for branch in branches]
     few = sum(map(bool, meeting)) <= _MOST_SPLIT
-    parts, exact = list[list[Any]](), True
+    parts, exact, text = list[list[Any]](), True, 0
     for i, found in enumerate(meeting):
         cases = []
         for j in found:
-            without, whole = _without(flat[i], flat[j], scope, at)
-            if (not without and not whole) or len(branches) > _MOST_BRANCHES:
+            without, whole = _without(flat[i], flat[j], scope, at, effort, within)
+            text += _text(without)
+            if (not without and not whole) or len(branches) > _MOST_BRANCHES or text > _MOST_TEXT:
                 return Together(min(i, j), max(i, j))
             cases.append(without)
             exact &= whole
@@ -67,9 +71,11 @@ def _typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
     return {**branch, "type": names_of(within)}
 
 
-def _without(mine: Any, other: Any, scope: Scope, at: str) -> tuple[list[Any], bool]:
+def _without(
+    mine: Any, other: Any, scope: Scope, at: str, effort: Effort, within: frozenset[str]
+) -> tuple[list[Any], bool]:
     """Alternatives that nothing valid under ``other`` is valid under, and that something of ``mine`` may be."""
-    within = types_of(mine) if isinstance(mine, dict) else ALL
+    within = types_of(mine) & within if isinstance(mine, dict) else within
     found = negation(other, scope, at, within, _DEPTH)
     if found.schema is True:
         return [True], True
@@ -81,7 +87,7 @@ def _without(mine: Any, other: Any, scope: Scope, at: str) -> tuple[list[Any], b
         names = [name for name, schema in mine.get("properties", {}).items() if schema is not False]
         more = [name for name in names if name not in other.get("properties", {})]
         parts += [{"type": "object", "required": [name]} for name in more]
-    return [part for part in parts if not exclude(mine, part, scope.resolve)], exact
+    return [part for part in parts if not exclude(mine, part, scope, effort)], exact
 
 
 def _parts(schema: Any) -> list[Any]:
@@ -98,6 +104,16 @@ def _size(schema: Any) -> int:
         case list():
             return 1 + sum(map(_size, schema))
     return 0
+
+
+def _text(schema: Any) -> int:
+    """How many characters there are in the strings of ``schema``."""
+    match schema:
+        case dict():
+            return _text(list(schema.values()))
+        case list():
+            return sum(map(_text, schema))
+    return len(schema) if isinstance(schema, str) else 0
 
 
 def _best(parts: list[Any], mine: Any) -> Any:
@@ -124,5 +140,5 @@ def _resolved(node: Any, scope: Scope) -> Any:
     for _ in range(_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node or (len(node) > 1 and scope.draft > 7):
             break
-        node = scope.resolve(node["$ref"])
+        node = said(scope.resolve(node["$ref"]), scope.draft)
     return node

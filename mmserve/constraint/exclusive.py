@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmserve.constraint.derivatives import disjoint, matches
+from mmserve.constraint.negation import Scope
 from mmserve.constraint.pattern import BadPattern, searched
 from mmserve.constraint.shapes import is_number, misshapen
 from mmserve.constraint.values import finite, key, types_of
 
-Resolve = Callable[[str], Any]
 _DEPTH = 8  # nested schemas and references looked through
 _MOST_TEXTS = 64  # strings that are looked at one by one
 _MOST_STATES = 100  # of two expressions together; each costs a character of every class
+_MOST_READ = 60_000  # characters of expressions and strings, in all proofs for a document
 
 
-def exclude(one: Any, other: Any, resolve: Resolve, depth: int = _DEPTH) -> bool:
-    """True only if no value is valid under both; ``resolve`` gives the schema that a ``$ref`` names."""
+@dataclass
+class Effort:
+    """What looking into strings may still cost, all proofs of a document together: characters of what is looked at."""
+
+    left: int = _MOST_READ
+
+    def spent(self, cost: int) -> bool:
+        """Whether ``cost`` was there to be spent, and now is."""
+        if cost > self.left:
+            return False
+        self.left -= cost
+        return True
+
+
+class _Means(NamedTuple):
+    """What a proof may use; without ``effort`` it does not look into strings."""
+
+    scope: Scope
+    effort: Effort | None
+
+
+def exclude(one: Any, other: Any, scope: Scope, effort: Effort) -> bool:
+    """True only if no value is valid under both.
+
+    Strings are looked into only where nothing else tells the two apart, and no further than ``effort`` allows.
+    """
+    return any(_exclude(one, other, _Means(scope, each), _DEPTH) for each in (None, effort))
+
+
+def said(node: Any, draft: int) -> Any:
+    """``node`` without what its draft ignores: the siblings of a reference."""
+    return {"$ref": node["$ref"]} if draft <= 7 and isinstance(node, dict) and "$ref" in node else node
+
+
+def _exclude(one: Any, other: Any, means: _Means, depth: int) -> bool:
     if one is False or other is False:
         return True
+    one, other = said(one, means.scope.draft), said(other, means.scope.draft)
     if depth == 0 or not _is_read(one) or not _is_read(other):
         return False
     for first, second in ((one, other), (other, one)):
-        if "$ref" in first and exclude(resolve(first["$ref"]), second, resolve, depth - 1):
+        if "$ref" in first and _exclude(means.scope.resolve(first["$ref"]), second, means, depth - 1):
             return True
-        if any(exclude(part, second, resolve, depth - 1) for part in first.get("allOf", ())):
+        if any(_exclude(part, second, means, depth - 1) for part in first.get("allOf", ())):
             return True
         for keyword in ("anyOf", "oneOf"):
-            if keyword in first and all(exclude(part, second, resolve, depth - 1) for part in first[keyword]):
+            if keyword in first and all(_exclude(part, second, means, depth - 1) for part in first[keyword]):
                 return True
-    if "$ref" in one or "$ref" in other:
-        return False  # in old drafts the siblings of a reference mean nothing
-    return _by_value(one, other) or _by_type(one, other, resolve, depth)
+    return _by_value(one, other) or _by_type(one, other, means, depth)
 
 
 def _is_read(node: Any) -> bool:
@@ -49,27 +82,27 @@ def _by_value(one: Any, other: Any) -> bool:
     return not {key(value) for value in values} & {key(value) for value in others}
 
 
-def _by_type(one: Any, other: Any, resolve: Resolve, depth: int) -> bool:
+def _by_type(one: Any, other: Any, means: _Means, depth: int) -> bool:
     shared = types_of(one) & types_of(other)
     if not shared:
         return True
     if shared == {"object"}:
-        return _by_property(one, other, resolve, depth) or _by_property(other, one, resolve, depth)
+        return _by_property(one, other, means, depth) or _by_property(other, one, means, depth)
     if shared <= {"number", "integer"}:
         return _below(one, other) or _below(other, one)
     if shared == {"string"}:
-        return _sized(one, other, "Length") or _by_text(one, other)
+        return _sized(one, other, "Length") or (means.effort is not None and _by_text(one, other, means.effort))
     if shared == {"array"}:
         return _sized(one, other, "Items")
     return False
 
 
-def _by_property(one: Any, other: Any, resolve: Resolve, depth: int) -> bool:
+def _by_property(one: Any, other: Any, means: _Means, depth: int) -> bool:
     """Whether a property that ``one`` requires is, in both, impossible to agree on."""
     for name in one.get("required", ()):
         mine = one.get("properties", {}).get(name, True)
         theirs = _property(other, name)
-        if exclude(mine, theirs, resolve, depth - 1):
+        if _exclude(mine, theirs, means, depth - 1):
             return True
     return False
 
@@ -87,14 +120,18 @@ def _sized(one: Any, other: Any, what: str) -> bool:
     return any(a.get(f"min{what}", 0) > b.get(f"max{what}", a.get(f"min{what}", 0)) for a, b in pairs)
 
 
-def _by_text(one: Any, other: Any) -> bool:
+def _by_text(one: Any, other: Any, effort: Effort) -> bool:
     """Whether no string is of both; what formats allow may be more than what is known of them."""
     for first, second in ((one, other), (other, one)):
         texts = finite(first)
         if texts is not None and len(texts) <= _MOST_TEXTS:
-            return not any(_holds(text, second) for text in texts if isinstance(text, str))
+            strings = [text for text in texts if isinstance(text, str)]
+            read = sum(map(len, strings)) + len(_expression(second) or "")
+            return effort.spent(read) and not any(_holds(text, second) for text in strings)
     mine, theirs = _expression(one), _expression(other)
-    return mine is not None and theirs is not None and _apart(mine, theirs)
+    if mine is None or theirs is None:
+        return False
+    return effort.spent(len(mine) + len(theirs)) and _apart(mine, theirs)
 
 
 def _holds(text: str, node: Any) -> bool:

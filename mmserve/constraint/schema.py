@@ -13,6 +13,7 @@ from typing import Any
 
 from mmserve.constraint import alternatives, containing, objects, scalars, unique
 from mmserve.constraint.draft import dialect, modern
+from mmserve.constraint.exclusive import Effort
 from mmserve.constraint.findings import Finding, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 from mmserve.constraint.negation import Scope, both, complement, either
@@ -52,6 +53,7 @@ class _Rewriter:
         self._draft = dialect(root)
         self._references = References(root, barred)
         self._notes = Notes()
+        self._effort = Effort()
         self._count = 0
         self._steps: set[float] = set()  # all multipleOf so far
         self._joins = _holds(root, IN_PLACE)  # whether schemas may come to judge the same value
@@ -212,7 +214,7 @@ class _Rewriter:
     def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
         branches = node["oneOf"]
         schemas = [self._schema(branch, child(at, i)) for i, branch in enumerate(branches)]
-        found = alternatives.apart(branches, self._scope(at), at, types_of(node))
+        found = alternatives.apart(branches, self._scope(at), at, self._effort, types_of(node))
         if isinstance(found, alternatives.Together):
             i, j = found
             self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")

@@ -10,7 +10,9 @@ import jsonschema_rs
 import pytest
 from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
 
+from mmserve.constraint import exclusive
 from mmserve.constraint.findings import Refused
+from mmserve.constraint.negation import Scope
 from mmserve.core.constraint import JsonSchema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -71,6 +73,23 @@ EXACT: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"type": "string", "oneOf": [{"pattern": "^https?://"}, {"pattern": "^\\./"}]},
         ["http://", "./a"],
         ["a", "/"],
+    ),
+    "one_of_beside_references_of_old_drafts": (
+        {
+            "$schema": DRAFT_7,
+            "oneOf": [
+                {"$ref": "#/definitions/s", "allOf": [{"type": "null"}]},
+                {"type": "string", "minLength": 2},
+            ],
+            "definitions": {"s": {"type": "string", "maxLength": 3}},
+        },
+        ["a", "abcd"],
+        ["ab", "abc", None],
+    ),
+    "one_of_within_its_parents_type": (
+        {"type": "integer", "oneOf": [{"type": "number", "maximum": -1}, {}]},
+        [0, 1],
+        [-1, -2, 0.5, "a"],
     ),
     "one_of_by_length": ({"type": "string", "oneOf": [{"maxLength": 1}, {"minLength": 2}]}, ["", "a", "ab"], [1]),
     "one_of_by_text": ({"oneOf": [{"const": ""}, {"type": "string", "minLength": 3}]}, ["", "abc"], ["a"]),
@@ -231,3 +250,31 @@ def test_what_stands_beside_a_keyword_is_judged_beside_it(schema: Any, good: lis
 def test_a_number_beyond_all_that_doubles_tell_apart_is_refused() -> None:
     with pytest.raises(Refused, match="minimum"):
         schema_matcher({"type": "number", "minimum": 1 << 60})
+
+
+def test_branches_that_constants_tell_apart_are_not_told_apart_by_their_patterns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = list[str]()
+    monkeypatch.setattr(exclusive, "_apart", lambda one, other: compared.extend([one, other]))
+    patterns = [f"^[a-z][a-z0-9_.-]{{0,20}}-{'xyz'[i % 3]}{i}[A-Z]{{1,10}}$" for i in range(40)]
+    branches = [
+        {"properties": {"name": {"type": "string", "pattern": patterns[i]}, "kind": {"const": f"k{i}"}}}
+        for i in range(len(patterns))
+    ]
+    schema = {"type": "object", "oneOf": [branch | {"required": ["name", "kind"]} for branch in branches]}
+    made = grammar(JsonSchema(json.dumps(schema)))
+    assert not compared and not made.warnings
+
+
+def test_no_more_patterns_are_compared_than_a_document_may_have_compared() -> None:
+    scope, effort = Scope(2020, dict[str, Any]().__getitem__), exclusive.Effort(left=100)
+    a, b = {"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}
+    proofs = [exclusive.exclude(a, b, scope, effort) for _ in range(20)]
+    assert proofs[0] and not proofs[-1] and proofs == sorted(proofs, reverse=True)
+
+
+def test_large_enums_that_overlap_everywhere_are_refused() -> None:
+    enums = [[f"v{i}_{j}" for j in range(65)] + ["same"] for i in range(40)]
+    with pytest.raises(Refused, match="may both hold"):
+        grammar(JsonSchema(json.dumps({"oneOf": [{"type": "string", "enum": values} for values in enums]})))

@@ -75,7 +75,7 @@ SCHEMAS: dict[str, tuple[Any, str, str]] = {
     "file": ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "/properties/a/$ref", "$ref"),
     "anchor": ({"$ref": "#there", "$defs": {"a": {"$anchor": "here"}}}, "/$ref", "$ref"),
     "anchor_of_two": ({"$ref": "#a", "$defs": {"a": {"$anchor": "a"}, "b": {"$anchor": "a"}}}, "/$ref", "$ref"),
-    "id_of_two": ({"$ref": "a", "$defs": {"a": {"$id": "a"}, "b": {"$id": "a"}}}, "/$ref", "$ref"),
+    "id_of_two": ({"$ref": "a", "$defs": {"a": {"$id": "a"}, "b": {"$id": "a"}}}, "/$defs/b/$id", "$id"),
     "beside_an_inner_root": (
         {"$defs": {"a": {}}, "properties": {"p": {"$id": "other", "$ref": "#/$defs/a"}}},
         "/properties/p/$ref",

@@ -212,7 +212,8 @@ def test_what_does_not_fit_is_refused_with_its_place(bench: Make, models: dict[s
 
 
 def test_a_hole_is_judged_in_the_mode_validate(bench: Make, models: dict[str, LoadedModel]) -> None:
-    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "contains": {"const": 2}}
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+    schema |= {"contains": {"const": 2}, "maxContains": 1}
     ended = []
     for kind, seed in itertools.product(("full", "causal"), range(4)):
         hole = Hole(8, JsonSchema(json.dumps(schema)), ConstraintMode.VALIDATE)

@@ -103,7 +103,7 @@ def quick_close(matcher: Matcher, lexicon: Lexicon, places: int) -> tuple[int, .
     if begun is None:
         return None
     cover = lexicon.cover(lexicon.text(begun.tokens))
-    return begun.tokens if cover is None or not completes(matcher, cover) else tuple(cover)
+    return begun.tokens if cover is None or not matcher.ends(cover) else tuple(cover)
 
 
 def _searched(matcher: Matcher, lexicon: Lexicon, effort: Effort) -> list[int] | None:

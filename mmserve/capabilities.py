@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, TextPart
-from mmserve.decode.blending import check_reuse
+from mmserve.decode.blending import check_reuse, no_reuse
 from mmserve.decode.commit import (
     ACCOMPANIED,
     CAUSAL_COMMIT,
@@ -74,7 +74,7 @@ class Capabilities:
             device=str(self.model.device),
             kernels=kernels,
             kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self._reducible else (),
-            image_reuses=tuple(REUSES) if self.model.spec.causal and sees and self._reducible else (),
+            image_reuses=() if no_reuse(self.model, reads_pages=self._reducible) else tuple(REUSES),
         )
 
     def check(self, request: Request) -> None:

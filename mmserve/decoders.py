@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmserve.capabilities import rows_apart
 from mmserve.config import EngineConfig
-from mmserve.decode.blending import Blender
+from mmserve.decode.blending import Blender, no_reuse
 from mmserve.decode.companion import Companion
 from mmserve.decode.graphs import graphs_for
 from mmserve.decode.loop import DiffusionDecoder
@@ -53,7 +53,7 @@ def _check_room(models: list[LoadedModel], engine: EngineConfig, kv_bytes: int) 
     """``ConfigError`` where a GPU has no room for the models' pages beside what is kept for ``image_reuse``."""
     first = models[0]
     whole = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
-    kept = kv_bytes if first.spec.causal and first.vision is not None and whole else 0
+    kept = 0 if no_reuse(first, reads_pages=whole) else kv_bytes
     pools = [pool_bytes(m.decoder.config, engine, m.dtype) for m in models]
     check_room(pools, kept, free_bytes(first.device), first.device)
 

@@ -4,6 +4,8 @@ Every rule at every share answers the same fresh items, by turns with plain pref
 about one picture that stand both in front of it and behind it, so that no picture that counts begins its chat. All
 pictures were seen before: neither side runs the tower, and each image's K/V are kept. Beside that, the same for prompts
 of many pictures, which the bundled models cannot answer, but which show what prefill takes.
+Logits are those of the right answer's tokens, each behind those before it; of a masked diffusion model, those of its
+first pass, where nothing of the answer is there yet.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.settings import measured_config
-from mmserve.client import Blend, Client, KvShare, LegoLink, RandomReuse, Result
+from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
-from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart
-from mmserve.decode.blending import Blender, in_one_go
+from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
+from mmserve.decode.blending import Blender, in_one_go, no_reuse
 from mmserve.decode.embedding import embedded
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.repairing import Repairer, Repairing
@@ -95,8 +97,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         raise ConfigError(f"no task about pictures is called {min(unknown)!r}")
     config = replace(measured_config(arguments), encoder_cache=EncoderCacheConfig(kv_bytes=_ALL))
     model = load_model(config.models[0])
-    if not isinstance(model, LoadedModel) or not model.spec.causal or model.vision is None:
-        raise ConfigError(f"{model.spec.name} has no image_reuse; try --model bundled-causal")
+    if not isinstance(model, LoadedModel) or (lacking := no_reuse(model, reads_pages=True)):
+        raise ConfigError(f"{model.spec.name} has no image_reuse: {lacking}")
     torch.set_num_threads(resolve(config.engine).torch_threads)
     items = [_item(task, index, arguments.seed) for index in range(arguments.limit) for task in tasks]
     chosen = list(settings())
@@ -107,15 +109,17 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         for setting in chosen:
             distances[setting].append(_distance(exact, logits.of(one, setting)))
     progress(f"logits of {len(items)} items compared")
+    decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
     answers: dict[Setting, list[Result]] = {setting: [] for setting in chosen}
     times: dict[Setting, list[float]] = {setting: [] for setting in chosen}
     with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
+        described = client.describe()
         cold = [_ask(client, one, Blend(0.0)).times.prefill for one in items]  # which keeps what the others find
         for i, one in enumerate(items):
             progress(f"{i} of {len(items)} items, {len(chosen)} times each")
             for setting in chosen:
-                answers[setting].append(_ask(client, one, setting.reuse))
+                answers[setting].append(_ask(client, one, setting.reuse, decoding))
         for one in _long(arguments.seed):
             _ask(client, one, Blend(0.0))
             for setting in chosen:
@@ -137,6 +141,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "model": model.spec.name,
             "tasks": tasks,
             "items": len(items),
+            "recompute": arguments.recompute or described.recompute_policy,
+            "commit": arguments.commit or described.commit_policy,
             "seed": arguments.seed,
             "pictures_of_long_prompts": MANY,
             "long_prompts": LONG_PROMPTS,
@@ -178,12 +184,13 @@ def _long(seed: int) -> Iterator[Item]:
         yield Item(question, Message("user", (TextPart("Look.\n"), *pictures, TextPart(question.text))), 1)
 
 
-def _ask(client: Client, one: Item, reuse: ImageReuse | None) -> Result:
-    return client.generate([one.message], max_new_tokens=one.new_tokens, image_reuse=reuse)
+def _ask(client: Client, one: Item, reuse: ImageReuse | None, decoding: Options | None = None) -> Result:
+    options: Options = {"max_new_tokens": one.new_tokens, "image_reuse": reuse, **(decoding or {})}
+    return client.generate([one.message], **options)
 
 
 class _Logits:
-    """Logits of right answers behind their prompts, from one pass."""
+    """Logits of right answers behind their prompts."""
 
     def __init__(self, model: LoadedModel, media: MediaConfig) -> None:
         self._model, self._floor = model, row_floor(model)
@@ -195,43 +202,45 @@ class _Logits:
 
     @torch.inference_mode()
     def of(self, one: Item, setting: Setting) -> Tensor:
-        """``[answer + 1, V]``: what is said of each token of the right answer, and of its end."""
-        model = self._model
+        """``[answer + 1, V]``: what is said of each token of the right answer, and of its end, where there is room."""
+        model, spec = self._model, self._model.spec
         request = Request(
             id="logits",
-            model=model.spec.name,
+            model=spec.name,
             messages=(one.message,),
             sampling=Sampling(max_new_tokens=one.new_tokens),
-            diffusion=Diffusion(recompute=Policy(name="last")),
             image_reuse=setting.policy,
         )
         [prompt] = self._encoder.encode([request])
-        answer = model.tokenizer.encode(one.question.answer, add_special_tokens=False)
-        encoded = _followed_by(prompt, np.asarray(answer, dtype=np.int64))
-        size = len(encoded.ids)
+        answer = np.asarray(model.tokenizer.encode(one.question.answer, add_special_tokens=False), dtype=np.int64)
+        encoded, masked = (_followed_by(prompt, answer), 1) if spec.causal else (prompt, one.new_tokens)
         made = Canvas.create(
-            encoded.ids, new_tokens=1, block_length=1, mask_id=model.spec.mask_id, places=encoded.places
+            encoded.ids,
+            new_tokens=masked,
+            block_length=spec.block_length(),
+            mask_id=spec.mask_id,
+            places=encoded.places,
         )
         pages = np.arange(pages_for(made.size, _PAGE))
         embeddings, deep = embedded(model, made.tokens, encoded)
-        rows, first = np.arange(size), len(prompt.ids) - 1
-        repairing = None
+        size = len(encoded.ids) if spec.causal else made.size
+        first, repairing = len(prompt.ids) - spec.logit_shift, None
+        rows, wanted = np.arange(size), np.arange(first, min(first + len(answer) + 1, size))
         if (reuse := reuse_of(request)) is not None:
             prompt = replace(prompt, span_keys=self._blender.keys(prompt))
             taken = in_one_go(self._blender.take(reuse, prompt, made, embeddings, deep, pages))
             rows, repairing = rows[~taken.held[:size]], taken.repairing
 
         def run(rows: np.ndarray, wanted: np.ndarray, repairing: Repairing | None = None) -> Tensor:
-            visible = int(wanted[-1]) + 1
-            seen = None if repairing is None else self._repairer.watch(repairing, rows, visible, pages)
+            visible = int(wanted[-1]) + 1 if spec.causal else size
+            seen = None if repairing is None else self._repairer.watch(repairing, rows, wanted, visible, pages)
             one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, visible, deep, observation=seen)
             [found] = forward(model, self._store, [one_pass], self._floor)
             if repairing is not None and seen is not None:
                 repairing.absorb(seen)
             return found.whole()
 
-        wanted = np.arange(first, size)
-        if repairing is None:
+        if repairing is None or not spec.causal:
             return run(rows, wanted).log_softmax(-1)
         found = [run(rows[rows <= first], wanted[:1])]  # as it decodes: positions are run again beside each token
         found += [run(np.union1d(repairing.rows(), [at]), np.array([at]), repairing) for at in wanted[1:]]

@@ -20,7 +20,19 @@ from typing import Any
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.scoring import decoder_shares, scored_by, tower_shares
 from mmserve.bench.settings import measured_config
-from mmserve.client import Client, ExpectedAttention, HeavyHitters, Options, Result, SinkWindow, Usage, VisualCache
+from mmserve.client import (
+    Blend,
+    Client,
+    ExpectedAttention,
+    HeavyHitters,
+    LegoLink,
+    Options,
+    RandomReuse,
+    Result,
+    SinkWindow,
+    Usage,
+    VisualCache,
+)
 from mmserve.config import Config, EncoderCacheConfig
 from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.errors import ConfigError
@@ -31,7 +43,7 @@ from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
-from mmserve.rpc.policies import KvReduction
+from mmserve.rpc.policies import ImageReuse, KvReduction
 
 RATIOS = (0.5, 0.25, 0.125, 0.05)
 #: Shares of attention for pruners that take no ratio.
@@ -43,6 +55,9 @@ _REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
     "expected_attention": ExpectedAttention,
     "sink_window": SinkWindow,
 }
+#: Pictures that are asked about twice, and the rules under which that is done again.
+AGAIN = 32
+REUSING: dict[str, ImageReuse] = {"blend": Blend(), "lego_link": LegoLink(), "random_reuse": RandomReuse()}
 #: A result, and whether it is right.
 Answer = tuple[Result, bool]
 #: Rounds in which a tower runs and pruners score what it shows.
@@ -124,7 +139,12 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         "kv_reductions": [
             _reduced_row(s, answers[s], answers[settings[0]]) for s in settings if isinstance(s, Reduced)
         ],
-        "again": _again(config, asked[: min(len(asked), 32)]),
+        "again": _again(config, asked[:AGAIN]),
+        "again_reusing": {
+            name: _again(config, asked[:AGAIN], rule)
+            for name, rule in REUSING.items()
+            if name in described.image_reuses
+        },
         "settings": {
             "model": described.name,
             "tasks": tasks,
@@ -221,10 +241,12 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
     return {name: one.share for name, one in found.items()}
 
 
-def _again(config: Config, asked: Sequence[tuple[Any, Question]]) -> dict[str, Any]:
+def _again(config: Config, asked: Sequence[tuple[Any, Question]], reuse: ImageReuse | None = None) -> dict[str, Any]:
     """The first request with a picture against the second, the same; one denoising step: the time to the first token is
-    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too."""
+    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too. With ``reuse``
+    both ask for it: the first makes the picture's K/V, the second finds them."""
     first, second = [], []
+    options: Options = {"steps": 1, "image_reuse": reuse}
     cached = replace(config.engine, prefix_cache=True)
     with BackgroundServer(replace(config, engine=cached, encoder_cache=EncoderCacheConfig())) as server:
         engine = next(iter(server.engines.values()))
@@ -232,7 +254,7 @@ def _again(config: Config, asked: Sequence[tuple[Any, Question]]) -> dict[str, A
             client.wait_ready()
             client.generate("?", max_new_tokens=4)  # warm-up
             for thing, question in asked:
-                once, twice = (_ask(client, thing, question, {"steps": 1}).times for _ in range(2))
+                once, twice = (_ask(client, thing, question, options).times for _ in range(2))
                 first.append(once)
                 second.append(twice)
         made = engine.stats().token_cache.made

@@ -1,9 +1,10 @@
 """K/V of images that are taken from where each stood alone, and which of their positions are run again in this prompt.
 
 What is taken is defined, not found: an image's K/V are those that it has at the beginning of a chat of its own, behind
-what the model's chat format puts there. A request whose image nobody has asked about computes them first, so that no
-answer depends on what is kept. Keys are kept before rotation, and turned to an image's place as fresh ones are: no
-rounding comes in by moving them, whatever the axes of position or their scaling.
+what the model's chat format puts there; where attention looks right, nothing stands there. A request whose image nobody
+has asked about computes them first, so that no answer depends on what is kept. Keys are kept before rotation, and
+turned to an image's place as fresh ones are: no rounding comes in by moving them, whatever the axes of position or
+their scaling.
 Shapes in names: N layers, L positions, D hidden, G key/value heads, K head size.
 """
 
@@ -32,7 +33,7 @@ from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.models.alone import kv_alone
 from mmserve.models.attended import column_sums
-from mmserve.models.base import LoadedModel, Model
+from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 from mmserve.models.decoder import DecoderLayer
 
@@ -51,24 +52,32 @@ def reused(policy: Reuse | None, encoded: Encoded) -> int:
     return 0 if policy is None else sum(sizes) - policy.count(sizes)
 
 
+def no_reuse(model: Model, *, reads_pages: bool) -> str:
+    """Why no image's K/V can be taken from elsewhere for ``model``; empty where they can.
+
+    ``reads_pages``: passes read all pages as they are.
+    """
+    if model.vision is None:
+        return "it takes no images"
+    if isinstance(model, CanvasModel):
+        return "its network keeps its K/V to itself"
+    if model.spec.attention is Attention.BLOCK_CAUSAL:
+        return "its positions look no further than their block, and an image may stand across two"
+    return "" if reads_pages else "the server has [engine] sparse_* or kv_bits"
+
+
 def check_reuse(request: Request, model: Model, *, reads_pages: bool) -> None:
     """Refuse a reuse of images' K/V that ``model``, or what else is asked for, leaves no room for.
 
-    ``reads_pages``: passes read all pages as they are. ``Unimplemented`` where the model or the server lacks something,
-    ``InvalidArgument`` where the request does not fit together.
+    ``Unimplemented`` where the model or the server lacks something, ``InvalidArgument`` where the request does not fit
+    together.
     """
     policy = reuse_of(request)
     if policy is None:
         return
-    name = model.spec.name
-    if not model.spec.causal:
-        why = "an image's K/V depend on all of a prompt unless the model is autoregressive"
-        raise Unimplemented(f"model {name!r} has no image_reuse: {why}")
-    if model.vision is None:
-        raise Unimplemented(f"model {name!r} has no image_reuse: it takes no images")
-    if not reads_pages:
-        raise Unimplemented(f"model {name!r} has no image_reuse here: the server has [engine] sparse_* or kv_bits")
-    if request.diffusion.recompute.name != "last":
+    if why := no_reuse(model, reads_pages=reads_pages):
+        raise Unimplemented(f"model {model.spec.name!r} has no image_reuse here: {why}")
+    if model.spec.causal and request.diffusion.recompute.name != "last":
         raise InvalidArgument.of("diffusion.recompute", "must be 'last' with image_reuse")
     if request.diffusion.commit.name in ACCOMPANIED:
         raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion with image_reuse")
@@ -117,6 +126,7 @@ class Blender:
 
     def __init__(self, model: LoadedModel, store: KVStore, cache: TensorCache) -> None:
         self._model, self._store, self._cache = model, store, cache
+        self._causal = model.spec.causal
         # In memory nothing tells one checkpoint's K/V from another's but who computed them.
         self._own = secrets.token_bytes(32)
         self._contexts: dict[bool, np.ndarray] = {}
@@ -149,7 +159,7 @@ class Blender:
         taken_NLGK = yield from self._found(encoded, sizes)
         seen = None
         if policy.layers and (policy.count(sizes) or policy.each_step):
-            end = len(encoded.ids) if policy.weighed else int(rows[-1]) + 1
+            end = self._looked_at(policy, rows, canvas)
             seen = yield from self._look(policy, taken_NLGK, rows, canvas, embeddings[:end], deep)
         self._write(taken_NLGK, rows, canvas, pages)
         held[rows] = True
@@ -193,6 +203,14 @@ class Blender:
             yield len(of_layer[0])
         return {name: torch.stack(of_each) for name, of_each in zip(_NAMES, zip(*made, strict=True), strict=True)}
 
+    def _looked_at(self, policy: Reuse, rows: np.ndarray, canvas: Canvas) -> int:
+        """How much of the canvas, from the left, the K/V of ``rows`` depend on, or the policy's weights."""
+        if self._model.spec.attention is Attention.FULL:
+            return canvas.size
+        if policy.weighed or self._model.spec.attention is Attention.PREFIX:
+            return canvas.prompt_length
+        return int(rows[-1]) + 1
+
     def _look(
         self,
         policy: Reuse,
@@ -217,11 +235,11 @@ class Blender:
         def onlook(layer: DecoderLayer, before_LD: Tensor) -> None:
             cos, sin = decoder.rotary(positions)
             q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(before_LD, slice(None)))
-            seen = torch.arange(1, len(before_LD) + 1, device=device)
+            seen = torch.arange(1, len(before_LD) + 1, device=device) if self._causal else None
             attended.copy_(column_sums(self._scores, q_LHK, k_LGK, seen)[at].sum(1))
 
         added, watch = deep_rows([(before, deep)]), onlook if policy.weighed else None
-        fresh = kv_alone(decoder, x_LD, positions, layers=layers, deep=added, onlook=watch)
+        fresh = kv_alone(decoder, x_LD, positions, causal=self._causal, layers=layers, deep=added, onlook=watch)
         for layer, of_layer in enumerate(fresh):
             for taken, found in zip(taken_NLGK, of_layer, strict=True):
                 own = found[at]
@@ -264,7 +282,8 @@ class Blender:
         x, deep = embedded(model, ids, alone)
         added = deep_rows([(np.arange(len(ids)), deep)])
         positions = torch.from_numpy(places).to(model.device)
-        made = kv_alone(model.decoder, x, positions, layers=len(model.decoder.layers), deep=added)
+        layers = len(model.decoder.layers)
+        made = kv_alone(model.decoder, x, positions, causal=self._causal, layers=layers, deep=added)
         return ((k[len(context) :], v[len(context) :]) for k, v in made)
 
     def _fits(self, span: Span, entry: Entry) -> bool:

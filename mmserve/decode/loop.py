@@ -30,10 +30,10 @@ from mmserve.decode.logits import Logits
 from mmserve.decode.passes import Passes
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import Watching
-from mmserve.decode.repairing import NewestRow, Repairer, Repairing
+from mmserve.decode.repairing import AskingRows, Repairer
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
-from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped
+from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped, Taken
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.kv.reducer import Observation, Reducer, Reducing
 from mmserve.kv.reduction import reduction_of
@@ -106,8 +106,7 @@ class DiffusionDecoder:
                 continue
             p.canvas.count_forward()
             run = begun.run - begun.reused
-            repairing = None if begun.taken is None else begun.taken.repairing
-            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing, repairing)
+            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing, begun.taken)
             results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *beside))
         return results
 
@@ -137,7 +136,7 @@ class DiffusionDecoder:
             self._companion.draft(running)
         if running:
             passes = [
-                self._watched(self.passes.next(d, rows), d.prefilled.reducing, d.prefilled.repairing)
+                self._watched(self.passes.next(d, rows), d.prefilled.reducing, d.prefilled.taken)
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
@@ -149,7 +148,7 @@ class DiffusionDecoder:
                 d.forwards += 1
                 d.prefilled.recomputed += len(p.rows)
                 d.prefilled.held = p.visible - p.evicted
-                _absorb(p, d.prefilled.reducing, d.prefilled.repairing)
+                _absorb(p, d.prefilled.reducing, d.prefilled.taken)
         if self._companion is not None:
             self._companion.judge(batch)
         return [None] * len(batch)
@@ -177,15 +176,16 @@ class DiffusionDecoder:
         pages = self._reduced(d) if reason is None else None
         return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason, pages)
 
-    def _watched(self, p: Pass, reducing: Reducing | None, repairing: Repairing | None) -> Pass:
+    def _watched(self, p: Pass, reducing: Reducing | None, taken: Taken | None) -> Pass:
         """``p`` of a request whose K/V are reduced, or repaired (none has both): what it shows is noted, and rows lie
         where there is room now."""
-        if repairing is not None:
-            return replace(p, observation=self._repairer.watch(repairing, p.rows, p.visible, p.pages))
+        if taken is not None and taken.repairing is not None:
+            seen = self._repairer.watch(taken.repairing, p.rows, p.wanted, p.visible, p.pages)
+            return replace(p, observation=seen)
         if reducing is None:
             return p
-        seen = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
-        return replace(p, evicted=reducing.evicted, observation=seen)
+        noted = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
+        return replace(p, evicted=reducing.evicted, observation=noted)
 
     def _reduced(self, d: Decoding) -> int | None:
         """Drop what the request's reduction says; how many pages it needs from now on, if fewer than it has."""
@@ -336,9 +336,10 @@ class DiffusionDecoder:
         return Snapshot(text, committed, d.canvas.new_tokens, d.forwards, edited)
 
 
-def _absorb(p: Pass, reducing: Reducing | None, repairing: Repairing | None) -> None:
+def _absorb(p: Pass, reducing: Reducing | None, taken: Taken | None) -> None:
     """Take over what the pass showed of a request, now that it is done."""
     if reducing is not None and isinstance(p.observation, Observation):
         reducing.absorb(p.observation)
-    if repairing is not None and isinstance(p.observation, NewestRow):
-        repairing.absorb(p.observation)
+    if taken is not None and taken.repairing is not None and isinstance(p.observation, AskingRows):
+        taken.repairing.absorb(p.observation)
+        taken.held[p.rows] = False  # from here on they are this prompt's own

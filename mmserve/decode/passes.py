@@ -13,7 +13,7 @@ from mmserve.decode.commit import Commit
 from mmserve.decode.constrained.step import led
 from mmserve.decode.forward import Pass
 from mmserve.decode.recompute.base import every_position
-from mmserve.decode.state import Decoding, Prefilling
+from mmserve.decode.state import Decoding, Prefilling, Taken
 from mmserve.models.base import Attention, LoadedModel
 
 
@@ -39,8 +39,7 @@ class Passes:
         whole = self._over(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
         whole = replace(whole, deep=p.deep)
         rows = whole.rows[p.run :]
-        if p.taken is not None:
-            rows = rows[~p.taken.held[rows]]
+        rows = _own(rows, p.taken)
         if self.chunk and self.model.spec.causal and len(rows) > self.chunk:
             most = min(rows[self.chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
             end = p.run + self._whole_pages(p.run, int(most))
@@ -58,15 +57,17 @@ class Passes:
         """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
 
         A draft's embeddings are put into the request's own: it is run as if it stood on the canvas. Positions whose K/V
-        were taken from elsewhere are run beside them, where it is their turn.
+        were taken from elsewhere are left out, but for those whose turn it is to be run after all.
         """
         drafted = d.companion.drafted if d.companion is not None else None
         p = d.prefilled
-        ahead = self.runs_ahead and self.model.spec.causal and p.reducing is None and p.repairing is None
+        repairing = None if p.taken is None else p.taken.repairing
+        ahead = self.runs_ahead and self.model.spec.causal and p.reducing is None and repairing is None
         if d.constrained is not None and ahead:
             drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
-        if p.repairing is not None:
-            rows = np.union1d(rows, p.repairing.rows())
+        rows = _own(rows, p.taken)
+        if repairing is not None:
+            rows = np.union1d(rows, repairing.rows())
         return replace(self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)
 
     def _over(
@@ -110,3 +111,8 @@ class Passes:
         drafted = commit.draft(canvas)
         impossible = np.isin(drafted, self.model.spec.banned_ids) | (drafted >= self.model.decoder.config.vocab_size)
         return drafted[: int(np.argmax(impossible))] if impossible.any() else drafted
+
+
+def _own(rows: np.ndarray, taken: Taken | None) -> np.ndarray:
+    """Those of ``rows`` whose K/V were not taken from elsewhere."""
+    return rows if taken is None else rows[~taken.held[rows]]

@@ -78,7 +78,7 @@ class DeepStack:
 class Taken:
     """What comes of K/V that were taken from elsewhere."""
 
-    held: np.ndarray  # bool [canvas]: positions that prefill need not run
+    held: np.ndarray  # bool [canvas]: positions whose K/V stay as they were taken; no policy runs them
     repairing: Repairing | None = None  # where some of them are run while the answer is decoded
 
 
@@ -131,7 +131,7 @@ class Prefilled:
     constrained: Constrained | None = None
     deep: DeepStack | None = None  # for policies that run the prompt again
     reducing: Reducing | None = None
-    repairing: Repairing | None = None
+    taken: Taken | None = None
 
 
 @dataclass

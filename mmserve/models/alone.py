@@ -1,4 +1,4 @@
-"""Keys and values of a row of tokens that a next-token decoder reads by itself: without pages, with nobody beside it.
+"""Keys and values of a row of tokens that a decoder reads by itself: without pages, with nobody beside it.
 
 The same row always has the same bits. Shapes in names: L positions, D hidden, N layers, G key/value heads, K head size.
 """
@@ -19,13 +19,15 @@ def kv_alone(
     x_LD: Tensor,
     positions: Tensor,
     *,
+    causal: bool,
     layers: int,
     deep: DeepRows | None = None,
     onlook: Callable[[DecoderLayer, Tensor], None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers, under causal attention.
+    """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers.
 
-    A layer is run when its own are asked for: who has other things to do stops between two.
+    ``causal``: no position looks at what stands right of it; otherwise each looks at all of the row. A layer is run
+    when its own are asked for: who has other things to do stops between two.
     ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
     behind the first layers; ``onlook`` is shown the last of the layers and its input.
     """
@@ -34,7 +36,7 @@ def kv_alone(
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         made.append((k, v))
-        return causal_attention(q, k, v, cos, sin)
+        return attention_alone(q, k, v, cos, sin, causal=causal)
 
     for index in range(layers - 1):
         x_LD = decoder.layers[index](x_LD, cos, sin, index, attend)
@@ -48,8 +50,8 @@ def kv_alone(
     yield last.keys_and_values(x_LD)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Attention ``[L, H, K]`` of a row ``[L, heads, K]`` to itself, no position to what stands right of it."""
+def attention_alone(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, causal: bool) -> Tensor:
+    """Attention ``[L, H, K]`` of a row ``[L, heads, K]`` to itself; ``causal``: no position looks right."""
     q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-    seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    seen = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return seen[0].transpose(0, 1)

@@ -15,6 +15,7 @@ from mmserve_kernels.dispatch import pick
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
+from mmserve.models.alone import attention_alone
 from mmserve.models.base import Attention, LoadedModel, Model
 from mmserve.models.decoder import DecoderLayer, DeepRows
 from mmserve.prune.base import Evidence
@@ -79,7 +80,4 @@ class Onlooker:
         return x_LD
 
     def _attend(self, _layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        grouped = q.shape[1] != k.shape[1]
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self._causal, enable_gqa=grouped)
-        return seen[0].transpose(0, 1)
+        return attention_alone(q, k, v, cos, sin, causal=self._causal)

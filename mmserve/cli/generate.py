@@ -19,20 +19,29 @@ from mmserve.client import (
     Finished,
     HeavyHitters,
     Hole,
+    KvShare,
+    LegoLink,
     Options,
+    RandomReuse,
     SinkWindow,
     Snapshot,
     Template,
     VisualCache,
 )
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.policies import KvReduction
+from mmserve.rpc.policies import ImageReuse, KvReduction
 
 KV_REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
     "heavy_hitters": HeavyHitters,
     "expected_attention": ExpectedAttention,
     "sink_window": SinkWindow,
     "visual_cache": VisualCache,
+}
+IMAGE_REUSES: dict[str, Callable[[float], ImageReuse]] = {
+    "blend": Blend,
+    "kv_share": KvShare,
+    "lego_link": LegoLink,
+    "random_reuse": RandomReuse,
 }
 
 
@@ -62,9 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-budget", type=int, metavar="N", help="K/V positions that --kv-reduction keeps")
     parser.add_argument(
         "--image-reuse",
-        type=float,
-        metavar="SHARE",
-        help="take images' K/V from where they stood alone, and run this share of them again (CacheBlend; say 0.15)",
+        choices=sorted(IMAGE_REUSES),
+        help="take images' K/V from where they stood alone, but for positions that this rule has run again",
+    )
+    parser.add_argument(
+        "--reuse-recompute", type=float, default=0.15, metavar="SHARE", help="share of --image-reuse (default 0.15)"
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
@@ -103,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         "token_budget": arguments.token_budget,
         "attention_mass": arguments.attention_mass,
         "kv_reduction": _reduction(arguments),
-        "image_reuse": None if arguments.image_reuse is None else Blend(arguments.image_reuse),
+        "image_reuse": _reuse(arguments),
         "template": _template(arguments.template),
     }
     images = [path.read_bytes() for path in arguments.image]  # before a server is started for nothing
@@ -131,6 +142,11 @@ def _reduction(arguments: argparse.Namespace) -> KvReduction | None:
     if arguments.kv_reduction is None:
         return None
     return KV_REDUCTIONS[arguments.kv_reduction](arguments.kv_budget)
+
+
+def _reuse(arguments: argparse.Namespace) -> ImageReuse | None:
+    """The rule that ``--image-reuse`` names, with its share."""
+    return None if arguments.image_reuse is None else IMAGE_REUSES[arguments.image_reuse](arguments.reuse_recompute)
 
 
 def _schema(path: Path | None) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ class ModelInfo:
     device: str
     kernels: dict[str, str] = field(default_factory=dict)
     kv_reductions: tuple[str, ...] = ()  # none but for next-token models
-    image_reuses: tuple[str, ...] = ()  # none but for those of them that take images
+    image_reuses: tuple[str, ...] = ()  # none without images, and none where a network keeps its K/V to itself
 
 
 #: What a policy needs of a model besides the kind of its attention: whether it is for diffusion models, and the rest.

@@ -188,7 +188,7 @@ class Blend:
 class KvShare:
     """KVShare (arXiv 2503.16525): of the images' positions the ``recompute`` share is run again whose values this
     prompt changes most at the last of the first ``layers``, weighed by the attention that they draw there, and
-    ``each_step`` more, in [0, 64], with each token of the answer."""
+    ``each_step`` more, in [0, 64], in each pass that decodes."""
 
     recompute: float = 0.15
     layers: int = 2

@@ -14,7 +14,7 @@ from mmserve.assembly import BackgroundServer
 from mmserve.client import Blend, Client, KvShare, LegoLink, RandomReuse
 from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mmserve.core.request import ImagePart, Message, TextPart
-from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.errors import InvalidArgument
 
 
 def test_a_picture_behind_text_is_reused() -> None:
@@ -39,8 +39,15 @@ def test_a_picture_behind_text_is_reused() -> None:
             for rule in (None, Blend(1.0))
         )
         assert plain.tokens == whole.tokens and whole.usage.reused_tokens == 0
-        with pytest.raises(Unimplemented, match="unless the model is autoregressive"):
-            client.generate(asked, model=diffusion, image_reuse=Blend())
+        for policy in ("none", "dual"):
+            plain, half = (
+                client.generate(asked, model=diffusion, max_new_tokens=4, image_reuse=rule, recompute=policy)
+                for rule in (None, LegoLink(0.5))
+            )
+            assert half.usage.reused_tokens == 40
+            passes = plain.forwards if policy == "none" else 1  # of which run more than their block
+            assert plain.forwards == half.forwards > 1
+            assert plain.recomputed_tokens - half.recomputed_tokens == 40 * passes
         with pytest.raises(InvalidArgument, match=r"image_reuse\.blend\.recompute"):
             client.generate(asked, model=causal, image_reuse=Blend(1.5))
         with pytest.raises(InvalidArgument, match=r"image_reuse\.kv_share\.each_step"):
@@ -49,14 +56,16 @@ def test_a_picture_behind_text_is_reused() -> None:
             client.generate(asked, model=causal, image_reuse=KvShare(), commit="ngram")
 
 
-def test_the_reuse_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", ["bundled-causal", "bundled"])
+def test_the_reuse_benchmark(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"SHARES": (0.3,), "LAYERS": (2,), "MANY": 2, "LONG_PROMPTS": 1}.items():
         monkeypatch.setattr(mmserve.bench.reuse, name, value)
     given = (
         "--model",
-        "bundled-causal",
+        model,
         "--limit",
         "1",
+        *(("--commit", "threshold") if model == "bundled" else ()),
         "--tasks",
         "differs",
         "--set",
@@ -84,8 +93,6 @@ def test_the_reuse_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
             and row["decode_ms_per_pass"] > 0
             and nothing["prefill_rows"] < row["prefill_rows"] < plain["prefill_rows"]
         )
-    assert main(["bench", "reuse", "--limit", "2"]) == 1
-    assert "has no image_reuse; try --model bundled-causal" in capsys.readouterr().err
     assert main(["bench", "reuse", "--limit", "2", "--tasks", "arithmetic"]) == 1
     assert "no task about pictures is called 'arithmetic'" in capsys.readouterr().err
 
@@ -94,5 +101,6 @@ def test_the_command_line_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file = tmp_path / "picture.png"
     file.write_bytes(picture(1))
     given = ("--model", "bundled-causal", "--image", str(file), "--max-new-tokens", "2", "--json")
-    assert main(["generate", "What is it?", *given, "--image-reuse", "0.5"]) == 0
-    assert json.loads(capsys.readouterr().out)["usage"]["reused_tokens"] == 40
+    for rule, left in ((["blend", "--reuse-recompute", "0.5"], 40), (["lego_link"], 68)):
+        assert main(["generate", "What is it?", *given, "--image-reuse", *rule]) == 0
+        assert json.loads(capsys.readouterr().out)["usage"]["reused_tokens"] == left

@@ -12,61 +12,23 @@ import torch
 from harness import Bench, Call, eventually
 from helpers import ask, picture, tiny_model
 from plain_reuse import with_three_layers
+from reusing import ONE, PARTS, TWO, requests, rule, say, told
 
 from mmserve.config import EncoderCacheConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
-from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Stage, TextPart
+from mmserve.core.request import ImagePart, Policy, Stage, TextPart
 from mmserve.decode import blending, loop
 from mmserve.encode.cache import EncoderCache
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
-from mmserve.kv.reuse import REUSES
-from mmserve.models.base import LoadedModel
+from mmserve.models.base import Attention, LoadedModel
 
 Make = Callable[..., Bench]
-
-ONE, TWO, THREE = (ImagePart(picture(i)) for i in range(3))
-LAST = Policy(name="last")
-#: Prompts whose images stand at different places, one of them where it stands alone.
-PARTS: tuple[tuple[Part, ...], ...] = (
-    (ONE, TextPart("what?")),
-    (TextPart("look here: "), ONE, TextPart("and "), TWO, TextPart("what?")),
-    (TWO, ONE, ONE, TextPart("which of the three?")),
-    (TextPart("a long line of text stands in front of it, so that its first page is full. "), THREE, TWO),
-)
 
 
 @pytest.fixture(scope="module")
 def causal() -> LoadedModel:
     return with_three_layers(tiny_model(vision=True))
-
-
-def say(name: str, parts: tuple[Part, ...], by: Policy | None, **options: Any) -> Request:
-    asked = ask(name, **{"recompute": LAST, "max_new_tokens": 4, **options})
-    streaming = dataclasses.replace(asked.streaming, tokens=True)
-    messages = (Message("user", parts),)
-    return dataclasses.replace(asked, messages=messages, image_reuse=by, streaming=streaming)
-
-
-def rule(name: str, recompute: float) -> Policy:
-    return Policy(name=name, options={"recompute": recompute})
-
-
-def requests() -> list[Request]:
-    """Every prompt under every rule, drawn and greedy."""
-    rules = [rule("blend", 0.0), *(rule(name, 0.3) for name in REUSES)]
-    return [
-        say(f"{by.name} {by.options['recompute']} {i}", parts, by, seed=i, temperature=0.7 * (i % 2))
-        for i, parts in enumerate(PARTS)
-        for by in rules
-    ]
-
-
-def told(done: Finished) -> tuple[object, ...]:
-    """All that a client is told but for what was cached; log-probabilities to the last bit."""
-    usage = dataclasses.replace(done.usage, cached_tokens=0)
-    run = done.recomputed_tokens + done.usage.cached_tokens
-    return done.text, done.reason, usage, done.forwards, run, done.tokens
 
 
 def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, causal: LoadedModel) -> None:
@@ -328,7 +290,9 @@ def test_what_cannot_be_is_refused_at_once(bench: Make, causal: LoadedModel) -> 
         with pytest.raises(kind, match=why):
             b.submit(dataclasses.replace(request, **fields))
 
-    refused(Unimplemented, "unless the model is autoregressive", None, diffusion=ask("r").diffusion)
+    blocks = dataclasses.replace(causal.spec, attention=Attention.BLOCK_CAUSAL, logit_shift=0)
+    by_blocks = say("b", PARTS[1], None, recompute=Policy(name="block"), block=8).diffusion
+    refused(Unimplemented, "no further than their block", dataclasses.replace(causal, spec=blocks), diffusion=by_blocks)
     blind = dataclasses.replace(causal, vision=None)
     refused(Unimplemented, "it takes no images", blind)
     refused(Unimplemented, r"the server has \[engine\] sparse_\* or kv_bits", kv_bits=8)

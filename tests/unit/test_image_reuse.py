@@ -31,7 +31,7 @@ from mmserve.kv.reuse.kv_share import KvShare
 from mmserve.kv.reuse.lego_link import LegoLink
 from mmserve.kv.reuse.random_reuse import RandomReuse
 from mmserve.kv.store import KVStore
-from mmserve.models.base import LoadedModel
+from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.rotary import Llama3Scaling
 
 PAGE = 8
@@ -58,13 +58,14 @@ def encode(model: LoadedModel, *parts: Part, **changes: Any) -> Encoded:
 
 
 class Prompt:
-    """A prompt with a store and pages of its own."""
+    """A prompt, with an answer of a token behind it, and a store and pages of its own."""
 
     def __init__(self, model: LoadedModel, encoded: Encoded, blender: Blender | None = None) -> None:
-        self.model, self.encoded, self.size = model, encoded, len(encoded.ids)
+        self.model, self.encoded = model, encoded
         self.canvas = Canvas.create(
             encoded.ids, new_tokens=1, block_length=1, mask_id=model.spec.mask_id, places=encoded.places
         )
+        self.size = self.canvas.size - model.spec.logit_shift  # all that a first pass may run
         count = pages_for(self.canvas.size, PAGE)
         self.pages = np.random.default_rng(0).permutation(count)
         self.store = KVStore(model.decoder.config, pages=count, page_size=PAGE, dtype=model.dtype, device=model.device)
@@ -134,8 +135,10 @@ def test_what_is_taken_is_what_the_image_has_alone_at_its_place(model: LoadedMod
 
 
 @pytest.mark.parametrize("by", ["blend", "kv_share", "lego_link", "random_reuse"])
+@pytest.mark.parametrize("attention", [Attention.CAUSAL, Attention.FULL, Attention.PREFIX])
 @torch.inference_mode()
-def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(model: LoadedModel, by: str) -> None:
+def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(attention: Attention, by: str) -> None:
+    model = with_three_layers(tiny_model(vision=True), attention)
     found = encode(model, TextPart("first "), ImagePart(picture(1)), TextPart("then "), ImagePart(picture(2)))
     p = Prompt(model, found)
     policy = REUSES[by](recompute=0.4)
@@ -149,7 +152,8 @@ def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(mod
     }
     choose = (lambda _all: torch.tensor(chosen[by])) if by in chosen else None
     x, weighed = p.embeddings[: p.size], by == "kv_share"
-    wanted, again = blended_logits(model, x, torch.arange(p.size), at, both, choose, 4, weighed=weighed)
+    of_prompt = {"prompt": len(found.ids), "weighed": weighed}
+    wanted, again = blended_logits(model, x, torch.arange(p.size), at, both, choose, 4, **of_prompt)
     held = p.take(policy)
     assert np.flatnonzero(~held[at.numpy()]).tolist() == (at[:, None] == again).any(1).nonzero().flatten().tolist()
     rows = np.flatnonzero(~held)

@@ -31,7 +31,7 @@ class Reuse(Protocol):
 
     @property
     def each_step(self) -> int:
-        """How many of the positions that prefill did not run are run beside each token of the answer."""
+        """How many of the positions that prefill did not run are run beside each pass that decodes."""
         ...
 
     def count(self, sizes: Sequence[int]) -> int:

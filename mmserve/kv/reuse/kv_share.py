@@ -7,7 +7,8 @@ step of decoding scores are taken anew, with the attention of the token at hand,
 its measurements): tokens take longer.
 What is decided here: one layer scores for all, as in ``Blend``; heads are summed before the product; what was run is
 not run again. Which rows a pass runs is fixed before it, so those beside a token are what the token before it attended
-to, and those beside the first one have the highest scores that prefill left.
+to, and those beside the first one have the highest scores that prefill left. In masked diffusion it is what all that
+is masked in the block attended to.
 """
 
 from __future__ import annotations

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import llada_checkpoints as llada
 import numpy as np
 import pytest
 import torch
 from clips import clip
+from dimple_checkpoints import Dimple
 from helpers import ask, picture, tiny_model
+from lavida_checkpoints import Lavida
+from mmada_checkpoints import Mmada
 from plain_reuse import blended_logits, kv_of_images_alone, with_three_layers
 from qwen_vl_checkpoints import KINDS, Qwen
 
@@ -193,6 +198,46 @@ def test_an_image_that_begins_its_chat_loses_nothing(kind: str, tmp_path_factory
     taken = p.kv(rows)
     p.run(np.arange(p.size))
     assert all(torch.equal(mine[0], fresh[0]) for mine, fresh in zip(taken, p.kv(rows), strict=True))
+
+
+#: Layouts of masked diffusion models, and whether their chats may have text in front of an image.
+DIFFUSION: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "llada-v": (lambda folder: llada.Sighted(folder, "siglip"), True),
+    "llada-v in tiles": (
+        lambda folder: llada.Sighted(
+            folder,
+            "clip",
+            mm_patch_merge_type="spatial_unpad",
+            image_aspect_ratio="anyres_max_2",
+            image_grid_pinpoints="(1x1),...,(3x3)",
+        ),
+        True,
+    ),
+    "lavida on llada": (lambda folder: Lavida(folder, "llada"), True),
+    "lavida on dream": (lambda folder: Lavida(folder, "dream"), True),
+    "dimple": (Dimple, True),
+    "mmada": (Mmada, False),
+}
+
+
+@pytest.mark.parametrize("layout", DIFFUSION)
+@torch.inference_mode()
+def test_diffusion_layouts(layout: str, tmp_path: Path) -> None:
+    """All of an image but the last row of a prompt is taken, each of its rows at its place: its first layer, which no
+    other position has a say in, is that of the prompt to the last bit, and the last one is another."""
+    make, anywhere = DIFFUSION[layout]
+    make(tmp_path)
+    seeing = llada.load(tmp_path)
+    image, text = ImagePart(picture(1, (40, 30))), TextPart("what is it?")
+    found = encode(seeing, *((TextPart("look: "),) if anywhere else ()), image, text)
+    p = Prompt(seeing, found)
+    rows = np.flatnonzero(p.take(Blend(recompute=0.0)))
+    assert len(rows) > 3 and rows.tolist() == np.arange(found.spans[0].start, found.spans[0].stop).tolist()
+    taken = p.kv(rows)
+    p.run(np.arange(p.size))
+    for mine, fresh in zip(taken, p.kv(rows), strict=True):
+        assert torch.equal(mine[0], fresh[0])
+        assert not torch.allclose(mine[-1], fresh[-1], atol=1e-4)
 
 
 @torch.inference_mode()

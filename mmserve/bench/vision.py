@@ -139,9 +139,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         "kv_reductions": [
             _reduced_row(s, answers[s], answers[settings[0]]) for s in settings if isinstance(s, Reduced)
         ],
-        "again": _again(config, asked[:AGAIN]),
+        "again": _again(config, asked[:AGAIN], decoding),
         "again_reusing": {
-            name: _again(config, asked[:AGAIN], rule)
+            name: _again(config, asked[:AGAIN], {**decoding, "image_reuse": rule})
             for name, rule in REUSING.items()
             if name in described.image_reuses
         },
@@ -241,12 +241,12 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
     return {name: one.share for name, one in found.items()}
 
 
-def _again(config: Config, asked: Sequence[tuple[Any, Question]], reuse: ImageReuse | None = None) -> dict[str, Any]:
+def _again(config: Config, asked: Sequence[tuple[Any, Question]], options: Options) -> dict[str, Any]:
     """The first request with a picture against the second, the same; one denoising step: the time to the first token is
-    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too. With ``reuse``
-    both ask for it: the first makes the picture's K/V, the second finds them."""
-    first, second = [], []
-    options: Options = {"steps": 1, "image_reuse": reuse}
+    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too; where ``options``
+    ask for a reuse of K/V, the first makes the picture's, the second finds them. A third one is answered in full."""
+    first, second, right = [], [], []
+    briefly: Options = {**options, "steps": 1}
     cached = replace(config.engine, prefix_cache=True)
     with BackgroundServer(replace(config, engine=cached, encoder_cache=EncoderCacheConfig())) as server:
         engine = next(iter(server.engines.values()))
@@ -254,9 +254,10 @@ def _again(config: Config, asked: Sequence[tuple[Any, Question]], reuse: ImageRe
             client.wait_ready()
             client.generate("?", max_new_tokens=4)  # warm-up
             for thing, question in asked:
-                once, twice = (_ask(client, thing, question, options).times for _ in range(2))
+                once, twice = (_ask(client, thing, question, briefly).times for _ in range(2))
                 first.append(once)
                 second.append(twice)
+                right.append(correct(question, _ask(client, thing, question, options).text))
         made = engine.stats().token_cache.made
     return {
         "pictures": len(asked),
@@ -266,6 +267,7 @@ def _again(config: Config, asked: Sequence[tuple[Any, Question]], reuse: ImageRe
         "ttft_speedup": round(
             statistics.median(a.first_token / b.first_token for a, b in zip(first, second, strict=True)), 2
         ),
+        "accuracy": round(statistics.mean(right), 4),
     }
 
 

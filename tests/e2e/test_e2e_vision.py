@@ -97,7 +97,9 @@ def test_the_vision_benchmark(
         assert row["visual_tokens"] == 41 or row["pruner"] in ("resize", "mustdrop", "zipvl")
         assert row["kv_bytes"] < whole["kv_bytes"] and 0 <= row["accuracy"] <= 1
         assert (row["scored_by"] == "decoder") == (row["pruner"] in ("fastv", "redvtp"))
-    assert report["again"]["encoded"] == report["again"]["pictures"] == 2
+    for again in (report["again"], *report["again_reusing"].values()):
+        assert again["encoded"] == again["pictures"] == 2 and 0 <= again["accuracy"] <= 1
+    assert sorted(report["again_reusing"]) == ["blend", "lego_link", "random_reuse"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     given = ("--limit", "2", "--tasks", "what", "--model", "bundled-causal", "--concurrent", "2", "--json")
     assert main(["bench", "vision", *given, "--pruners", "heavy_hitters,visual_cache,fastv"]) == 0

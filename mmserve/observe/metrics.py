@@ -114,7 +114,7 @@ class Metrics:
             ("prompt_tokens", usage.prompt_tokens),
             ("generation_tokens", tokens),
             ("visual_tokens", usage.visual_tokens),
-            ("pruned_visual_tokens", usage.visual_tokens_before - usage.visual_tokens),
+            ("pruned_visual_tokens", max(0, usage.visual_tokens_before - usage.visual_tokens)),
             ("cached_prompt_tokens", usage.cached_tokens),
             ("reused_prompt_tokens", usage.reused_tokens),
             ("forwards", event.forwards),

@@ -41,6 +41,8 @@ class ServerConfig:
     auth_tokens: tuple[str, ...] = ()  # accepted bearer tokens; empty = no authentication
     drain_seconds: float = 30.0  # how long running requests may go on after SIGTERM
     keepalive_seconds: float = 30.0
+    metrics_port: int = 0  # Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none
+    metrics_host: str = "127.0.0.1"  # whoever reaches it may read them: no token is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +262,7 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 
 #: What numbers must at least be (finite, too): table, least, what the least means, keys.
 _LEAST = (
-    ("server", 0, "", ("port", "drain_seconds")),
+    ("server", 0, "", ("port", "metrics_port", "drain_seconds")),
     ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
     (
         "engine",
@@ -289,7 +291,12 @@ _LEAST = (
     ),
 )
 #: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
-_MOST = {"port": 65535, "max_message_bytes": (1 << 31) - 1, "keepalive_seconds": ((1 << 31) - 1) // 1000}
+_MOST = {
+    "port": 65535,
+    "metrics_port": 65535,
+    "max_message_bytes": (1 << 31) - 1,
+    "keepalive_seconds": ((1 << 31) - 1) // 1000,
+}
 
 
 def _check_numbers(config: Config, source: str) -> None:
@@ -304,8 +311,12 @@ def _check_numbers(config: Config, source: str) -> None:
 
 
 def _check_server(server: ServerConfig, where: str) -> None:
-    if not server.host:
-        raise ConfigError(f"{where} host must not be empty: '127.0.0.1' is this machine alone, '0.0.0.0' every network")
+    for key in ("host", "metrics_host"):
+        if not getattr(server, key):
+            which = "'127.0.0.1' is this machine alone, '0.0.0.0' every network"
+            raise ConfigError(f"{where} {key} must not be empty: {which}")
+    if server.metrics_port and server.metrics_port == server.port:
+        raise ConfigError(f"{where} metrics_port must be another than port: they speak different protocols")
     if not all(token and token.isascii() and token.isprintable() for token in server.auth_tokens):
         raise ConfigError(f"{where} auth_tokens must be printable ASCII, and none of them empty")
     if bool(server.tls_certificate) != bool(server.tls_key):

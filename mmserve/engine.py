@@ -179,6 +179,7 @@ class Engine:
             self._queued,
             p.in_use,
             self.stages.held,
+            self.config.pages,
             *prefix,
             *steps,
             token_cache=cache.tokens.stats(),

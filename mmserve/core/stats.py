@@ -37,6 +37,7 @@ class Stats:
     queued: int
     pages_in_use: int
     held: int  # requests of which a stage or transport keeps anything
+    pages: int = field(default=0, compare=False)  # that there are
     cached_pages: int = field(default=0, compare=False)  # published for later requests, in use or not
     prefix_lookups: int = field(default=0, compare=False)  # pages of prompts that were looked for, and
     prefix_hits: int = field(default=0, compare=False)  # those of them that were found

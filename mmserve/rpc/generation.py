@@ -13,8 +13,10 @@ from mmserve.config import MediaConfig
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request
+from mmserve.core.stats import Stats
 from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError, NotFound
+from mmserve.observe.metrics import Metrics, Watch
 from mmserve.rpc import convert, request_id
 from mmserve.rpc.room import Room, media_files
 from mmserve.rpc.status import errors_to_status
@@ -41,6 +43,9 @@ class EngineLike(Protocol):
     def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
         """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events."""
 
+    def stats(self) -> Stats:
+        """What it holds and has counted."""
+
     def cancel(self, request_id: str, error: MMServeError | None = None) -> None:
         """End a request with ``error`` (default ``Cancelled``); an unknown or ended one is ignored."""
 
@@ -57,8 +62,11 @@ class EngineLike(Protocol):
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Answers ``Generate`` with the engine of the model that the request names."""
 
-    def __init__(self, engines: Mapping[str, EngineLike], media: MediaStore, limits: MediaConfig) -> None:
+    def __init__(
+        self, engines: Mapping[str, EngineLike], media: MediaStore, limits: MediaConfig, metrics: Metrics
+    ) -> None:
         self._engines = engines
+        self._metrics = metrics
         self._media = media
         self._limits = limits
         self._room = Room(limits.live_bytes)
@@ -68,12 +76,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         label = request_id.label_in(context.invocation_metadata())
         async with errors_to_status(context, f"Generate {label}"):
             own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
-            with _told(own, label):
-                await self._answer(own, message, label, context)
+            with _told(own, label), self._metrics.watch() as watch:
+                await self._answer(own, message, label, context, watch)
 
-    async def _answer(self, own: str, message: pb.GenerateRequest, label: str, context: Any) -> None:
+    async def _answer(self, own: str, message: pb.GenerateRequest, label: str, context: Any, watch: Watch) -> None:
         await context.send_initial_metadata(((request_id.KEY, label),))
         engine = find_engine(self._engines, message.model)
+        watch.model = engine.info.name
         request = convert.to_request(
             message,
             request_id=own,
@@ -85,22 +94,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         message.Clear()  # its media were copied, and gRPC keeps it until the answer's end
         logger.info("request %s for %s (%s: %s)", request.id, request.model, request_id.KEY, label)
         with self._room.taken(media_files(request)):
-            await _relay(engine, request, label, context)
+            await _relay(engine, request, label, context, watch)
 
 
-async def _relay(engine: EngineLike, request: Request, label: str, context: Any) -> None:
+async def _relay(engine: EngineLike, request: Request, label: str, context: Any, watch: Watch) -> None:
     outbox = Outbox(request.sampling.n)
     engine.submit(request, outbox.put)
     try:
         async for event in outbox:
             if isinstance(event, Failed):
                 raise event.error
+            watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
             await context.write(convert.to_response(event, label))
     finally:
         if not outbox.ended:  # the client went away, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline
+            watch.left = "DEADLINE_EXCEEDED" if late else "CANCELLED"
             logger.info("request %s abandoned: %s", request.id, "deadline" if late else "cancelled by the client")
             engine.cancel(request.id, DeadlineExceeded("the deadline passed") if late else None)
 

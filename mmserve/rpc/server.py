@@ -18,6 +18,8 @@ from grpc_reflection.v1alpha import reflection
 from mmserve.config import Config, ServerConfig
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
+from mmserve.observe.endpoint import Endpoint
+from mmserve.observe.metrics import Metrics
 from mmserve.rpc.auth import BearerAuth
 from mmserve.rpc.generation import EngineLike, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
@@ -53,9 +55,11 @@ class Server:
         self.config = config
         self.engines = dict(engines)
         self.media = MediaStore(config.media.store_bytes)
+        self.metrics = Metrics(self.engines)
         self.port = 0
         self._health = Health(SERVICES)
         self._grpc: Any = None
+        self._scraped: Endpoint | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another
@@ -69,6 +73,8 @@ class Server:
         self.port = self._bind()
         started: list[EngineLike] = []
         try:
+            if self.config.server.metrics_port:
+                self._scraped = Endpoint(self.metrics.registry, self.config.server)
             for engine in self.engines.values():
                 await self._for_all([engine], "start")
                 started.append(engine)
@@ -76,6 +82,7 @@ class Server:
         except BaseException:
             await self._for_all(started, "stop")
             await self._grpc.stop(None)
+            self._close_endpoint()
             raise
         self._health.set(SERVING)
         logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
@@ -136,9 +143,14 @@ class Server:
             self._health.close()
             await self._grpc.stop(_GOODBYE_SECONDS)
             await self._for_all(self.engines.values(), "stop")
+            self._close_endpoint()
             self._threads.shutdown(wait=False)
             self._ended.set()
             logger.info("stopped")
+
+    def _close_endpoint(self) -> None:
+        if self._scraped is not None:
+            self._scraped.close()
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines, side by side."""
@@ -150,7 +162,7 @@ class Server:
         config = self.config.server
         interceptors = [*([BearerAuth(config.auth_tokens)] if config.auth_tokens else []), WellFormed()]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-        generation = GenerationService(self.engines, self.media, self.config.media)
+        generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaService(self.media, self.config.media), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines), server)

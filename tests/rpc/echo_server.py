@@ -14,6 +14,7 @@ from mmserve.config import Config, MediaConfig, ServerConfig
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot, StageTimes, Usage
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Request, TextPart
+from mmserve.core.stats import Stats
 from mmserve.errors import Cancelled, MMServeError, Unavailable
 from mmserve.rpc.server import Server
 
@@ -89,6 +90,10 @@ class EchoEngine:
         thread = threading.Thread(target=self._run, args=(request, sink))
         self._threads.append(thread)
         thread.start()
+
+    def stats(self) -> Stats:
+        with self._lock:
+            return Stats(len(self._running), 0, 0, len(self._running))
 
     def cancel(self, request_id: str, error: MMServeError | None = None) -> None:
         with self._lock:

@@ -1,0 +1,233 @@
+"""What a server counts and times, as Prometheus metrics.
+
+Names are those that vLLM made usual where there is one, with the prefix ``mmserve:``; the rest is what diffusion models
+add to them. Every server has a registry of its own. What requests come to is noted as they end (``Watch``); what
+engines hold is read from them when somebody asks (``_Held``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from mmserve.core.events import Delta, Event, Finished
+from mmserve.core.stats import CacheStats, Stats
+from mmserve.errors import MMServeError
+
+_PREFIX = "mmserve:"
+_MODEL = "model_name"
+#: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+_BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_PER_FORWARD = (0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+
+
+class Measured(Protocol):
+    """An engine that can be looked at."""
+
+    def stats(self) -> Stats:
+        """What it holds and has counted."""
+        ...
+
+
+class Metrics:
+    """Those of one server over its ``engines`` (model name → engine)."""
+
+    def __init__(self, engines: Mapping[str, Measured]) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_Held(engines))
+        timed = self._histograms(
+            _SECONDS,
+            time_to_first_token_seconds="From arrival to the first final text, a sample",
+            e2e_request_latency_seconds="From arrival to the end, a sample",
+            request_queue_time_seconds="Waiting before and between stages",
+            request_encode_time_seconds="In encode: media to visual tokens",
+            request_prefill_time_seconds="In prefill",
+            request_decode_time_seconds="In decode",
+        )
+        self._first, self._whole, self._queue, self._encode, self._prefill, self._decode = timed
+        self._between, self._per_token = self._histograms(
+            _BETWEEN,
+            inter_token_latency_seconds="Between two pieces of final text of a sample, each of one token or of several",
+            request_time_per_output_token_seconds="From the first final text to the end, over all tokens but one",
+        )
+        self._prompt, self._generated = self._histograms(
+            _TOKENS,
+            request_prompt_tokens="Tokens of a prompt, its visual ones among them",
+            request_generation_tokens="Tokens of a sample's answer",
+        )
+        [self._per_forward] = self._histograms(_PER_FORWARD, tokens_per_forward="Tokens of an answer a forward pass")
+        self._counted = self._counters(
+            prompt_tokens="Tokens of prompts, a sample",
+            generation_tokens="Tokens of answers",
+            visual_tokens="Visual tokens of prompts, as they were left",
+            pruned_visual_tokens="Visual tokens that were pruned",
+            cached_prompt_tokens="Tokens of prompts that a shared prefix spared",
+            reused_prompt_tokens="Tokens of prompts whose K/V were taken from where an image stood alone",
+            forwards="Forward passes that requests took part in",
+            recomputed_tokens="Token positions that were run through the model",
+        )
+        self._ended = self._counter("request_success", "Samples that came to an end", "finished_reason")
+        self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
+
+    def watch(self) -> Watch:
+        """A context in which one request is answered."""
+        return Watch(self)
+
+    def failed(self, model: str, code: str) -> None:
+        """Count a request that ended without an answer."""
+        self._failed.labels(model, code).inc()
+
+    def between(self, model: str, seconds: float) -> None:
+        """Note the time between two pieces of final text."""
+        self._between.labels(model).observe(seconds)
+
+    def finished(self, model: str, event: Finished) -> None:
+        """Note what a sample came to."""
+        times, usage = event.times, event.usage
+        tokens = usage.completion_tokens
+        for histogram, milliseconds in (
+            (self._first, times.first_token),
+            (self._whole, times.total),
+            (self._queue, times.queue),
+            (self._encode, times.encode),
+            (self._prefill, times.prefill),
+            (self._decode, times.decode),
+        ):
+            histogram.labels(model).observe(milliseconds / 1e3)
+        if tokens > 1:
+            self._per_token.labels(model).observe((times.total - times.first_token) / 1e3 / (tokens - 1))
+        self._prompt.labels(model).observe(usage.prompt_tokens)
+        self._generated.labels(model).observe(tokens)
+        self._per_forward.labels(model).observe(event.tokens_per_forward)
+        for name, count in (
+            ("prompt_tokens", usage.prompt_tokens),
+            ("generation_tokens", tokens),
+            ("visual_tokens", usage.visual_tokens),
+            ("pruned_visual_tokens", max(0, usage.visual_tokens_before - usage.visual_tokens)),
+            ("cached_prompt_tokens", usage.cached_tokens),
+            ("reused_prompt_tokens", usage.reused_tokens),
+            ("forwards", event.forwards),
+            ("recomputed_tokens", event.recomputed_tokens),
+        ):
+            self._counted[name].labels(model).inc(count)
+        self._ended.labels(model, event.reason).inc()
+
+    def _histograms(self, buckets: tuple[float, ...], **named: str) -> list[Histogram]:
+        return [
+            Histogram(_PREFIX + name, text, (_MODEL,), buckets=buckets, registry=self.registry)
+            for name, text in named.items()
+        ]
+
+    def _counters(self, **named: str) -> dict[str, Counter]:
+        return {name: self._counter(name, text) for name, text in named.items()}
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, (_MODEL, *labels), registry=self.registry)
+
+
+class Watch:
+    """One request, from when it is read to its last event or its failure."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
+        self.model = ""  # stays so where there is none of the name asked for: a name of a client's is no label
+        self.left = ""  # code with which the client went away, if it did
+
+    def see(self, event: Event) -> None:
+        """Note an event as it is sent."""
+        if isinstance(event, Finished):
+            self._metrics.finished(self.model, event)
+        elif isinstance(event, Delta):
+            now = time.monotonic()
+            if event.sample in self._last:
+                self._metrics.between(self.model, now - self._last[event.sample])
+            self._last[event.sample] = now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        code = error.code if isinstance(error, MMServeError) else "INTERNAL"
+        if isinstance(error, asyncio.CancelledError):
+            code = self.left or "CANCELLED"
+        self._metrics.failed(self.model, code)
+
+
+class _Held(Collector):
+    """What engines hold now and have counted, read when it is asked for."""
+
+    def __init__(self, engines: Mapping[str, Measured]) -> None:
+        self._engines = engines
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the names are known without asking an engine that has not started."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after another, a sample each model."""
+        stats = {name: engine.stats() for name, engine in self._engines.items()}
+        gauges = {
+            "num_requests_running": ("Samples that hold a place in a stage", lambda s: s.live - s.queued),
+            "num_requests_waiting": ("Samples that wait to start", lambda s: s.queued),
+            "kv_cache_usage_perc": (
+                "Share of K/V pages in use",
+                lambda s: s.pages_in_use / max(1, s.pages),
+            ),
+            "kv_cache_pages_shared": ("K/V pages published for later requests", lambda s: s.cached_pages),
+        }
+        counters = {
+            "prefix_cache_queries": ("Pages of prompts that were looked for", lambda s: s.prefix_lookups),
+            "prefix_cache_hits": ("Those of them that were found", lambda s: s.prefix_hits),
+            "constraint_steps": ("Steps of constrained requests that ended", lambda s: s.constraint_steps),
+            "constraint_fallback": ("Those that kept the answer known before", lambda s: s.constraint_fallbacks),
+            "constraint_late": ("Those of these that had no time left", lambda s: s.constraint_late),
+        }
+        for families, kind in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
+            for name, (text, value) in families.items():
+                family = kind(_PREFIX + name, text, labels=(_MODEL,))
+                for model, of_model in stats.items():
+                    family.add_metric((model,), value(of_model))
+                yield family
+        yield from _of_caches(next(iter(stats.values())))
+
+
+def _of_caches(stats: Stats) -> Iterator[Metric]:
+    """The caches that all engines of a server share."""
+    caches = {"tokens": stats.token_cache, "pixels": stats.pixel_cache, "kv": stats.kv_cache}
+
+    def hits(cache: CacheStats) -> int:
+        return cache.hits + cache.joined + cache.disk_hits
+
+    for name, text, value in (
+        ("mm_cache_queries", "Media that were looked for in a cache", lambda c: c.lookups),
+        ("mm_cache_hits", "Those of them that were not made anew", hits),
+        ("mm_cache_evictions", "Values that had to go", lambda c: c.evicted),
+    ):
+        counter = CounterMetricFamily(_PREFIX + name, text, labels=("cache",))
+        for of, cache in caches.items():
+            counter.add_metric((of,), value(cache))
+        yield counter
+    for name, text, value in (
+        ("mm_cache_bytes", "Bytes of values in memory", lambda c: c.used_bytes),
+        ("mm_cache_disk_bytes", "Bytes of values on disk", lambda c: c.disk_bytes),
+    ):
+        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=("cache",))
+        for of, cache in caches.items():
+            gauge.add_metric((of,), value(cache))
+        yield gauge

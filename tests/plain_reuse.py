@@ -17,13 +17,14 @@ from mmserve.models.decoder import Decoder, DecoderLayer
 KV = tuple[Tensor, Tensor]
 
 
-def with_three_layers(model: LoadedModel, attention: Attention = Attention.CAUSAL, **changes: Any) -> LoadedModel:
+def with_three_layers(
+    model: LoadedModel, attention: Attention = Attention.CAUSAL, shift: int = 1, **changes: Any
+) -> LoadedModel:
     """A model with random weights, a next-token one unless its ``attention`` is another: a layer is left behind those
-    that rules look at.
+    that rules look at. ``shift``: how far left of a position its logits stand.
 
     ``changes``: of its decoder's configuration. No answer of its ends before its budget.
     """
-    shift = 1 if attention is Attention.CAUSAL else 0
     spec = dataclasses.replace(model.spec, attention=attention, logit_shift=shift, end_ids=frozenset({-1}))
     decoder = Decoder(dataclasses.replace(model.decoder.config, num_layers=3, **changes))
     generator = torch.Generator().manual_seed(5)
@@ -232,30 +233,35 @@ def shared_answer(
 
 def denoised(
     model: LoadedModel, x: Tensor, prompt: int, at: Tensor, alone: list[KV], share: int, each_step: int
-) -> tuple[list[int], list[list[int]]]:
+) -> tuple[list[int], list[list[int]], list[Tensor]]:
     """The answer of a masked diffusion model to the embedded canvas ``x [n, D]``, one token a pass, the most confident
-    first, everything run that is not held; and which positions each pass ran. KVShare's rule, as ``shared_answer``."""
-    positions, tokens = torch.arange(len(x)), torch.full((len(x) - prompt,), -1)
+    first, everything run that is not held; which positions each pass ran; and, of each pass but the first, how much
+    those rows attend to the positions ``at`` that tell what is masked. KVShare's rule, as in ``shared_answer``."""
+    positions, tokens, shift = torch.arange(len(x)), torch.full((len(x) - prompt,), -1), model.spec.logit_shift
     taken, _apart, moved, attended = looked_at(model, x, positions, at, alone, prompt)
     run = Held(model, positions, prompt)
     run.put(at, taken)
     held = torch.zeros(len(x), dtype=torch.bool)
     held[at] = True
     passes: list[list[int]] = []
+    asked: list[Tensor] = []
     count = share
     while (tokens < 0).any():
         scores = torch.where(held[at], moved * attended, -1.0)
         again = scores.argsort(descending=True, stable=True)[: min(count, int(held.sum()))]
         held[at[again]] = False
         rows, still_open = (~held).nonzero().flatten(), (tokens < 0).nonzero().flatten()
-        logits = run(rows, x[rows], len(rows) - len(tokens) + still_open)[-len(tokens) :]
+        telling = len(rows) - len(tokens) - shift + still_open  # what stands behind the prompt's last image is run
+        logits = run(rows, x[rows], telling)[telling]
         if passes:  # to what is run beside the first pass that decodes, all of the prompt has a say
             attended = run.attended[at]
+            asked.append(attended)
         passes.append(rows.tolist())
         logits[:, list(model.spec.banned_ids)] = -torch.inf
-        best = still_open[logits[still_open].softmax(-1).max(-1).values.argmax()]
-        tokens[best] = logits[best].argmax()
+        likely = logits.softmax(-1).max(-1)
+        best = int(likely.values.argmax())
+        tokens[still_open[best]] = likely.indices[best]
         x = x.clone()
-        x[prompt + best] = model.decoder.embed(tokens[best])
+        x[prompt + still_open[best]] = model.decoder.embed(likely.indices[best])
         count = each_step
-    return tokens.tolist(), passes
+    return tokens.tolist(), passes, asked

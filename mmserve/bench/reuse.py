@@ -233,7 +233,8 @@ class _Logits:
 
         def run(rows: np.ndarray, wanted: np.ndarray, repairing: Repairing | None = None) -> Tensor:
             visible = int(wanted[-1]) + 1 if spec.causal else size
-            seen = None if repairing is None else self._repairer.watch(repairing, rows, wanted, visible, pages)
+            sees = np.full(len(wanted), visible)
+            seen = None if repairing is None else self._repairer.watch(repairing, rows, wanted, sees, pages)
             one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, visible, deep, observation=seen)
             [found] = forward(model, self._store, [one_pass], self._floor)
             if repairing is not None and seen is not None:

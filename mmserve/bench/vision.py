@@ -139,9 +139,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         "kv_reductions": [
             _reduced_row(s, answers[s], answers[settings[0]]) for s in settings if isinstance(s, Reduced)
         ],
-        "again": _again(config, asked[:AGAIN], decoding),
+        "again": _again(config, asked[:AGAIN]),
         "again_reusing": {
-            name: _again(config, asked[:AGAIN], {**decoding, "image_reuse": rule})
+            name: _again(config, asked[:AGAIN], rule)
             for name, rule in REUSING.items()
             if name in described.image_reuses
         },
@@ -241,11 +241,13 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
     return {name: one.share for name, one in found.items()}
 
 
-def _again(config: Config, asked: Sequence[tuple[Any, Question]], options: Options) -> dict[str, Any]:
+def _again(config: Config, asked: Sequence[tuple[Any, Question]], reuse: ImageReuse | None = None) -> dict[str, Any]:
     """The first request with a picture against the second, the same; one denoising step: the time to the first token is
-    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too; where ``options``
-    ask for a reuse of K/V, the first makes the picture's, the second finds them. A third one is answered in full."""
+    that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too; where both ask
+    for a ``reuse`` of K/V, the first makes the picture's, the second finds them. A third one is answered in full.
+    Policies are the model's defaults."""
     first, second, right = [], [], []
+    options: Options = {"image_reuse": reuse}
     briefly: Options = {**options, "steps": 1}
     cached = replace(config.engine, prefix_cache=True)
     with BackgroundServer(replace(config, engine=cached, encoder_cache=EncoderCacheConfig())) as server:

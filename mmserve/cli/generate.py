@@ -37,7 +37,7 @@ KV_REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
     "sink_window": SinkWindow,
     "visual_cache": VisualCache,
 }
-IMAGE_REUSES: dict[str, Callable[[float], ImageReuse]] = {
+IMAGE_REUSES: dict[str, Callable[..., ImageReuse]] = {
     "blend": Blend,
     "kv_share": KvShare,
     "lego_link": LegoLink,
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take images' K/V from where they stood alone, but for positions that this rule has run again",
     )
     parser.add_argument(
-        "--reuse-recompute", type=float, default=0.15, metavar="SHARE", help="share of --image-reuse (default 0.15)"
+        "--reuse-recompute", type=float, metavar="SHARE", help="share of them that is run again (default 0.15)"
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
@@ -145,8 +145,13 @@ def _reduction(arguments: argparse.Namespace) -> KvReduction | None:
 
 
 def _reuse(arguments: argparse.Namespace) -> ImageReuse | None:
-    """The rule that ``--image-reuse`` names, with its share."""
-    return None if arguments.image_reuse is None else IMAGE_REUSES[arguments.image_reuse](arguments.reuse_recompute)
+    """The rule that ``--image-reuse`` names, with the share of ``--reuse-recompute``."""
+    if arguments.image_reuse is None:
+        if arguments.reuse_recompute is not None:
+            raise InvalidArgument.of("image_reuse", "--reuse-recompute is a number of --image-reuse: set both")
+        return None
+    share = () if arguments.reuse_recompute is None else (arguments.reuse_recompute,)
+    return IMAGE_REUSES[arguments.image_reuse](*share)
 
 
 def _schema(path: Path | None) -> dict[str, Any] | None:

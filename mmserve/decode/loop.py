@@ -180,8 +180,10 @@ class DiffusionDecoder:
         """``p`` of a request whose K/V are reduced, or repaired (none has both): what it shows is noted, and rows lie
         where there is room now."""
         if taken is not None and taken.repairing is not None:
-            seen = self._repairer.watch(taken.repairing, p.rows, p.wanted, p.visible, p.pages)
-            return replace(p, observation=seen)
+            seen = np.full(len(p.wanted), p.visible)
+            if self.model.spec.attention is Attention.PREFIX:
+                seen[p.wanted < p.canvas.prompt_length] = p.canvas.prompt_length
+            return replace(p, observation=self._repairer.watch(taken.repairing, p.rows, p.wanted, seen, p.pages))
         if reducing is None:
             return p
         noted = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
@@ -340,6 +342,5 @@ def _absorb(p: Pass, reducing: Reducing | None, taken: Taken | None) -> None:
     """Take over what the pass showed of a request, now that it is done."""
     if reducing is not None and isinstance(p.observation, Observation):
         reducing.absorb(p.observation)
-    if taken is not None and taken.repairing is not None and isinstance(p.observation, AskingRows):
-        taken.repairing.absorb(p.observation)
-        taken.held[p.rows] = False  # from here on they are this prompt's own
+    if taken is not None and isinstance(p.observation, AskingRows):
+        taken.absorb(p.observation)

@@ -69,15 +69,16 @@ class Repairer:
         store.kernels[op.op] = op.path
 
     def watch(
-        self, state: Repairing, rows: np.ndarray, wanted: np.ndarray, visible: int, pages: np.ndarray
+        self, state: Repairing, rows: np.ndarray, wanted: np.ndarray, seen: np.ndarray, pages: np.ndarray
     ) -> AskingRows | None:
-        """What to note of a pass over ``rows`` (int64, ascending), of which the ``wanted`` tell the next tokens, and
-        after which ``visible`` positions are there; None where nothing is left to repair."""
+        """What to note of a pass over ``rows`` (int64, ascending), of which the ``wanted`` tell the next tokens and see
+        so many positions from the left each (``seen``); None where nothing is left to repair."""
         if not len(state.positions):
             return None
+        visible = int(seen.max())
         table = torch.from_numpy(pages[: pages_for(visible, self._store.page_size)]).to(self._store.device)
         asking_A = torch.from_numpy(np.searchsorted(rows, wanted)).to(self._store.device)
-        ragged = Ragged((len(wanted),), (visible,), (table,), table[:0])
+        ragged = Ragged((len(wanted),), (visible,), (table,), table[:0], torch.from_numpy(seen).to(table.device))
 
         def attention(asking_AHK: Tensor) -> Tensor:
             summed_LH: Tensor = self._scores(asking_AHK, self._store.keys[state.layer], ragged)

@@ -15,7 +15,7 @@ from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Verdict
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
-from mmserve.decode.repairing import Repairing
+from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.decode.text import TextStream
 from mmserve.kv.reducer import Reducing
 
@@ -74,12 +74,19 @@ class DeepStack:
     features_nLD: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Taken:
     """What comes of K/V that were taken from elsewhere."""
 
     held: np.ndarray  # bool [canvas]: positions whose K/V stay as they were taken; no policy runs them
     repairing: Repairing | None = None  # where some of them are run while the answer is decoded
+
+    def absorb(self, seen: AskingRows) -> None:
+        """Take over what a pass showed, now that it is done; what it ran is the prompt's own from here on."""
+        if self.repairing is None:
+            raise ValueError("nothing was to be noted of this pass")
+        self.repairing.absorb(seen)
+        self.held[seen.rows] = False
 
 
 #: K/V of images on their way into a request's pages: how many positions each piece of that work has run through a

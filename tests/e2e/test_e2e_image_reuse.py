@@ -104,3 +104,5 @@ def test_the_command_line_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for rule, left in ((["blend", "--reuse-recompute", "0.5"], 40), (["lego_link"], 68)):
         assert main(["generate", "What is it?", *given, "--image-reuse", *rule]) == 0
         assert json.loads(capsys.readouterr().out)["usage"]["reused_tokens"] == left
+    assert main(["generate", "What is it?", *given, "--reuse-recompute", "0.5"]) == 1
+    assert "is a number of --image-reuse" in capsys.readouterr().err

@@ -70,7 +70,7 @@ class Prompt:
         self.canvas = Canvas.create(
             encoded.ids, new_tokens=1, block_length=1, mask_id=model.spec.mask_id, places=encoded.places
         )
-        self.size = self.canvas.size - model.spec.logit_shift  # all that a first pass may run
+        self.size = self.canvas.size - model.spec.causal  # all that a first pass may run
         count = pages_for(self.canvas.size, PAGE)
         self.pages = np.random.default_rng(0).permutation(count)
         self.store = KVStore(model.decoder.config, pages=count, page_size=PAGE, dtype=model.dtype, device=model.device)
@@ -140,10 +140,14 @@ def test_what_is_taken_is_what_the_image_has_alone_at_its_place(model: LoadedMod
 
 
 @pytest.mark.parametrize("by", ["blend", "kv_share", "lego_link", "random_reuse"])
-@pytest.mark.parametrize("attention", [Attention.CAUSAL, Attention.FULL, Attention.PREFIX])
+@pytest.mark.parametrize(
+    ("attention", "shift"), [(Attention.CAUSAL, 1), (Attention.FULL, 0), (Attention.FULL, 1), (Attention.PREFIX, 0)]
+)
 @torch.inference_mode()
-def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(attention: Attention, by: str) -> None:
-    model = with_three_layers(tiny_model(vision=True), attention)
+def test_what_is_run_again_and_what_comes_of_it_against_the_rule_written_out(
+    attention: Attention, shift: int, by: str
+) -> None:
+    model = with_three_layers(tiny_model(vision=True), attention, shift)
     found = encode(model, TextPart("first "), ImagePart(picture(1)), TextPart("then "), ImagePart(picture(2)))
     p = Prompt(model, found)
     policy = REUSES[by](recompute=0.4)

@@ -52,19 +52,25 @@ def test_pages_may_not_take_what_is_set_aside_for_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("causal", "vision", "bits"), [(True, True, 0), (False, True, 0), (True, False, 0), (True, True, 8)]
+    ("attention", "vision", "bits"),
+    [
+        (Attention.CAUSAL, True, 0),
+        (Attention.FULL, True, 0),
+        (Attention.BLOCK_CAUSAL, True, 0),
+        (Attention.CAUSAL, False, 0),
+        (Attention.CAUSAL, True, 8),
+    ],
 )
 def test_only_models_that_reuse_images_set_something_aside(
-    causal: bool, vision: bool, bits: int, monkeypatch: pytest.MonkeyPatch
+    attention: Attention, vision: bool, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tiny_model(vision=vision)
-    attention = Attention.CAUSAL if causal else Attention.FULL
     model = dataclasses.replace(made, spec=dataclasses.replace(made.spec, attention=attention, logit_shift=1))
     engine = resolve(EngineConfig(pages=5, kv_bits=bits))
     pool = pool_bytes(model.decoder.config, engine, model.dtype)
     monkeypatch.setattr(mmserve.decoders, "free_bytes", lambda _device: pool + 100)
     mmserve.decoders._check_room([model], engine, 100)
-    if causal and vision and not bits:
+    if vision and not bits and attention is not Attention.BLOCK_CAUSAL:
         with pytest.raises(ConfigError, match="kv_bytes sets"):
             mmserve.decoders._check_room([model], engine, 101)
     else:

@@ -43,7 +43,7 @@ class Reuse(Protocol):
 
         ``deviation``: float32, of each position, how far keys and values of the last of its ``layers`` are from what
         they are in this prompt, squared; where deviations are ``weighed``, how far its values are (the sum of absolute
-        differences) times the attention that all of the prompt gives it there. Empty where it looks at nothing.
+        differences) times the attention that all that the prompt sees gives it there. Empty where it looks at nothing.
         """
         ...
 

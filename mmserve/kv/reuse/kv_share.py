@@ -7,8 +7,8 @@ step of decoding scores are taken anew, with the attention of the token at hand,
 its measurements): tokens take longer.
 What is decided here: one layer scores for all, as in ``Blend``; heads are summed before the product; what was run is
 not run again. Which rows a pass runs is fixed before it, so those beside a token are what the token before it attended
-to, and those beside the first one have the highest scores that prefill left. In masked diffusion it is what all that
-is masked in the block attended to.
+to, and those beside the first one have the highest scores that prefill left. In masked diffusion it is what those
+positions attended to that the pass before proposed tokens for, mostly all that are masked in the block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from mmserve.kv.reuse.base import check_layers, check_share, largest, share_of
 
-#: Most positions that are run beside a token.
+#: Most positions that are run in a pass that decodes.
 MOST_EACH_STEP = 64
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths import bitmask
 from mmserve.decode.paths.completion import BYTE, FORK, MASK, Walk, Work, after, onward, walk
@@ -118,17 +120,16 @@ def _near(best: Walk, place: int, at: Matcher, token: int, lexicon: Lexicon, wor
 
 def _joins(fork: Matcher, tokens: tuple[int, ...], place: int, work: Work) -> list[int]:
     """The positions of the old way, behind ``place`` and near it, from which on its next tokens may follow ``fork``."""
-    mask, found = fork.mask(), list[int]()
-    for end in range(place + 1, min(place + _NEAR, len(tokens)) + 1):
+    near = np.array(tokens[place + 1 : place + _NEAR + 1], np.int64)
+    found = list[int]()
+    for end in (np.flatnonzero(bitmask.has(fork.mask(), near)) + place + 1).tolist():
         rest = list(tokens[end : end + _AROUND])
-        if not rest:
-            if fork.accepting:
-                found.append(end)
-        elif mask[rest[0] >> 5] >> (rest[0] & 31) & 1:
-            reach = fork.valid(rest)
-            work.read(reach)
-            if reach == len(rest):
-                found.append(end)
+        reach = fork.valid(rest)
+        work.read(reach)
+        if reach == len(rest):
+            found.append(end)
+    if place + _NEAR >= len(tokens) and fork.accepting:
+        found.append(len(tokens))
     return found
 
 

@@ -35,6 +35,7 @@ class Compiler:
         self._changed = threading.Condition()  # over the fields below; nobody holds it long
         self._idle: list[Child] = []  # have read the vocabulary, and nobody asks them; the last one is asked next
         self._all: set[Child] = set()  # those, and those that start or are asked
+        self._wanted = 0  # so many of them there should be
         self._starting = False
         self._failed = 0  # starts
         self._closed = False
@@ -129,15 +130,16 @@ class Compiler:
             self._fill(CHILDREN)
             self._changed.notify_all()
 
-    def _fill(self, count: int) -> None:
-        """Have children started until there are ``count``, in the background. Under the lock."""
-        if not self._starting and not self._closed and len(self._all) < count:
+    def _fill(self, wanted: int) -> None:
+        """Have children started until there are ``wanted``, in the background. Under the lock."""
+        self._wanted = max(self._wanted, wanted)
+        if not self._starting and not self._closed and len(self._all) < self._wanted:
+            threading.Thread(target=self._start, name="grammar-compiler", daemon=True).start()
             self._starting = True
-            threading.Thread(target=self._start, args=(count,), name="grammar-compiler", daemon=True).start()
 
-    def _start(self, count: int) -> None:
-        """Start children until there are ``count``, one after another: each takes a core until it has started."""
-        while (child := self._begun(count)) is not None:
+    def _start(self) -> None:
+        """Start what is missing, one after another: each child takes a core until it has started."""
+        while (child := self._begun()) is not None:
             try:
                 child.read(self._vocabulary)
             except Exception as error:  # noqa: BLE001 - whatever it is: whoever waits for this child must hear of it
@@ -148,10 +150,10 @@ class Compiler:
                 self._idle.insert(0, child)
                 self._changed.notify_all()
 
-    def _begun(self, count: int) -> Child | None:
-        """A child that starts; None where there are ``count``, or no process can be made: then none is starting."""
+    def _begun(self) -> Child | None:
+        """A child that starts; None where none is missing, or no process can be made: then none is starting."""
         with self._changed:
-            if self._closed or len(self._all) >= count:
+            if self._closed or len(self._all) >= self._wanted:
                 self._ended()
                 return None
             try:

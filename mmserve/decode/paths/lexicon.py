@@ -69,7 +69,7 @@ class Lexicon:
     closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
     fillers: np.ndarray  # int64: long tokens of letters and digits, longest first, for texts that must be long
     scalars: Scalars = field(repr=False)
-    _known: dict[bytes, list[int] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[bytes, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> Lexicon:
@@ -99,12 +99,15 @@ class Lexicon:
             return []
         if len(text) > _BRIEF:
             return self._covered(text)
-        known = self._known.get(text, False)  # a search asks for the same few texts again and again
-        if known is False:
+        known = self._known.get(text)  # a search asks for the same few texts again and again
+        if known is None:
+            known = self._covered(text)
+            if known is None:
+                return None
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            known = self._known[text] = self._covered(text)
-        return known and [*known]
+            self._known[text] = known
+        return known.copy()
 
     def _covered(self, text: bytes) -> list[int] | None:
         size = len(text)

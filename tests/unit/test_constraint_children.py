@@ -225,11 +225,12 @@ compiler = Compiler(BYTES, 1.0)
 compiler.compile(ConstraintSpec(Regex("a")))
 while compiler.standby is None:
     time.sleep(0.01)
+first, second = compiler.pid, compiler.standby
 slow = ConstraintSpec(JsonSchema(sys.argv[1]))
 threading.Thread(target=compiler.compile, args=(slow,), daemon=True).start()
 while compiler.standby is not None:
     time.sleep(0.001)
-print("one is asked, one is idle", flush=True)
+print(first, second, flush=True)  # one is asked, one is idle
 time.sleep(600)
 """
 
@@ -238,9 +239,9 @@ def test_no_child_outlives_a_server_that_is_killed() -> None:
     slow = json.dumps(SLOW["steps_that_multiply"])
     with subprocess.Popen([sys.executable, "-c", SERVER, slow], stdout=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None and "one is asked" in server.stdout.readline()
-            left = children(server.pid)
-            assert len(left) == 2
+            assert server.stdout is not None
+            left = [int(pid) for pid in server.stdout.readline().split()]
+            assert set(left) & children(server.pid), "one at least has not been replaced yet"
         finally:
             server.kill()
     eventually(lambda: not any(map(runs, left)), "the children have ended")

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -46,12 +47,12 @@ logger = logging.getLogger("mmserve.engine")
 
 #: Seconds. A client's deadline may be centuries away, and a queue refuses to wait that long.
 _LONGEST_WAIT = 3600.0
-#: Running and following stage of each worker's batch.
-_STAGES = {
-    "constrain": (Stage.CONSTRAINING, Stage.CONSTRAINED),
-    "encode": (Stage.ENCODING, Stage.ENCODED),
-    "prefill": (Stage.PREFILLING, Stage.PREFILLED),
-    "decode": (Stage.STEPPING, Stage.READY),
+#: The stage of a request that a worker holds.
+_RUNNING = {
+    "constrain": Stage.CONSTRAINING,
+    "encode": Stage.ENCODING,
+    "prefill": Stage.PREFILLING,
+    "decode": Stage.STEPPING,
 }
 
 
@@ -87,7 +88,7 @@ class Engine:
         self._idle = threading.Event()
         self._idle.set()
         self._workers: dict[str, Worker] = {}
-        self._busy: set[str] = set()
+        self._busy: Counter[str] = Counter()  # jobs under way
         self._steps = 0
         self._seconds = 0.5  # running mean of a request's service time
         self._stopping = False
@@ -100,7 +101,7 @@ class Engine:
         threads = self.config.torch_threads
         for name in WORKERS:
             inline = self.config.stages == "inline" and name != "constrain"  # that one only waits for another process
-            self._workers[name] = InlineWorker() if inline else ThreadWorker(name, threads)
+            self._workers[name] = InlineWorker() if inline else ThreadWorker(name, threads, WORKERS[name])
         self._refusal = ""
         self._thread.start()
 
@@ -202,7 +203,8 @@ class Engine:
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
         entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records if not r.waits]
         plan = schedule(entries, self._budgets())
-        self._run("constrain", plan.constrain, self._constrain)
+        for request in plan.constrain:  # a job each: none waits for another's grammar
+            self._run("constrain", (request,), self._constrain)
         self._run("encode", plan.encode, self._encode)
         self._run("prefill", plan.prefill, self._prefill)
         self._run("decode", plan.decode, self._decode)
@@ -212,7 +214,7 @@ class Engine:
         failed = Failed(Internal.logged(error, "the engine's loop", logger))
         for record in list(self._records.values()):
             told, record.call.failed = record.doomed, True
-            if not self._held(record):  # else its worker's report ends it
+            if not record.held:  # else its worker's report ends it
                 if record.stage not in TERMINAL:
                     self._advance(record, Stage.FAILED)
                 self._release(record)
@@ -240,13 +242,14 @@ class Engine:
     def _budgets(self) -> Budgets:
         c = self.config
         return Budgets(
-            idle=frozenset(set(WORKERS) - self._busy),
+            idle=frozenset(name for name in WORKERS if self._busy[name] < WORKERS[name]),
             free_pages=self._pool.free,
             handover=c.handover,
             max_running=c.max_running,
             encode_batch=c.encode_batch,
             prefill_tokens=c.prefill_tokens,
             decode_tokens=c.decode_tokens,
+            constrain=WORKERS["constrain"] - self._busy["constrain"],
         )
 
     def _run(
@@ -257,9 +260,11 @@ class Engine:
             return
         records = [self._records[i] for i in ids]
         for record in records:
-            self._advance(record, _STAGES[name][0])
+            self._advance(record, _RUNNING[name])
         run = stage(records)
-        self._busy.add(name)
+        self._busy[name] += 1
+        for record in records:
+            record.held = True
 
         def job() -> None:
             begun = time.monotonic()
@@ -298,7 +303,9 @@ class Engine:
 
     def _report(self, name: str, records: list[Record], outcomes: list[Any], seconds: float) -> None:
         """A stage's batch is done: advance each of its requests, or end it."""
-        self._busy.discard(name)
+        self._busy[name] -= 1
+        for record in records:
+            record.held = False
         for record, outcome in zip(records, outcomes, strict=True):
             record.run[name] += seconds
             if record.stage in TERMINAL:
@@ -365,14 +372,10 @@ class Engine:
             return
         record.call.failed = True
         for each in list(record.call.records):
-            if not self._held(each):
+            if not each.held:
                 self._advance(each, Stage.FAILED)
                 self._release(each)
         record.call.sink(Failed(error))
-
-    def _held(self, record: Record) -> bool:
-        """Whether a worker holds the request: its stage's batch has not reported yet."""
-        return any(record.stage is running and name in self._busy for name, (running, _next) in _STAGES.items())
 
     def _advance(self, record: Record, stage: Stage) -> None:
         if record.stage is Stage.QUEUED:

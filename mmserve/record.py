@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from mmserve.constraint.limits import CHILDREN
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
 from mmserve.core.plan import Entry
@@ -15,8 +16,8 @@ from mmserve.kv.table import PageTable
 from mmserve.stages import Answer
 
 Sink = Callable[[Event], None]
-#: The stages that have workers.
-WORKERS = ("constrain", "encode", "prefill", "decode")
+#: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process.
+WORKERS = {"constrain": CHILDREN, "encode": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class Record:
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
     last_step: int = 0
+    held: bool = False  # by a worker: its stage's batch has not reported yet
     prefilled: int | None = None  # positions run, while some of the prompt is left; None = none is, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
     first_token: float = 0.0

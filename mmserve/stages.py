@@ -68,7 +68,8 @@ class Answer:
 
 
 class Stages:
-    """Encode, prefill and decode of one model. Each method belongs to one worker; all may run at the same time."""
+    """Encode, prefill and decode of one model. Each method belongs to one worker; all may run at the same time, and
+    ``constrain`` more than once."""
 
     def __init__(
         self,

@@ -15,14 +15,14 @@ Job = Callable[[], None]
 
 
 class Worker(Protocol):
-    """Runs one job after another; the engine gives a worker a job only when its last one has reported back."""
+    """Runs jobs; the engine gives a worker no more of them than it runs at once, until one has reported back."""
 
     def start(self, job: Job) -> None:
         """Run ``job``, now or soon; a job reports by itself and never raises."""
         ...
 
     def stop(self) -> None:
-        """End the worker after the job in hand."""
+        """End the worker after the jobs in hand."""
         ...
 
 
@@ -37,19 +37,25 @@ class InlineWorker:
 
 
 class ThreadWorker:
-    """Runs jobs on a thread of its own, with its share of the cores."""
+    """Runs jobs on a thread of its own, with its share of the cores; ``width`` of them at once, on as many threads."""
 
-    def __init__(self, name: str, torch_threads: int) -> None:
+    def __init__(self, name: str, torch_threads: int, width: int = 1) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(torch_threads,), name=f"mmserve-{name}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(torch_threads,), name=f"mmserve-{name}", daemon=True)
+            for _ in range(width)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, job: Job) -> None:
         self._jobs.put(job)
 
     def stop(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _run(self, torch_threads: int) -> None:
         torch.set_num_threads(torch_threads)

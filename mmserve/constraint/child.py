@@ -13,7 +13,7 @@ from typing import Any
 
 import mmserve
 from mmserve.constraint import wire
-from mmserve.constraint.limits import REPLY_BYTES, START_SECONDS
+from mmserve.constraint.limits import IDLE_BYTES, REPLY_BYTES, START_SECONDS
 from mmserve.constraint.vocabulary import Vocabulary
 
 
@@ -21,14 +21,22 @@ class Overdue(Exception):
     """No answer any more: the child has ended."""
 
 
-class Child:
-    """``mmserve.constraint.worker`` in a process of its own, of one owner; ``kill`` alone is for any thread."""
+class TooLong(Exception):
+    """An answer of more bytes than any is let grow to."""
 
-    def __init__(self, seconds: float) -> None:
+
+class Child:
+    """``mmserve.constraint.worker`` in a process of its own, of one owner; ``kill`` alone is for any thread.
+
+    A question may take it ``seconds`` of processor time. Should its owner be gone, it ends after twice ``patience``
+    seconds by the clock at the latest.
+    """
+
+    def __init__(self, seconds: float, patience: float) -> None:
         root = str(Path(mmserve.__file__).parents[1])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mmserve.constraint.worker", str(seconds)],
+            [sys.executable, "-m", "mmserve.constraint.worker", str(seconds), str(2 * patience), str(IDLE_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -54,12 +62,21 @@ class Child:
         within ends it by other signals. For its owner, after ``Overdue`` and ``end``."""
         return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
+    @property
+    def overtime(self) -> bool:
+        """Whether it was ended for the processor time that it took. For its owner, as ``killed``."""
+        return self._process.returncode == -signal.SIGPROF
+
     def read(self, vocabulary: Vocabulary) -> None:
         """Have it read ``vocabulary``, as the first thing. Raises ``TimeoutError`` or ``Overdue``."""
         self.ask(wire.from_vocabulary(vocabulary), START_SECONDS)
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """The answer to ``message``. Raises ``TimeoutError`` after ``seconds``, ``Overdue`` where the child ends."""
+        """The answer to ``message``; the child is of no more use where there is none.
+
+        Raises ``TimeoutError`` after ``seconds`` by the clock, ``Overdue`` where the child ends, ``TooLong`` where the
+        answer is.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         into, out = self._process.stdin.fileno(), self._process.stdout.fileno()
         deadline = time.monotonic() + seconds
@@ -73,7 +90,7 @@ class Child:
             raise error if isinstance(error, TimeoutError) else Overdue from error
         size = int.from_bytes(_exactly(out, wire.HEADER, deadline), "big")
         if size > 2 * REPLY_BYTES:
-            raise Overdue
+            raise TooLong
         return wire.unpacked(_exactly(out, size, deadline))
 
     def kill(self) -> None:

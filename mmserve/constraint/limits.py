@@ -21,15 +21,19 @@ SMALLEST = 1e-12  # bounds are written out in digits, never with an exponent
 MAX_MULTIPLE = 10_000  # an automaton has one state a remainder: 10,000 compile in 0.1 s, 100,000 in 2 s
 MAX_SCHEMAS = 50_000  # subschemas after rewriting: cases multiply
 
-COMPILE_SECONDS = 2.0  # wall clock, in the child process
-CHILD_BYTES = 1 << 30  # address space of the child process
-START_SECONDS = 60.0  # for the child process to start and to read its vocabulary
+COMPILE_SECONDS = 2.0  # of a child process' processor time: a busy machine refuses nothing that an idle one takes
+ANSWER_SECONDS = 60.0  # by the clock, for a child process that stands still
+CHILDREN = 2  # processes that compile, side by side; to start one costs about what the slowest constraint may cost
+CHILD_BYTES = 1 << 30  # address space of a child process
+IDLE_BYTES = 64 << 20  # that a child process may have taken beside its vocabulary, and go on
+START_SECONDS = 60.0  # for a child process to start and to read its vocabulary
 CACHE_BYTES = 32 << 20
 REPLY_BYTES = 8 << 20  # of a grammar as it comes back
+FINDING_CHARS = 1000  # of each text that says what is wrong with a constraint; schemas have names of any length
 
 WALKS = 4  # random ways through a grammar before it is trusted
 WALK_TOKENS = 48
-WALK_SECONDS = 0.5  # no further walk after that
+WALK_SECONDS = 0.5  # of processor time; no further walk after that
 STEP_SECONDS = 0.25  # of processor time, for the mask of one token
 
 #: What a matcher over a grammar may spend, in llguidance's own units; half to a tenth of its defaults. The child

@@ -1,150 +1,187 @@
-"""The server's end of the child processes: one that compiles, and one that stands by for when that has to be killed."""
+"""The server's end of the child processes that compile: two, so that one with a slow constraint holds up no other."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 
 from mmserve.constraint import wire
-from mmserve.constraint.child import Child, Overdue
+from mmserve.constraint.child import Child, Overdue, TooLong
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.grammar import Grammar, kind_of
+from mmserve.constraint.limits import ANSWER_SECONDS, CHILDREN, REPLY_BYTES
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.errors import Unavailable
 
+logger = logging.getLogger("mmserve.constraint")
+
 #: How many are asked for one constraint, where the one before was killed.
-_CHILDREN = 3
+_ASKED = 3
 
 
 class Compiler:
-    """Child processes over one vocabulary, one constraint at a time; may be called from any thread.
+    """Child processes over one vocabulary, each with one constraint at a time; may be called from any thread.
 
-    A constraint that needs more than ``seconds``, or that ends the child, is refused; the child that stands by takes
-    its place, and another is started in the background. One whose child was killed from outside is asked of the next.
+    A constraint that needs more than ``seconds`` of processor time, or that ends its child, is refused; another child
+    takes its place, and the one that ended is replaced in the background. What is asked of a child that was killed from
+    outside is asked of the next. A child that says nothing for ``patience`` seconds by the clock is ended, too: that is
+    no constraint's fault.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, seconds: float, patience: float = ANSWER_SECONDS) -> None:
         self._vocabulary = vocabulary
-        self._seconds = seconds
-        self._asking = threading.Lock()  # held for as long as a constraint takes
-        self._spare = threading.Lock()  # held for as long as a start takes
-        self._lock = threading.Lock()  # of the fields below; nobody waits for it long
-        self._child: Child | None = None
-        self._standby: Child | None = None  # has read the vocabulary
-        self._all: set[Child] = set()
+        self._seconds, self._patience = seconds, patience
+        self._changed = threading.Condition()  # over the fields below; nobody holds it long
+        self._idle: list[Child] = []  # have read the vocabulary, and nobody asks them; the last one is asked next
+        self._all: set[Child] = set()  # those, and those that start or are asked
+        self._wanted = 0  # so many of them there should be
+        self._starting = False
+        self._failed = 0  # starts
         self._closed = False
 
     def compile(self, spec: ConstraintSpec) -> tuple[Grammar | Refused, bool]:
         """The grammar of ``spec`` or why there is none, and whether the same would come of it again.
 
-        Raises ``Unavailable`` where no child can be started or each is killed from outside, or after ``close``.
+        Raises ``Unavailable`` where no child can be started, where each is killed from outside or one stands still, or
+        after ``close``.
         """
-        with self._asking:
-            for _ in range(_CHILDREN):
-                child = self._ready()
-                try:
-                    reply = child.ask(wire.from_spec(spec), self._seconds)
-                except TimeoutError:
-                    self._drop(child)
-                    return Refused.at("", kind_of(spec), f"takes more than {self._seconds:g} s to compile"), False
-                except Overdue:
-                    self._drop(child)
-                    self._refuse_if_closed()
-                    if not child.killed:
-                        return Refused.at("", kind_of(spec), "needs too much memory or stack to compile"), False
-                else:
-                    if reply["last"]:  # it ends by itself, but maybe not before the next constraint
-                        self._drop(child)
-                    return wire.to_outcome(reply), True
-            raise Unavailable(
-                "something kills the processes that compile grammars (for want of memory, most likely); try again later"
-            )
+        for _ in range(_ASKED):
+            child = self._taken()
+            keep = False
+            try:
+                reply = child.ask(wire.from_spec(spec), self._patience)
+                keep = not reply["last"]  # else it ends by itself, but maybe not before the next constraint
+                return wire.to_outcome(reply), True
+            except TimeoutError as error:
+                why = f"the process that compiles grammars said nothing for {self._patience:g} s"
+                raise Unavailable(f"{why}: it was halted, or gets hardly any processor; try again later") from error
+            except (Overdue, TooLong) as error:
+                self._refuse_if_closed()
+                ended = error
+            finally:
+                (self._put_back if keep else self._drop)(child)
+            why = self._why(child, ended)
+            if why:
+                return Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), False
+        raise Unavailable(
+            "something kills the processes that compile grammars (for want of memory, most likely); try again later"
+        )
 
     def warm(self) -> None:
-        """Start what is missing now, in the background: a start takes a second, and longer with a large vocabulary."""
-        threading.Thread(target=self._fill, name="grammar-compiler", daemon=True).start()
+        """Start a child now, in the background: it takes a second, and longer with a large vocabulary."""
+        with self._changed:
+            self._fill(1)
 
     def close(self) -> None:
-        """End the children, and what one of them is at; nothing is compiled any more. May be called twice."""
-        with self._lock:
+        """End the children, and what they are at; nothing is compiled any more. May be called twice."""
+        with self._changed:
             self._closed = True
             for child in self._all:
                 child.kill()
-        with self._asking, self._spare, self._lock:  # whoever waited for a child has heard of its end
-            for child in self._all:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._all) == len(self._idle))  # whoever has one hears of its end
+            for child in self._idle:
                 child.end()
             self._all.clear()
-            self._child = self._standby = None
+            self._idle.clear()
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child that is asked next, once there is one."""
-        child = self._child or self._standby
-        return None if child is None else child.pid
+        """The process id of the child that is asked next; None where none is idle."""
+        idle = self._idle[-1:]
+        return idle[0].pid if idle else None
 
     @property
     def standby(self) -> int | None:
-        """The process id of the child behind that one, once there is one."""
-        child = self._standby
-        return None if child is None or self._child is None else child.pid
+        """The process id of the child that is asked after that one; None where it is not idle."""
+        idle = self._idle[-2:-1]
+        return idle[0].pid if idle else None
 
-    def _ready(self) -> Child:
-        """The child to ask; waits for a start where none stands by."""
-        with self._lock:
-            child = self._child
-        if child is not None and child.alive:
-            return child
-        if child is not None:
-            self._drop(child)
-        child = self._taken()
-        while child is None:
-            self._prepare()
-            child = self._taken()
-        self.warm()
-        return child
-
-    def _taken(self) -> Child | None:
-        """The child that stood by, which is asked from now on; None if there was none."""
-        self._refuse_if_closed()
-        with self._lock:
-            child, self._standby = self._standby, None
-            if child is not None and child.alive:
-                self._child = child
-                return child
-        if child is not None:
-            self._drop(child)
-        return None
-
-    def _fill(self) -> None:
-        with contextlib.suppress(Unavailable):  # whoever asks next is told
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Start a child to stand by, unless one does. Raises ``Unavailable``."""
-        with self._spare:
-            if self._standby is not None:
-                return
-            with self._lock:
-                if self._closed:
-                    raise Unavailable("the server is stopping")
-                child = Child(self._seconds)
-                self._all.add(child)
-            try:
-                child.read(self._vocabulary)
-            except (TimeoutError, Overdue) as error:
-                self._drop(child)
+    def _taken(self) -> Child:
+        """An idle child, for the caller alone; waits for one. Raises ``Unavailable``."""
+        with self._changed:
+            failed = self._failed
+            while True:
                 self._refuse_if_closed()
-                raise Unavailable("the process that compiles grammars does not start") from error
-            with self._lock:
-                self._standby = child
+                child = self._idle.pop() if self._idle else None
+                if child is not None and not child.alive:
+                    child.end()
+                    self._all.discard(child)
+                    continue
+                if self._failed == failed:
+                    self._fill(CHILDREN)
+                if child is not None:
+                    return child
+                if not self._all and not self._starting:
+                    raise Unavailable("the process that compiles grammars does not start; try again later")
+                self._changed.wait()
+
+    def _put_back(self, child: Child) -> None:
+        with self._changed:
+            self._idle.append(child)
+            self._changed.notify_all()
 
     def _drop(self, child: Child) -> None:
-        with self._lock:
-            self._all.discard(child)
-            if self._child is child:
-                self._child = None
+        """End a child that was asked, and have another one in its place."""
         child.end()
+        with self._changed:
+            self._all.discard(child)
+            self._fill(CHILDREN)
+            self._changed.notify_all()
+
+    def _fill(self, wanted: int) -> None:
+        """Have children started until there are ``wanted``, in the background. Under the lock."""
+        self._wanted = max(self._wanted, wanted)
+        if not self._starting and not self._closed and len(self._all) < self._wanted:
+            threading.Thread(target=self._start, name="grammar-compiler", daemon=True).start()
+            self._starting = True
+
+    def _start(self) -> None:
+        """Start what is missing, one after another: each child takes a core until it has started."""
+        while (child := self._begun()) is not None:
+            try:
+                child.read(self._vocabulary)
+            except Exception as error:  # noqa: BLE001 - whatever it is: whoever waits for this child must hear of it
+                child.end()
+                self._ended(error, child)
+                return
+            with self._changed:
+                self._idle.insert(0, child)
+                self._changed.notify_all()
+
+    def _begun(self) -> Child | None:
+        """A child that starts; None where none is missing, or no process can be made: then none is starting."""
+        with self._changed:
+            if self._closed or len(self._all) >= self._wanted:
+                self._ended()
+                return None
+            try:
+                child = Child(self._seconds, self._patience)
+            except OSError as error:
+                self._ended(error)
+                return None
+            self._all.add(child)
+            return child
+
+    def _ended(self, error: Exception | None = None, child: Child | None = None) -> None:
+        """Nothing is starting any more, for ``error`` if there was one."""
+        with self._changed:
+            self._starting = False
+            if child is not None:
+                self._all.discard(child)
+            if error is not None and not self._closed:
+                self._failed += 1
+                logger.warning("a process that compiles grammars does not start", exc_info=error)
+            self._changed.notify_all()
+
+    def _why(self, child: Child, ended: Overdue | TooLong) -> str:
+        """What of the constraint ended ``child``, which has ended; nothing where it was killed from outside."""
+        if isinstance(ended, TooLong):
+            return f"becomes an answer of more than {REPLY_BYTES} bytes"
+        if child.overtime:
+            return f"takes more than {self._seconds:g} s of processor time to compile"
+        return "" if child.killed else "needs too much memory or stack to compile"
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -25,9 +25,9 @@ class Grammars:
     def grammar(self, spec: ConstraintSpec) -> Grammar:
         """The grammar of ``spec``, which a matcher may run under ``limits.PARSER_LIMITS``.
 
-        Takes microseconds when it was asked for before, else milliseconds, at worst ``seconds`` and a wait for those
-        before it. Raises ``InvalidArgument`` with a violation for every reason why there is none, ``Unavailable``
-        where nothing can be compiled.
+        Takes microseconds when it was asked for before, else milliseconds, at worst ``seconds`` of processor time and a
+        wait for those before it. Raises ``InvalidArgument`` with a violation for every reason why there is none,
+        ``Unavailable`` where nothing can be compiled.
         """
         key = key_of(spec, self._fingerprint)
         outcome = self._outcomes.get(key)
@@ -40,5 +40,5 @@ class Grammars:
         return outcome
 
     def close(self) -> None:
-        """End the child process."""
+        """End the child processes."""
         self._compiler.close()

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.grammar import Grammar
+from mmserve.constraint.limits import FINDING_CHARS
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
 
@@ -58,10 +59,12 @@ def to_spec(message: Any) -> ConstraintSpec:
 
 
 def from_outcome(outcome: Grammar | Refused) -> Any:
-    """A grammar or a refusal as JSON."""
+    """A grammar or a refusal as JSON; what it says of the constraint is cut to what can be read."""
     if isinstance(outcome, Refused):
-        return {"refused": [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]}
-    return {"text": outcome.text, "exact": outcome.exact, "warnings": outcome.warnings[:MOST_FINDINGS]}
+        told = [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]
+        return {"refused": [[_cut(text) for text in finding] for finding in told]}
+    warnings = [_cut(warning) for warning in outcome.warnings[:MOST_FINDINGS]]
+    return {"text": outcome.text, "exact": outcome.exact, "warnings": warnings}
 
 
 def to_outcome(message: Any) -> Grammar | Refused:
@@ -69,3 +72,7 @@ def to_outcome(message: Any) -> Grammar | Refused:
     if "refused" in message:
         return Refused(*(Finding(*finding) for finding in message["refused"]))
     return Grammar(message["text"], message["exact"], tuple(message["warnings"]))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= FINDING_CHARS else f"{text[: FINDING_CHARS - 1]}…"

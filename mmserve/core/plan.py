@@ -32,6 +32,7 @@ class Budgets:
     encode_batch: int  # images and frames
     prefill_tokens: int
     decode_tokens: int
+    constrain: int = 1  # requests whose constraints may be begun now
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
 
 
 def _constrain(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
-    """One at a time: the next may be a bad one."""
+    """Those that go side by side begin in order of arrival; one whose constraint is slow may be overtaken."""
     room = budgets.handover - _count(entries, Stage.CONSTRAINING, Stage.CONSTRAINED)
     waiting = [e.id for e in entries if e.stage is Stage.QUEUED and e.constrained]
-    return tuple(waiting[: min(1, max(0, room))])
+    return tuple(waiting[: min(budgets.constrain, max(0, room))])
 
 
 def _encode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:

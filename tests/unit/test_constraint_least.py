@@ -180,7 +180,19 @@ def test_cover_is_the_fewest_tokens(text: bytes) -> None:
 
 
 def test_cover_of_bytes_that_no_token_has() -> None:
-    assert Lexicon.of(TOY).cover(b"ax") is None
+    lexicon = Lexicon.of(TOY)
+    assert lexicon.cover(b"ax") is None and lexicon.cover(b"ax") is None
+
+
+def test_a_cover_is_its_askers_own_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmserve.decode.paths.lexicon._KNOWN", 3)
+    lexicon = Lexicon.of(TOY)
+    texts = [bytes(letters) for n in (1, 2, 3) for letters in product(b"ab", repeat=n)]
+    first = [lexicon.cover(text) for text in texts]
+    for tokens in first:
+        assert tokens is not None and len(lexicon._known) <= 3
+        tokens.append(-1)
+    assert [lexicon.cover(text) for text in texts] == [tokens[:-1] for tokens in first if tokens]
 
 
 def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:

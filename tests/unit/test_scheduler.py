@@ -60,6 +60,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
         encode_batch=draw(st.integers(1, 10)),
         prefill_tokens=draw(st.integers(0, 120)),
         decode_tokens=draw(st.integers(0, 120)),
+        constrain=draw(st.integers(0, 3)),
     )
     return entries, limits
 
@@ -80,7 +81,8 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     unready = [e for e in in_stage[Stage.QUEUED] if e.constrained]
     constrain = _prefix(plan.constrain, unready)
     waiting = len(in_stage[Stage.CONSTRAINING]) + len(in_stage[Stage.CONSTRAINED])
-    assert len(constrain) == (bool(unready) and "constrain" in limits.idle and waiting < limits.handover)
+    room = min(limits.constrain, max(0, limits.handover - waiting))
+    assert len(constrain) == (min(len(unready), room) if "constrain" in limits.idle else 0)
 
     ready = [e for e in entries if e.stage in (Stage.QUEUED, Stage.CONSTRAINED) and e not in unready]
     encode = _prefix(plan.encode, ready)

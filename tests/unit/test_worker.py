@@ -100,6 +100,17 @@ def test_the_thread_worker_runs_jobs_in_order_on_one_thread_of_its_own_and_ends_
     assert not any(t.name == "mmserve-test" for t in threading.enumerate())
 
 
+def test_a_wide_thread_worker_runs_as_many_jobs_at_once_and_ends_after_the_last() -> None:
+    seen: list[int] = []
+    both = threading.Barrier(2)
+    worker = ThreadWorker("test", 1, 2)
+    for _ in range(4):
+        worker.start(lambda: (both.wait(30), seen.append(threading.get_ident())))
+    worker.stop()
+    assert len(seen) == 4 and len(set(seen)) == 2
+    assert not any(t.name == "mmserve-test" for t in threading.enumerate())
+
+
 def test_the_thread_worker_takes_its_share_of_cores() -> None:
     seen: list[int] = []
     worker = ThreadWorker("test", 2)

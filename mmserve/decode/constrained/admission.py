@@ -1,6 +1,7 @@
 """Where a constrained request begins: its grammar, compiled and proved elsewhere, and the first witness of its answer.
 
-Runs on a worker of its own: a grammar takes milliseconds, a bad one two seconds, and nobody else shall wait for it.
+Runs on a worker of its own, two at once: a grammar takes milliseconds, a bad one two seconds of a processor, and nobody
+else shall wait for it.
 """
 
 from __future__ import annotations

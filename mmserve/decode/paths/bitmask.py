@@ -43,6 +43,9 @@ def has(words: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def ids(words: np.ndarray) -> np.ndarray:
     """The tokens of the set (int64, ascending)."""
     held = np.flatnonzero(words)  # most sets are nearly empty, and unpacking all of a large one takes 0.5 ms
+    if len(held) <= _FEW:
+        few = zip(held.tolist(), words[held].tolist(), strict=True)
+        return np.array([32 * n + bit for n, word in few for bit in range(32) if word >> bit & 1], np.int64)
     bits = np.unpackbits(words[held].view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
     return (held[:, None] * 32 + np.arange(32))[bits.astype(bool)]
 

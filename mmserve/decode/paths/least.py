@@ -130,30 +130,36 @@ def _by_tokens(
     ``most`` tokens are tried, at ``places``; none farther on than would be shorter than the completion ``bound``, and
     none longer than ``within`` tokens.
     """
+    if matcher.accepting:
+        return (), 0
     level: list[tuple[Hashable, Matcher, tuple[int, ...]]] = [(kinds.begun(), matcher, ())]
     seen = {kinds.begun()}
     depth = 0
     while level:
-        for _kind, at, tokens in level:
-            if at.accepting:
-                return tokens, depth
         if bound is not None and depth + 1 == len(bound):
             return bound, depth + 1
         if depth == within:
             return None, depth + 1
-        following: list[tuple[Hashable, Matcher, tuple[int, ...]]] = []
-        for kind, at, tokens in level:
+        reached = list[tuple[Hashable, Matcher, tuple[int, ...], list[int]]]()
+        for kind, before, tokens in level:
+            at = after(before, tokens[-1:])
+            if at is None:  # the parser's limits: what lies behind is not known
+                return None, depth
             allowed = at.allowed()
             most -= len(allowed)
-            if most < 0 or len(seen) > places:
+            if most < 0:
                 return None, depth + 1
-            for token in allowed.tolist():
+            reached.append((kind, at, tokens, allowed.tolist()))
+        level, depth = [], depth + 1
+        for kind, at, tokens, follow in reached:
+            if len(seen) > places:
+                return None, depth
+            for token in follow:
                 grown = kinds.after(kind, lexicon.spelled[token])
                 if grown not in seen:
                     seen.add(grown)
-                    fork = after(at, [token])
-                    if fork is None:  # the parser's limits: what lies behind is not known
-                        return None, depth + 1
-                    following.append((grown, fork, (*tokens, token)))
-        level, depth = following, depth + 1
+                    level.append((grown, at, (*tokens, token)))
+        for _kind, before, tokens in level:
+            if before.ends(tokens[-1:]):  # to go to all of them would take ten times as long
+                return (tokens, depth) if completes(before, tokens[-1:]) else (None, depth)
     return None, 0

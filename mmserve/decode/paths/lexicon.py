@@ -11,6 +11,8 @@ import numpy as np
 _CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
 #: Bytes that numbers consist of.
 _NUMERIC = b"0123456789+-.eE"
+#: Bytes of the texts whose tokens are remembered, and how many texts are, at most.
+_BRIEF, _KNOWN = 32, 4096
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Lexicon:
     closers: np.ndarray  # int64: single bytes and short texts, those that close JSON first
     fillers: np.ndarray  # int64: long tokens of letters and digits, longest first, for texts that must be long
     scalars: Scalars = field(repr=False)
+    _known: dict[bytes, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> Lexicon:
@@ -92,6 +95,21 @@ class Lexicon:
 
     def cover(self, text: bytes) -> list[int] | None:
         """The fewest tokens that spell ``text``; None where none do."""
+        if not text:
+            return []
+        if len(text) > _BRIEF:
+            return self._covered(text)
+        known = self._known.get(text)  # a search asks for the same few texts again and again
+        if known is None:
+            known = self._covered(text)
+            if known is None:
+                return None
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[text] = known
+        return known.copy()
+
+    def _covered(self, text: bytes) -> list[int] | None:
         size = len(text)
         costs, start_of = [0] + [size + 1] * size, [0] * (size + 1)
         for start in range(size):

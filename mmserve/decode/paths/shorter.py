@@ -118,17 +118,18 @@ def _near(best: Walk, place: int, at: Matcher, token: int, lexicon: Lexicon, wor
 
 def _joins(fork: Matcher, tokens: tuple[int, ...], place: int, work: Work) -> list[int]:
     """The positions of the old way, behind ``place`` and near it, from which on its next tokens may follow ``fork``."""
-    mask, found = fork.mask(), list[int]()
-    for end in range(place + 1, min(place + _NEAR, len(tokens)) + 1):
-        rest = list(tokens[end : end + _AROUND])
-        if not rest:
-            if fork.accepting:
-                found.append(end)
-        elif mask[rest[0] >> 5] >> (rest[0] & 31) & 1:
+    near = tokens[place + 1 : place + _NEAR + 1]
+    follow = {token for token in set(near) if fork.valid([token])}  # a mask of all tokens takes longer, or far longer
+    found = list[int]()
+    for end, token in enumerate(near, place + 1):
+        if token in follow:
+            rest = list(tokens[end : end + _AROUND])
             reach = fork.valid(rest)
             work.read(reach)
             if reach == len(rest):
                 found.append(end)
+    if place + _NEAR >= len(tokens) and fork.accepting:
+        found.append(len(tokens))
     return found
 
 

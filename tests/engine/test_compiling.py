@@ -1,0 +1,44 @@
+"""Grammars are compiled side by side: whose constraint takes long holds up nobody else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from harness import Bench, eventually
+from helpers import ask
+
+from mmserve.core.constraint import ConstraintSpec, Regex
+from mmserve.core.request import Request, Stage
+from mmserve.errors import Cancelled
+
+
+def constrained(name: str, pattern: str) -> Request:
+    return dataclasses.replace(ask(name, max_new_tokens=4), constraint=ConstraintSpec(Regex(pattern)))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_slow_constraint_holds_up_no_other(bench: Callable[..., Bench], cancelled: bool) -> None:
+    b = bench()
+    assert b.ask(constrained("first", "a")).text == "a"
+    language = b.engine.stages._admission._language
+    assert language is not None
+    compiler = language.grammars._compiler
+    eventually(lambda: compiler.standby is not None, "a child stands by")
+    pid, other = compiler.pid, compiler.standby
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    [slow] = b.submit(constrained("slow", "b"))
+    eventually(lambda: compiler.pid == other, "the slow one is at its child")
+    if cancelled:
+        b.engine.cancel("slow")
+        assert isinstance(slow.error(), Cancelled)
+    calls = b.submit(*[constrained(f"quick{i}", "c" * (i + 1)) for i in range(3)])
+    assert [call.finished().text for call in calls] == ["c", "cc", "ccc"]
+    assert b.stage("slow") is Stage.CONSTRAINING, "a worker holds it to its end"
+    os.kill(pid, signal.SIGCONT)
+    assert cancelled or slow.finished().text == "b"
+    b.await_nothing_left()

@@ -22,12 +22,13 @@ from mmserve.rpc.status import abort
 
 #: When a client may try again (seconds).
 _RETRY_AFTER = 1.0
-#: A message that takes longer goes, where others wait for its place (seconds).
-_TURN = 10.0
-#: What is small and quick has places of its own, a quarter of all: health checks, models, reflection. These are …
+#: Methods with messages that may be large. One that takes longer than this goes, where others wait for its place
+#: (seconds).
 _LARGE = ("/mmserve.v1.GenerationService/", "/mmserve.v1.MediaService/")
-#: … the others, and a small message is late sooner (seconds).
-_SMALL_TURN = 1.0
+_TURN = 10.0
+#: The others (health checks, models, reflection) have a quarter of the places for themselves. Their messages come with
+#: the call itself: who is here last has waited for nothing yet, and is done before a pile of calls that send nothing.
+_SMALL_TURN = 0.1
 
 
 class Incoming(grpc.aio.ServerInterceptor):
@@ -36,8 +37,8 @@ class Incoming(grpc.aio.ServerInterceptor):
 
     def __init__(self, config: ServerConfig) -> None:
         places = config.receive_bytes // config.max_message_bytes
-        self._small = Door(places // 4, _SMALL_TURN)
-        self._large = Door(places - places // 4, _TURN)
+        self._small = Door(max(1, places // 4), _SMALL_TURN, newest_first=True)
+        self._large = Door(max(1, places - places // 4), _TURN)
         self._most = config.max_calls
         self._calls: Counter[str] = Counter()  # under way, by method: none can keep another's calls out
 
@@ -89,26 +90,24 @@ class Incoming(grpc.aio.ServerInterceptor):
 
 
 class Door:
-    """Lets ``places`` messages come in at once, the others in the order in which they asked; used on one event loop.
+    """Lets ``places`` messages come in at once, the others in the order in which they asked, or the newest first; used
+    on one event loop.
 
     Where others wait, a message may take ``turn`` seconds, or nearly twice that.
     """
 
-    def __init__(self, places: int, turn: float) -> None:
-        self._places = asyncio.Semaphore(places)
+    def __init__(self, places: int, turn: float, *, newest_first: bool = False) -> None:
+        self._free = places
         self._turn = turn
-        self._waiting = 0
+        self._next = -1 if newest_first else 0
+        self._waiting: list[asyncio.Future[None]] = []
 
     async def read(self, context: Any) -> Any:
         """The next message of the call of ``context``, or ``grpc.aio.EOF``; raises ``ResourceExhausted``.
 
         The message has its place until the caller first waits for something: it must be counted elsewhere by then.
         """
-        self._waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting -= 1
+        await self._enter()
         # A task of its own, which nobody cancels: gRPC would not free what comes for a read that is given up. It ends
         # with the call, and only then is there room for another.
         reading = asyncio.ensure_future(context.read())
@@ -121,13 +120,36 @@ class Door:
                         retry_after=_RETRY_AFTER,
                     )
         finally:
-            reading.add_done_callback(self._free)
+            reading.add_done_callback(self._leave)
         return reading.result()
 
-    def _free(self, reading: asyncio.Future[Any]) -> None:
+    async def _enter(self) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.cancelled():
+                self._waiting.remove(place)
+            else:
+                self._pass_on()
+            raise
+
+    def _leave(self, reading: asyncio.Future[Any]) -> None:
         if not reading.cancelled():
             reading.exception()  # told already, or to nobody: the call has ended
-        self._places.release()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        alive = [place for place in self._waiting if not place.cancelled()]
+        if not alive:
+            self._free += 1
+            return
+        self._waiting.remove(alive[self._next])
+        alive[self._next].set_result(None)
 
 
 async def _only(door: Door, context: Any) -> Any:

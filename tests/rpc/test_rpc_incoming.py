@@ -83,10 +83,12 @@ class Line:
                     data = data[passed:]
 
 
-def test_of_messages_that_nobody_has_asked_for_little_is_taken(engine: EchoEngine) -> None:
+def test_of_messages_that_nobody_has_asked_for_little_is_taken(
+    engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """12 clients send 3 MiB each, and all of them stop before the end."""
-    settings = config(NARROW, live_bytes=8 * MiB)
-    with threaded(engine, settings) as address, Client(address) as other, ThreadPoolExecutor(12) as pool:
+    monkeypatch.setattr("mmserve.rpc.incoming._TURN", 60.0)
+    with threaded(engine, config(NARROW)) as address, Client(address) as other, ThreadPoolExecutor(12) as pool:
         lines = [Line(address, 2 * MiB) for _ in range(12)]
 
         def ask(line: Line) -> str:
@@ -255,5 +257,36 @@ def test_a_door_lets_in_so_many_in_the_order_in_which_they_came() -> None:
         for sender in senders[3:]:
             sender.came.set_result("late")
         assert await asyncio.gather(*reads[3:]) == ["late", "late"]
+
+    asyncio.run(main())
+
+
+def test_a_pile_of_calls_that_send_nothing_keeps_no_health_check_out(address: str) -> None:
+    never = threading.Event()
+    with grpc.insecure_channel(address) as channel, Client(address) as client:
+        methods = ["/grpc.health.v1.Health/Check", "/mmserve.v1.ModelService/ListModels"]
+        for method in methods * 20:
+            channel.stream_stream(method)(iter(lambda: never.wait(60), True), timeout=60)
+        for _ in range(5):
+            client.wait_ready(10)
+            assert client.models(timeout=10)
+        never.set()
+
+
+def test_a_place_that_comes_with_the_end_of_who_waits_goes_on_to_the_next() -> None:
+    async def main() -> None:
+        door = Door(1, 60.0, newest_first=True)
+        first, *senders = [Sender() for _ in range(4)]
+        reads = [asyncio.create_task(door.read(sender)) for sender in (first, *senders)]
+        await asyncio.sleep(0.01)
+        first.came.set_result("first")
+        await reads[0]
+        reads[3].cancel()  # the newest: its place is on its way to it
+        await asyncio.sleep(0.01)
+        assert [s.asked for s in senders] == [False, True, False]
+        for sender in senders:
+            sender.came.set_result("")
+        assert await asyncio.gather(*reads[1:3]) == ["", ""]
+        assert await door.read(first) == "first"
 
     asyncio.run(main())

@@ -8,7 +8,8 @@
             ...
 
 Every call has a deadline, and fails only with the errors of ``mmserve.errors``. What surely was not begun is tried
-again a few times: a server that could not be reached, or one that was full and said when it will not be.
+again: while a server is full and says when it will not be, until the deadline would pass; a few times where it cannot
+be reached.
 """
 
 from mmserve.client.asynchronous import AsyncClient

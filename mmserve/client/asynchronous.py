@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.client.retries import Retries
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
@@ -21,7 +23,6 @@ from mmserve.rpc.outgoing import (
     Image,
     Options,
     Result,
-    Retries,
     build_request,
     file_bytes,
     request_label,
@@ -116,6 +117,12 @@ class AsyncClient(Base):
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         await self.close()
 
+    async def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, POLL_SECONDS))
+            _raise_if_closed(self._closed)
+
     async def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
         retries = self._retries(timeout)
         while True:
@@ -126,7 +133,7 @@ class AsyncClient(Base):
             except asyncio.CancelledError:
                 _raise_if_closed(self._closed)
                 raise
-            await asyncio.sleep(pause)
+            await self._pause(pause)
 
     async def _events(
         self, message: generation_pb2.GenerateRequest, retries: Retries, label: str
@@ -148,7 +155,7 @@ class AsyncClient(Base):
                 raise
             finally:
                 call.cancel()
-            await asyncio.sleep(pause)
+            await self._pause(pause)
 
 
 def _raise_if_closed(closed: bool) -> None:

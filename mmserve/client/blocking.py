@@ -12,16 +12,16 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.client.retries import Retries
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
-from mmserve.errors import MMServeError
+from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
 from mmserve.rpc.outgoing import (
     Chat,
     Image,
     Options,
     Result,
-    Retries,
     build_request,
     file_bytes,
     request_label,
@@ -118,6 +118,13 @@ class Client(Base):
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_SECONDS))
+            if self._closed:
+                raise Cancelled("the client was closed")
+
     def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
         retries = self._retries(timeout)
         while True:
@@ -125,7 +132,7 @@ class Client(Base):
                 return call(timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
                 pause = retries.delay(from_rpc_error(error))
-            time.sleep(pause)
+            self._pause(pause)
 
     def _events(
         self, message: generation_pb2.GenerateRequest, retries: Retries, label: str
@@ -144,4 +151,4 @@ class Client(Base):
                 pause = retries.delay(from_rpc_error(error), started=started)
             finally:
                 call.cancel()
-            time.sleep(pause)
+            self._pause(pause)

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from mmserve.config import MediaConfig
@@ -18,7 +18,7 @@ from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError, NotFound
 from mmserve.observe.metrics import Metrics, Watch
 from mmserve.rpc import convert, request_id
-from mmserve.rpc.room import Room, media_files
+from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
 from mmserve.v1 import generation_pb2 as pb
@@ -74,13 +74,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
         """Stream the events of one request; a client that leaves cancels it."""
         label = request_id.label_in(context.invocation_metadata())
-        async with errors_to_status(context, f"Generate {label}"):
-            own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
-            with _told(own, label), self._metrics.watch() as watch:
-                await self._answer(own, message, label, context, watch)
+        own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
+        with ExitStack() as held:
+            async with errors_to_status(context, f"Generate {label}"):
+                with _told(own, label), self._metrics.watch() as watch:
+                    try:  # without a pause: what came in is counted before more may come
+                        engine, request = self._accepted(own, message, context, held, watch)
+                    except MMServeError as error:
+                        raise error.with_traceback(None) from None  # whose frames hold the message
+                    finally:
+                        del message  # its media were copied, and `Clear` would free nothing
+                        await context.send_initial_metadata(((request_id.KEY, label),))
+                    logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
+                    await _relay(engine, request, label, context, watch)
 
-    async def _answer(self, own: str, message: pb.GenerateRequest, label: str, context: Any, watch: Watch) -> None:
-        await context.send_initial_metadata(((request_id.KEY, label),))
+    def _accepted(
+        self, own: str, message: pb.GenerateRequest, context: Any, held: ExitStack, watch: Watch
+    ) -> tuple[EngineLike, Request]:
+        """The request in ``message``, which is counted until ``held`` is closed, and who is to answer it."""
         engine = find_engine(self._engines, message.model)
         watch.model = engine.info.name
         request = convert.to_request(
@@ -91,10 +102,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             media=self._media.get,
             deadline=_deadline(context),
         )
-        message.Clear()  # its media were copied, and gRPC keeps it until the answer's end
-        logger.info("request %s for %s (%s: %s)", request.id, request.model, request_id.KEY, label)
-        with self._room.taken(media_files(request)):
-            await _relay(engine, request, label, context, watch)
+        held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
+        return engine, request
 
 
 async def _relay(engine: EngineLike, request: Request, label: str, context: Any, watch: Watch) -> None:

@@ -40,22 +40,26 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
 
     async def _receive(self, chunks: AsyncIterator[media_pb2.UploadMediaRequest]) -> media_pb2.UploadMediaResponse:
         received: list[bytes] = []
+        chunk = b""
         size = 0
         digest = hashlib.sha256()
         try:
             async with kept_up() as came:
                 async for message in chunks:
-                    self._check_room(size, len(message.chunk))
-                    received.append(message.chunk)
-                    size += len(message.chunk)
-                    self._in_progress += len(message.chunk)
-                    digest.update(message.chunk)
-                    came(len(message.chunk))
+                    chunk = message.chunk
+                    del message  # holds its bytes once more
+                    self._check_room(size, len(chunk))
+                    received.append(chunk)
+                    size += len(chunk)
+                    self._in_progress += len(chunk)
+                    digest.update(chunk)
+                    came(len(chunk))
             if not size:
                 raise InvalidArgument.of("chunk", "must not be empty: the upload has no bytes")
             stored = self._store.put(b"".join(received), media_id=f"sha256:{digest.hexdigest()}")
         finally:
             self._in_progress -= size
+            del received, chunk  # an error is yet to be sent, and has this frame in its traceback
         return media_pb2.UploadMediaResponse(media_id=stored.media_id, bytes=size, deduplicated=stored.deduplicated)
 
     def _check_room(self, size: int, more: int) -> None:

@@ -1,11 +1,8 @@
-"""What both clients share: arguments to a request message, events to a result, channels, and when to try again."""
+"""What both clients share: arguments to a request message, events to a result, and channels."""
 
 from __future__ import annotations
 
 import io
-import math
-import random
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +15,7 @@ import PIL.Image
 from mmserve.core import events
 from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart
 from mmserve.encode.store import is_media_id
-from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unavailable
+from mmserve.errors import InvalidArgument, Unavailable
 from mmserve.rpc import request_id
 from mmserve.rpc.outgoing_constraint import Schema, Template, put_constraint, reader
 from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Recompute, put, put_policy
@@ -32,11 +29,7 @@ Video = bytes | Path | str
 #: A chat message: typed, or ``{"role": …, "content": …}``.
 Chat = Message | Mapping[str, str]
 
-ATTEMPTS = 4
-#: Longer timeouts (seconds) are as good as none, and gRPC's clock would overflow.
-LONGEST = 365 * 86_400.0
 UPLOAD_CHUNK = 1 << 20
-_FIRST_DELAY = 0.1  # seconds; doubles with every attempt
 
 
 class Options(TypedDict, total=False):
@@ -279,36 +272,6 @@ def channel_credentials(tls: TLS | bool | None) -> Any:
         return None
     chosen = tls if isinstance(tls, TLS) else TLS()
     return grpc.ssl_channel_credentials(_pem(chosen.ca), _pem(chosen.key), _pem(chosen.certificate))
-
-
-class Retries:
-    """How long one call of the user may still take, and whether a failed attempt is worth another."""
-
-    def __init__(self, timeout: float) -> None:
-        if not (math.isfinite(timeout) and timeout > 0):
-            raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
-        self._deadline = time.monotonic() + min(timeout, LONGEST)
-        self._attempts = 1
-
-    def remaining(self) -> float:
-        """Seconds left for everything."""
-        return max(0.0, self._deadline - time.monotonic())
-
-    def delay(self, error: MMServeError, *, started: bool = False) -> float:
-        """Seconds to wait before the next attempt, or raise ``error`` where there should be none.
-
-        Tried again are calls that the server surely did not begin to answer (``started`` false): it could not be
-        reached, or it was full and said when it will not be.
-        """
-        pause = _FIRST_DELAY * 2 ** (self._attempts - 1) * random.uniform(0.5, 1.0)
-        if isinstance(error, ResourceExhausted) and error.retry_after is not None:
-            pause += error.retry_after
-        elif not isinstance(error, Unavailable):
-            raise error
-        if started or self._attempts >= ATTEMPTS or pause >= self.remaining():
-            raise error
-        self._attempts += 1
-        return pause
 
 
 def _messages(prompt: str | Sequence[Chat], images: Sequence[Image], videos: Sequence[Video]) -> list[pb.ChatMessage]:

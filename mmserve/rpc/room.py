@@ -1,4 +1,4 @@
-"""How much media requests under way may hold together: a queue bounded in requests alone is not bounded in bytes."""
+"""How much requests under way may hold together: a queue bounded in requests alone is not bounded in bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from mmserve.errors import ResourceExhausted
 
 #: When a client may try again (seconds).
 _RETRY_AFTER = 1.0
+#: What texts may take of which nobody keeps count (bytes), and what a character and a text take at most.
+_UNCOUNTED = 1 << 16
+_CHARACTER = 4
+_TEXT = 512
 
 
 class Room:
-    """``capacity`` bytes for the files of all requests under way; used on one event loop.
+    """``capacity`` bytes for the files and long texts of all requests under way; used on one event loop.
 
     A file that several hold, an upload, counts once.
     """
@@ -25,9 +29,10 @@ class Room:
         self._held: Counter[int] = Counter()  # by how many, a file by its identity: it lives as long as it is held
 
     @contextmanager
-    def taken(self, files: Sequence[bytes]) -> Iterator[None]:
-        """Hold ``files``; raises ``ResourceExhausted`` where they do not fit beside what others hold."""
-        more = sum({id(file): len(file) for file in files if id(file) not in self._held}.values())
+    def taken(self, files: Sequence[bytes], texts: int = 0) -> Iterator[None]:
+        """Hold ``files`` and so many bytes of texts; raises ``ResourceExhausted`` where they do not fit beside what
+        others hold."""
+        more = texts + sum({id(file): len(file) for file in files if id(file) not in self._held}.values())
         if self.used + more > self.capacity:
             raise ResourceExhausted(
                 f"requests under way hold {self.used} bytes of media, and media.live_bytes allows {self.capacity} with "
@@ -41,7 +46,7 @@ class Room:
         finally:
             self._held.subtract(map(id, files))
             gone = {id(file): len(file) for file in files if not self._held[id(file)]}
-            self.used -= sum(gone.values())
+            self.used -= texts + sum(gone.values())
             for file in gone:
                 del self._held[file]
 
@@ -49,3 +54,12 @@ class Room:
 def media_files(request: Request) -> list[bytes]:
     """The image and video files of ``request``."""
     return [part.data for message in request.messages for part in message.parts if not isinstance(part, TextPart)]
+
+
+def text_bytes(request: Request) -> int:
+    """What the messages of ``request`` hold but for files; 0 for the few that most requests have."""
+    texts = [
+        len(part.text) if isinstance(part, TextPart) else 0 for message in request.messages for part in message.parts
+    ]
+    size = _CHARACTER * sum(texts) + _TEXT * len(texts)
+    return size if size > _UNCOUNTED else 0

@@ -23,9 +23,9 @@ from mmserve.observe.metrics import Metrics
 from mmserve.rpc.auth import BearerAuth
 from mmserve.rpc.generation import EngineLike, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
+from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
-from mmserve.rpc.wellformed import WellFormed
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -160,7 +160,8 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        interceptors = [*([BearerAuth(config.auth_tokens)] if config.auth_tokens else []), WellFormed()]
+        asked = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
+        interceptors = [*asked, Incoming(config, self.metrics)]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
@@ -188,6 +189,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
+        # what is not asked for yet stays with its client, but for 64 KiB a call: else gRPC lets that grow to megabytes
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing of its calls
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 20_000),

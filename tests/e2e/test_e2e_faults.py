@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +25,7 @@ from e2e_helpers import (
 )
 
 import mmserve.engine
-from mmserve.client import Client, Finished
+from mmserve.client import AsyncClient, Client, Finished
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Internal, MMServeError, ResourceExhausted
 from mmserve.rpc.status import from_rpc_error
@@ -102,6 +104,34 @@ def test_the_client_comes_back_after_a_refusal(small: Running, monkeypatch: pyte
         gates.encode.open()
         assert patient.result(PATIENCE).forwards
         assert [f.result(PATIENCE).forwards for f in (first, *queued)]
+
+
+def test_a_client_with_time_asks_a_full_server_until_there_is_room(
+    small: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmserve.client.retries._LAST_DELAY", 0.1)
+    monkeypatch.setattr(small.engine, "_seconds", 0.0)  # a request takes nothing: short waits
+    check, attempts = small.engine.stages.check, Counter[str]()
+
+    def counted(request: Request) -> None:
+        attempts[text_of(request)] += 1
+        check(request)
+
+    async def asked() -> Any:
+        async with AsyncClient(small.address, timeout=PATIENCE) as client:
+            return await client.generate("async", max_new_tokens=4)
+
+    with gated(small.engine, monkeypatch) as gates:
+        gates.encode.close()
+        first = small.ask("first")
+        small.reach("first", Stage.ENCODING)
+        queued = [small.ask(f"queued {i}") for i in range(QUEUE)]
+        wait_for("a full queue", lambda: small.engine.stats().queued == QUEUE)
+        monkeypatch.setattr(small.engine.stages, "check", counted)
+        patient = [small.ask("blocking"), small.start(asyncio.run, asked())]
+        wait_for("many attempts of both", lambda: min(attempts["blocking"], attempts["async"]) > 6)
+        gates.encode.open()
+        assert all(f.result(PATIENCE).forwards for f in (first, *queued, *patient))
 
 
 def test_pages_for_one_largest_request_are_enough_for_many(small: Running) -> None:

@@ -149,12 +149,13 @@ def test_everything_set() -> None:
         ("sampling.min_p", [-0.01, 1.01, math.nan, math.inf, -math.inf]),
         ("sampling.repetition_penalty", [0.0, -1.0, math.nan, math.inf, -math.inf]),
         ("sampling.stop", [["x"] * 17]),
+        ("sampling.stop[0]", [["é" * 2049]]),
     ],
 )
 def test_ranges(field: str, values: list[Any]) -> None:
     for value in values:
         nested: Any = value
-        for name in reversed(field.split(".")):
+        for name in reversed(field.removesuffix("[0]").split(".")):
             nested = {name: nested}
         assert wrong(**nested) == [field]
 

@@ -157,6 +157,24 @@ def test_files_of_requests_under_way_are_bounded_together(engine: EchoEngine) ->
         assert waiting.result().text == ""
 
 
+def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
+    engine.pause = 30.0
+    with threaded(engine, config(live_bytes=1 << 20)) as address, Client(address, timeout=10) as client:
+        with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
+            client.generate("x" * (1 << 18))
+        held = client.stream("x" * (1 << 17))
+        assert isinstance(next(held), Admitted)
+        with pytest.raises(ResourceExhausted, match="requests under way hold") as caught:
+            client.generate("x" * (1 << 17), timeout=0.5)
+        assert caught.value.retry_after == 1.0
+        short = [client.stream("x" * 1000) for _ in range(9)]
+        assert all(isinstance(next(stream), Admitted) for stream in short)
+        for stream in (held, *short):
+            stream.close()
+        engine.pause = 0.0
+        assert client.generate("x" * (1 << 17)).text
+
+
 def test_files_held_by_several_count_once_and_until_the_last_lets_go() -> None:
     room, shared, own = Room(10), b"12345678", b"90"
     with room.taken([shared, own]):

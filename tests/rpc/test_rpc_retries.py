@@ -1,0 +1,133 @@
+"""A client asks a full server again until its deadline, at the server's pace, and says how often it has."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from contextlib import suppress
+
+import pytest
+from echo_server import EchoEngine, served, threaded
+
+from mmserve.client import AsyncClient, Client
+from mmserve.client.retries import Retries
+from mmserve.errors import Cancelled, DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted, Unavailable
+
+FULL = ResourceExhausted("full", retry_after=0.01)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No back-off worth the name beside what the server asks for."""
+    monkeypatch.setattr("mmserve.client.retries._FIRST_DELAY", 0.001)
+    monkeypatch.setattr("mmserve.client.retries._LAST_DELAY", 0.01)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_full_server_is_asked_until_it_is_not(address: str, engine: EchoEngine) -> None:
+    engine.refusals = [FULL] * 12
+    with Client(address) as client:
+        assert client.generate("x").text == "x"
+        assert len(engine.requests) == 13
+        engine.refusals = [FULL] * 12
+        assert client.stream("x").__next__() is not None
+
+    async def asked() -> None:
+        async with AsyncClient(address) as other:
+            engine.refusals = [FULL] * 12
+            assert (await other.generate("x")).text == "x"
+
+    asyncio.run(asked())
+    assert len(engine.requests) == 3 * 13
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_last_refusal_says_how_often_and_how_long(address: str, engine: EchoEngine) -> None:
+    last = ResourceExhausted("the queue is full", retry_after=3600.0)  # longer than there is time
+    engine.refusals = [*[FULL] * 6, last]
+    with Client(address) as client, pytest.raises(ResourceExhausted) as caught:
+        client.generate("x")
+    assert re.fullmatch(r"the queue is full \(tried 7 times in \d+\.\d s\)", caught.value.message)
+    assert caught.value.retry_after == 3600.0
+
+    async def asked() -> None:
+        async with AsyncClient(address) as other:
+            engine.refusals = [*[FULL] * 6, last]
+            with pytest.raises(ResourceExhausted, match="tried 7 times in"):
+                await other.generate("x")
+
+    asyncio.run(asked())
+    assert len(engine.requests) == 2 * 7
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_server_that_stays_full_is_asked_until_the_deadline(address: str, engine: EchoEngine) -> None:
+    engine.refusals = [FULL] * 9999
+    with Client(address) as client, pytest.raises((ResourceExhausted, DeadlineExceeded)) as caught:
+        client.generate("x", timeout=0.5)
+    told = re.search(r"\(tried (\d+) times in \d+\.\d s\)$", caught.value.message)
+    assert told and int(told[1]) >= len(engine.requests) > 4
+
+
+def test_a_client_that_is_closed_waits_for_no_other_attempt(engine: EchoEngine) -> None:
+    engine.refusals = [ResourceExhausted("full", retry_after=30.0)] * 9
+    with threaded(engine) as address:
+        client = Client(address)
+        threading.Timer(0.3, client.close).start()
+        with pytest.raises(Cancelled, match="closed"):
+            client.generate("x")
+
+    async def main() -> None:
+        async with served(EchoEngine(refusals=engine.refusals)) as server:
+            other = AsyncClient(f"127.0.0.1:{server.port}")
+            asking = asyncio.create_task(other.generate("x"))
+            await asyncio.sleep(0.3)
+            await other.close()
+            with pytest.raises(Cancelled, match="closed"):
+                await asking
+
+    asyncio.run(main())
+
+
+def attempts(retries: Retries, error: MMServeError, most: int = 99) -> list[float]:
+    """The pauses behind at most so many attempts that fail with ``error``, until it is raised."""
+    pauses: list[float] = []
+    with suppress(type(error)):
+        while len(pauses) < most:
+            pauses.append(retries.delay(error))
+    return pauses
+
+
+def test_pauses_are_the_servers_and_a_bounded_random_part() -> None:
+    full = ResourceExhausted("full", retry_after=2.0)
+    pauses = [attempts(Retries(3600.0), full, 12) for _ in range(2)]
+    assert all(2.05 <= first[0] <= 2.1 and max(first) <= 7.0 for first in pauses)
+    assert all(pause > 2.0 for first in pauses for pause in first)
+    assert pauses[0] != pauses[1]
+
+
+def test_what_is_tried_again() -> None:
+    assert len(attempts(Retries(60.0), Unavailable("nobody there"))) == 3
+    for error in (ResourceExhausted("for good"), DeadlineExceeded("late"), InvalidArgument.of("x", "is wrong")):
+        assert attempts(Retries(60.0), error) == []
+    with pytest.raises(ResourceExhausted):
+        Retries(60.0).delay(FULL, started=True)
+    with pytest.raises(ResourceExhausted):
+        Retries(1.0).delay(ResourceExhausted("full", retry_after=1.0))
+    retries = Retries(60.0)
+    for _ in range(4):  # a server that answers is there again
+        assert len(attempts(retries, Unavailable("restarting"), 3)) == 3
+        retries.delay(FULL)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    wrong, retries = InvalidArgument.of("x", "is wrong"), Retries(60.0)
+    retries.delay(FULL)
+    with pytest.raises(InvalidArgument) as caught:
+        retries.delay(wrong)
+    assert caught.value is wrong
+    late = Retries(60.0)
+    late.delay(FULL)
+    with pytest.raises(DeadlineExceeded, match=r"late \(tried 2 times in \d\.\d s\)"):
+        late.delay(DeadlineExceeded("late"))

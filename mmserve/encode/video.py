@@ -19,7 +19,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from mmserve.config import MediaConfig
-from mmserve.encode.media import check_size
+from mmserve.encode.media import STILL_BRANDS, check_size
 from mmserve.errors import InvalidArgument
 
 CONTAINERS = ("MP4", "MOV", "Matroska", "WebM", "AVI")
@@ -28,7 +28,6 @@ MAX_RATE = 240
 
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
-_STILL_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"avif", b"avis")
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 #: What PyAV raises on damaged files beside FFmpeg's own errors, which are no subclasses of these.
 _DAMAGE = (FFmpegError, ValueError, OverflowError, RuntimeError)
@@ -286,7 +285,7 @@ def _demuxer(data: bytes) -> str | None:
         return "matroska"
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return "avi"
-    if data[4:8] == b"ftyp" and data[8:12] in _STILL_BRANDS:
+    if data[4:8] == b"ftyp" and data[8:12] in STILL_BRANDS:
         return None
     return "mov" if data[4:8] in _BOXES else None
 
@@ -317,7 +316,7 @@ def _cut_off(data: bytes, demuxer: str) -> bool:
 
 
 def _looks_like(data: bytes) -> str:
-    if data.startswith(_IMAGES) or data[8:12] == b"WEBP" or (data[4:8] == b"ftyp" and data[8:12] in _STILL_BRANDS):
+    if data.startswith(_IMAGES) or data[8:12] == b"WEBP" or (data[4:8] == b"ftyp" and data[8:12] in STILL_BRANDS):
         return "an image"
     if data[:4] in (b"OggS", b"FLV\x01", b"fLaC") or data[:3] == b"ID3" or data[8:12] == b"WAVE":
         return "another media file"

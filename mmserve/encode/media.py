@@ -9,7 +9,7 @@ import zlib
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 # Image.open() only looks for these two plugins by loading every plugin there is.
 from PIL import TiffImagePlugin as _tiff  # noqa: F401
@@ -87,7 +87,7 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         raise InvalidArgument.of(field, f"has {len(data)} bytes; the limit is {limits.max_item_bytes}")
     check_size(_early_size(data), limits, field)
     try:
-        image: Image.Image = Image.open(BytesIO(data), formats=FORMATS)
+        image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidArgument.of(field, f"is {_looks_like(data)}, not a readable {', '.join(FORMATS)} image") from None
     except Image.DecompressionBombError:
@@ -151,7 +151,7 @@ def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) ->
         raise InvalidArgument.of(field, f"has {width} x {height} pixels; the limit is {limits.max_pixels} in all")
 
 
-def _whole(image: Image.Image) -> bool:
+def _whole(image: ImageFile.ImageFile) -> bool:
     """Whether the strips or tiles that a TIFF file lists cover it; pillow leaves black what they do not."""
     boxes = (extents or (0, 0, *image.size) for _decoder, extents, _offset, _arguments in image.tile)
     return sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) >= image.width * image.height

@@ -128,7 +128,7 @@ def cases() -> dict[str, Case]:
     found["a clip"] = (base, limits, showing(VideoPart(clip(frames=5))))
     fewer = changed(base, lambda vision: setattr(vision, "video", dataclasses.replace(vision.video, stride=1)))
     found["a clip pooled otherwise"] = (fewer, limits, showing(VideoPart(clip(frames=5))))
-    timed = changed(base, lambda vision: setattr(vision, "video", dataclasses.replace(vision.video, time="{seconds}s ")))
+    timed = changed(base, lambda v: setattr(v, "video", dataclasses.replace(v.video, time="{seconds}s ")))
     found["a clip with times"] = (timed, limits, showing(VideoPart(clip(frames=5))))
     found["the same words spelled otherwise"] = (respelled(timed), limits, showing(VideoPart(clip(frames=5))))
     found["two pictures"] = (base, limits, showing(ImagePart(BASE), ImagePart(OTHERS["one bit"])))

@@ -52,7 +52,8 @@ def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float =
     taken as square.
 
     Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, without video, damaged or
-    cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together).
+    cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
+    those that are looked at, which are in memory at once).
     """
     if not data:
         raise InvalidArgument.of(field, "is empty (0 bytes)")
@@ -233,19 +234,30 @@ def _read(
     found: dict[int, Image.Image] = {}
     if rate:
         count = min(count, max(1, round(rate * seconds)))
-    for index in spread(timeline.times, timeline.end, count):
+    wanted = spread(timeline.times, timeline.end, count)
+    _check_sampled(len(wanted) * context.width * context.height, limits, field)
+    held = 0
+    for index in wanted:
         frame = decoder.at(index)
         if frame is None:
             break
         if frame.is_corrupt:
             raise InvalidArgument.of(field, "is a damaged video: a frame cannot be decoded whole")
         check_size((frame.width, frame.height), limits, field)
+        held += frame.width * frame.height  # which a stream may change on its way
+        _check_sampled(held, limits, field)
         shown = frame.pts if timeline.ordered and frame.pts is not None else timeline.times[index]
         found.setdefault(shown, _upright(frame))
     if not found:
         raise InvalidArgument.of(field, _NO_PACKETS)
     base = stream.time_base
     return Clip(tuple(found.values()), tuple(float((time - timeline.times[0]) * base) for time in found))
+
+
+def _check_sampled(pixels: int, limits: MediaConfig, field: str) -> None:
+    if pixels > limits.max_sampled_pixels:
+        why = f"the limit is {limits.max_sampled_pixels}: send it smaller"
+        raise InvalidArgument.of(field, f"has {pixels} pixels in the frames that are looked at; {why}")
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:

@@ -85,6 +85,7 @@ class MediaConfig:
     max_videos: int = 2  # a request
     max_video_seconds: float = 60.0
     max_video_pixels: int = 15_000_000_000  # all frames of a video together (a minute of 3840 x 2160 at 30 a second)
+    max_sampled_pixels: int = 540_000_000  # its frames that are looked at, together (64 of 3840 x 2160, 2 GB)
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
     live_bytes: int = 1 << 30  # files and long texts of all requests under way; more is refused with RESOURCE_EXHAUSTED
 
@@ -284,7 +285,8 @@ _LEAST = (
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
-    ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "store_bytes")),
+    ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
+    ("media", 0, "", ("store_bytes",)),
     (
         "encoder_cache",
         0,

@@ -1,14 +1,17 @@
 """The second tier of a cache: a folder of safetensors files, bounded in bytes, that outlives the server.
 
 Each file says which key it is of and the hash of what it holds: one that was cut off, changed or renamed is removed,
-never used. Files appear whole, by renaming.
+never used. Files appear whole, by renaming. Whatever else lies in the folder, a model's weights for example, is neither
+counted nor touched.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -25,6 +28,11 @@ from mmserve.errors import ConfigError
 logger = logging.getLogger("mmserve.encode")
 
 _SUFFIX, _PARTIAL = ".safetensors", ".partial"
+#: Names of files that were put here: a key, and whether the file is whole.
+_OURS = re.compile(rf"[0-9a-f]{{64}}({_SUFFIX}|{_PARTIAL})")
+#: Folders that this process holds, by device and inode. An open descriptor keeps other processes out until this one
+#: ends, however it ends.
+_held: dict[tuple[int, int], int] = {}
 
 
 class DiskCache:
@@ -38,9 +46,12 @@ class DiskCache:
         self._failing = False  # the last entry could not be written
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"*{_PARTIAL}"):
-                left.unlink()
-            there = [(path.stat(), path) for path in folder.glob(f"*{_SUFFIX}")]
+            _hold(folder)
+            ours = [path for path in folder.iterdir() if _OURS.fullmatch(path.name) and path.is_file()]
+            for left in ours:
+                if left.suffix == _PARTIAL:
+                    left.unlink()
+            there = [(path.stat(), path) for path in ours if path.suffix == _SUFFIX]
         except OSError as error:
             raise ConfigError(f"[encoder_cache] disk_folder {folder} cannot be used: {error.strerror}") from error
         for stat, path in sorted(there, key=lambda found: found[0].st_mtime_ns):
@@ -125,6 +136,25 @@ class DiskCache:
             self._used -= size
             with suppress(OSError):  # gone already, or for the next start to count
                 (self.folder / name).unlink()
+
+
+def _hold(folder: Path) -> None:
+    """Keep other servers out of ``folder`` until this process ends: each would count only its own files, and remove
+    what the other is writing. ``ConfigError`` where another one has it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    status = os.fstat(opened)
+    if (status.st_dev, status.st_ino) in _held:
+        os.close(opened)
+        return
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(opened)
+        why = "another server uses it; give each server a folder of its own"
+        raise ConfigError(f"[encoder_cache] disk_folder {folder} cannot be used: {why}") from error
+    except OSError as error:  # some network file systems know no locks
+        logger.warning("the encoder cache cannot keep other servers out of %s: %s", folder, error.strerror)
+    _held[status.st_dev, status.st_ino] = opened
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -59,5 +59,6 @@ def media_digest(kind: str, data: bytes, limits: MediaConfig) -> bytes:
         limits.max_side,
         limits.max_video_seconds,
         limits.max_video_pixels,
+        limits.max_sampled_pixels,
     )
     return digest(kind.encode(), repr(bounds).encode(), data)

@@ -9,7 +9,7 @@ import zlib
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 # Image.open() only looks for these two plugins by loading every plugin there is.
 from PIL import TiffImagePlugin as _tiff  # noqa: F401
@@ -40,7 +40,26 @@ _DAMAGE = (
 #: The others are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and goes on.
 _TIFF_COMPRESSIONS = ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg")
 _PILLOW = re.compile(r"PIL\.")
-_ORIENTATION_TAG = 0x0112
+_ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 0x0112, 0x0102, 0x0106
+#: Kinds of ``ftyp`` boxes around pictures, HEIC and AVIF.
+STILL_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"avif", b"avis")
+#: How files begin, and what they are then, if they cannot be read.
+_SIGNATURES = (
+    (b"\x89PNG", "a damaged PNG file"),
+    (b"\xff\xd8\xff", "a damaged JPEG file"),
+    (b"II*\x00", "a TIFF file that is damaged or of a rare kind"),
+    (b"MM\x00*", "a TIFF file that is damaged or of a rare kind"),
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
+    (b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
+    (b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (b"8BPS", "a Photoshop file"),
+    (b"%PDF-", "a PDF"),
+    (b"PK\x03\x04", "an archive"),
+    (b"\x1f\x8b", "an archive"),
+    (b"7z\xbc\xaf", "an archive"),
+    (b"Rar!", "an archive"),
+)
 #: EXIF orientation to the operation that puts the picture upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -56,7 +75,8 @@ _UPRIGHT = {
 def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> Image.Image:
     """The picture in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright, in mode RGB, without metadata.
 
-    The first frame of an animation; transparency over white; 16-bit grey scaled to 8 bits; colour profiles ignored.
+    The first frame of an animation; transparency over white; 12- and 16-bit grey scaled to 8 bits; colour profiles
+    ignored.
     Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, damaged or cut off, or
     beyond ``limits`` (bytes, pixels, side); sizes are read from the header before pixels are decoded.
     """
@@ -67,7 +87,7 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         raise InvalidArgument.of(field, f"has {len(data)} bytes; the limit is {limits.max_item_bytes}")
     check_size(_early_size(data), limits, field)
     try:
-        image: Image.Image = Image.open(BytesIO(data), formats=FORMATS)
+        image = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidArgument.of(field, f"is {_looks_like(data)}, not a readable {', '.join(FORMATS)} image") from None
     except Image.DecompressionBombError:
@@ -80,6 +100,8 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         raise InvalidArgument.of(field, "has pixels of 32 bits a channel; send 8 or 16")
     if image.format == "TIFF" and image.info.get("compression") not in _TIFF_COMPRESSIONS:
         raise InvalidArgument.of(field, f"is a TIFF compressed as {image.info.get('compression')!r}; send PNG instead")
+    if image.format == "TIFF" and not _whole(image):
+        raise InvalidArgument.of(field, "is a damaged or cut off TIFF image: parts of it are missing")
     try:
         image.load()
         upright = _upright(_rgb(image), _orientation(image))
@@ -129,18 +151,33 @@ def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) ->
         raise InvalidArgument.of(field, f"has {width} x {height} pixels; the limit is {limits.max_pixels} in all")
 
 
+def _whole(image: ImageFile.ImageFile) -> bool:
+    """Whether the strips or tiles that a TIFF file lists cover it; pillow leaves black what they do not."""
+    boxes = (extents or (0, 0, *image.size) for _decoder, extents, _offset, _arguments in image.tile)
+    return sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) >= image.width * image.height
+
+
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I"):
-        grey = np.asarray(image).astype(np.uint32)
-        if isinstance(through := image.info.get("transparency"), int):
-            grey[grey == through] = 65_535
-        return Image.fromarray(((grey * 255 + 32_767) // 65_535).astype(np.uint8)).convert("RGB")
+        return _from_deep_grey(image)
     if image.has_transparency_data:
-        layer = image.convert("RGBA")
+        layer = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         canvas = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         canvas.alpha_composite(layer)
         return canvas.convert("RGB")
     return image.convert("RGB")
+
+
+def _from_deep_grey(image: Image.Image) -> Image.Image:
+    """16-bit grey in 8 bits; pillow leaves it to others how many of them a TIFF file uses, and whether 0 is white."""
+    grey = np.asarray(image).astype(np.uint32)
+    tags = getattr(image, "tag_v2", {})
+    white: int = (1 << tags.get(_BITS_TAG, (16,))[0]) - 1
+    if tags.get(_PHOTOMETRIC_TAG) == 0:
+        grey = white - grey
+    if isinstance(through := image.info.get("transparency"), int):
+        grey[grey == through] = white
+    return Image.fromarray(((grey * 255 + white // 2) // white).astype(np.uint8)).convert("RGB")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -159,11 +196,14 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 def _looks_like(data: bytes) -> str:
     head = data[:512]
+    if head[4:8] == b"ftyp" and head[8:12] in STILL_BRANDS:
+        return "a HEIC or AVIF picture"
     if head[4:8] == b"ftyp" or head[:4] in (b"\x1aE\xdf\xa3", b"OggS", b"FLV\x01") or head[8:12] == b"AVI ":
         return "a video or another container"
-    if head[:5] == b"%PDF-":
-        return "a PDF"
-    if head.lstrip()[:4].lower() in (b"<svg", b"<?xm"):
+    known = next((kind for start, kind in _SIGNATURES if head.startswith(start)), None)
+    if known is not None:
+        return known
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:4].lower() in (b"<svg", b"<?xm"):
         return "SVG or XML"
     if b"\x00" not in head:
         try:

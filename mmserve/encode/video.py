@@ -19,7 +19,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from mmserve.config import MediaConfig
-from mmserve.encode.media import check_size
+from mmserve.encode.media import STILL_BRANDS, check_size
 from mmserve.errors import InvalidArgument
 
 CONTAINERS = ("MP4", "MOV", "Matroska", "WebM", "AVI")
@@ -28,7 +28,6 @@ MAX_RATE = 240
 
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
-_STILL_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"avif", b"avis")
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
 #: What PyAV raises on damaged files beside FFmpeg's own errors, which are no subclasses of these.
 _DAMAGE = (FFmpegError, ValueError, OverflowError, RuntimeError)
@@ -53,7 +52,8 @@ def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float =
     taken as square.
 
     Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, without video, damaged or
-    cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together).
+    cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
+    those that are looked at, which are in memory at once).
     """
     if not data:
         raise InvalidArgument.of(field, "is empty (0 bytes)")
@@ -234,19 +234,30 @@ def _read(
     found: dict[int, Image.Image] = {}
     if rate:
         count = min(count, max(1, round(rate * seconds)))
-    for index in spread(timeline.times, timeline.end, count):
+    wanted = spread(timeline.times, timeline.end, count)
+    _check_sampled(len(wanted) * context.width * context.height, limits, field)
+    held = 0
+    for index in wanted:
         frame = decoder.at(index)
         if frame is None:
             break
         if frame.is_corrupt:
             raise InvalidArgument.of(field, "is a damaged video: a frame cannot be decoded whole")
         check_size((frame.width, frame.height), limits, field)
+        held += frame.width * frame.height  # which a stream may change on its way
+        _check_sampled(held, limits, field)
         shown = frame.pts if timeline.ordered and frame.pts is not None else timeline.times[index]
         found.setdefault(shown, _upright(frame))
     if not found:
         raise InvalidArgument.of(field, _NO_PACKETS)
     base = stream.time_base
     return Clip(tuple(found.values()), tuple(float((time - timeline.times[0]) * base) for time in found))
+
+
+def _check_sampled(pixels: int, limits: MediaConfig, field: str) -> None:
+    if pixels > limits.max_sampled_pixels:
+        why = f"the limit is {limits.max_sampled_pixels}: send it smaller"
+        raise InvalidArgument.of(field, f"has {pixels} pixels in the frames that are looked at; {why}")
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:
@@ -286,7 +297,7 @@ def _demuxer(data: bytes) -> str | None:
         return "matroska"
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return "avi"
-    if data[4:8] == b"ftyp" and data[8:12] in _STILL_BRANDS:
+    if data[4:8] == b"ftyp" and data[8:12] in STILL_BRANDS:
         return None
     return "mov" if data[4:8] in _BOXES else None
 
@@ -317,7 +328,7 @@ def _cut_off(data: bytes, demuxer: str) -> bool:
 
 
 def _looks_like(data: bytes) -> str:
-    if data.startswith(_IMAGES) or data[8:12] == b"WEBP" or (data[4:8] == b"ftyp" and data[8:12] in _STILL_BRANDS):
+    if data.startswith(_IMAGES) or data[8:12] == b"WEBP" or (data[4:8] == b"ftyp" and data[8:12] in STILL_BRANDS):
         return "an image"
     if data[:4] in (b"OggS", b"FLV\x01", b"fLaC") or data[:3] == b"ID3" or data[8:12] == b"WAVE":
         return "another media file"

@@ -74,7 +74,7 @@ class _Eye:
             return None
         settings = vision.settings()
         computes = f"{model.dtype} {model.device.type}".encode()
-        spelling = settings_digest(model.tokenizer.get_vocab())  # of the text between visual tokens
+        spelling = model.tokenizer.backend_tokenizer.to_str().encode()  # of the text between visual tokens
         frames = f"{vision.frames_per_video} {vision.frames_per_second}".encode()
         tokens = digest(weights_digest(vision), settings_digest(settings), computes, spelling, frames, software())
         return cls(model, vision, digest(settings_digest(settings["processor"]), software()), tokens)

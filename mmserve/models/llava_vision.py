@@ -38,6 +38,8 @@ FRAMES = 32
 class OneOfSeveral:
     """LLaVA-OneVision's processor for an image of a chat that has several: centred on a square of the mean colour."""
 
+    pads = True
+
     def __init__(self, processor: Any) -> None:
         self.processor = processor
 

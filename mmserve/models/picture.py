@@ -24,6 +24,8 @@ Text = str | tuple[int, ...]
 
 #: Longest side of an image over its shortest, where it is scaled by the one, or padded to the other, before it is cut.
 LONGEST_SIDE = 64
+#: Pixels along a side where an image is padded to a square: a line of 13 kB in a file would else take gigabytes.
+LONGEST_PADDED = 8192
 
 
 class CannotPrepare(ValueError):
@@ -34,6 +36,14 @@ def check_shape(image: Image.Image) -> None:
     """Raise ``CannotPrepare`` for a picture so thin that whole it would fill the memory once it is scaled."""
     if max(image.size) > LONGEST_SIDE * min(image.size):
         raise CannotPrepare(f"is {image.width} x {image.height} pixels; this model takes sides up to {LONGEST_SIDE}:1")
+
+
+def check_padded(image: Image.Image) -> None:
+    """Raise ``CannotPrepare`` for a picture that would fill the memory once it is padded to a square."""
+    check_shape(image)
+    if max(image.size) > LONGEST_PADDED:
+        why = f"this model pads pictures to a square, and takes up to {LONGEST_PADDED} a side: scale it down"
+        raise CannotPrepare(f"is {image.width} x {image.height} pixels; {why}")
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ KINDS = {"clip_vision_model": _CLIP, "clip": _CLIP, "siglip_vision_model": _SIGL
 class PaddedProcessor:
     """LLaVA's ``image_aspect_ratio = "pad"``: centre the image on a square of the mean colour, then process it."""
 
+    pads = True
+
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         self.fill = tuple(int(mean * 255) for mean in processor.image_mean)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmserve.models.anyres import Anyres
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, Watched, layers_of
-from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, check_shape, joined
+from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, check_padded, check_shape, joined
 from mmserve.prune.base import Evidence, Look
 
 #: Tiles that go through a tower together: all of its layers' outputs are held while they do.
@@ -102,18 +102,19 @@ class LlavaVision(VisionEncoder):
 
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
-            if not getattr(getattr(self.processor, "size", None), "height", None):  # or else the shape is lost at once
-                check_shape(image)
+            _check(self.processor, image)
             return {"pixels": _pixels(self.processor, image)}
         return {"pixels": _pixels(self.processor, image)[0], "size": torch.tensor([image.height, image.width])}
 
     def prepare_among(self, image: Image.Image) -> Prepared:
         if self._several is None:
             return self.prepare(image)
-        check_shape(image)
+        _check(self._several, image)
         return {"pixels": _pixels(self._several, image)}
 
     def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+        for frame in frames:
+            _check(self.frames, frame)
         pixels = torch.cat([_pixels(self.frames, frame) for frame in frames])
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
@@ -256,6 +257,14 @@ class LlavaVision(VisionEncoder):
     def _features(self, hidden: Sequence[Tensor]) -> Tensor:
         selected = hidden[self.select_layer]
         return selected[:, 1:] if self.has_cls else selected
+
+
+def _check(processor: Any, image: Image.Image) -> None:
+    """Raise ``CannotPrepare`` for a shape that would fill the memory on its way to one tile."""
+    if getattr(processor, "pads", False):
+        check_padded(image)
+    elif not getattr(getattr(processor, "size", None), "height", None):  # or else the shape is lost at once
+        check_shape(image)
 
 
 def _pixels(processor: Any, image: Image.Image) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -300,14 +303,49 @@ def test_files_that_were_cut_changed_or_renamed_are_not_used(tmp_path: Path) -> 
     changed[-3] ^= 1
     paths[2].write_bytes(changed)
     paths[3].write_bytes(paths[4].read_bytes())  # a true file, of another key
-    (tmp_path / "left.partial").write_bytes(b"half")
+    left = tmp_path / f"{key(5).hex()}.partial"
+    left.write_bytes(b"half")
     again = stored(tmp_path)
-    assert not (tmp_path / "left.partial").exists()
+    assert not left.exists()
     again.get(1, 2, 3, 4)
     assert again.made == {1: 1, 2: 1, 3: 1}
     last = stored(tmp_path)
     last.get(1, 2, 3, 4)
     assert not last.made, "what was made anew is on disk again"
+
+
+def test_what_others_keep_in_the_folder_is_neither_counted_nor_touched(tmp_path: Path) -> None:
+    """A folder that was named by mistake loses nothing, however little the cache may hold."""
+    names = ("model-00001-of-00002.safetensors", "download.partial", f"{key(9).hex()}.json", f"{'G' * 64}.safetensors")
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(9000))
+    (tmp_path / f"{key(8).hex()}.safetensors").mkdir()
+    tier = DiskCache(tmp_path, 8000)
+    assert tier.used == 0
+    for n in range(4):
+        tier.put(key(n), {"x": torch.full((1000,), float(n))})
+    assert 4000 < tier.used <= 8000 and all((tmp_path / name).stat().st_size == 9000 for name in names)
+    assert tier.get(key(9)) is None and (tmp_path / f"{key(8).hex()}.safetensors").is_dir()
+
+
+def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
+    """Until its process ends, however it does; in the same process it can be opened again."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    theirs.mkdir()
+    DiskCache(mine, 1000)
+    DiskCache(mine, 2000)
+    take = "import fcntl, os, sys\n"
+    take += "for folder in sys.argv[1:]:\n try:\n  opened = os.open(folder, os.O_RDONLY)\n"
+    take += "  fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)\n  print('taken', flush=True)\n"
+    take += " except BlockingIOError:\n  print('refused', flush=True)\nsys.stdin.read()"
+    command = [sys.executable, "-c", take, str(mine), str(theirs)]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert [other.stdout.readline() for _ in range(2)] == ["refused\n", "taken\n"]
+        with pytest.raises(ConfigError, match=r"cannot be used: another server uses it; give each server a folder"):
+            DiskCache(theirs, 1000)
+        other.kill()
+    DiskCache(theirs, 1000)
 
 
 def test_a_file_that_changes_once_it_is_read_changes_nothing_in_memory(tmp_path: Path) -> None:

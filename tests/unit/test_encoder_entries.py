@@ -15,6 +15,7 @@ import torch
 from clips import clip, video_model
 from helpers import ask, picture
 from PIL import Image
+from tokenizers import normalizers
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
@@ -107,6 +108,13 @@ def nudge(vision: Any) -> None:
     weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(9.0))
 
 
+def respelled(model: LoadedModel) -> LoadedModel:
+    """Another tokenizer with the same vocabulary."""
+    tokenizer: Any = copy.deepcopy(model.tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("s", "x")
+    return dataclasses.replace(model, tokenizer=tokenizer)
+
+
 def cases() -> dict[str, Case]:
     base, limits = video_model(), MediaConfig()
     found: dict[str, Case] = {"base": (base, limits, of(BASE))}
@@ -120,6 +128,9 @@ def cases() -> dict[str, Case]:
     found["a clip"] = (base, limits, showing(VideoPart(clip(frames=5))))
     fewer = changed(base, lambda vision: setattr(vision, "video", dataclasses.replace(vision.video, stride=1)))
     found["a clip pooled otherwise"] = (fewer, limits, showing(VideoPart(clip(frames=5))))
+    timed = changed(base, lambda v: setattr(v, "video", dataclasses.replace(v.video, time="{seconds}s ")))
+    found["a clip with times"] = (timed, limits, showing(VideoPart(clip(frames=5))))
+    found["the same words spelled otherwise"] = (respelled(timed), limits, showing(VideoPart(clip(frames=5))))
     found["two pictures"] = (base, limits, showing(ImagePart(BASE), ImagePart(OTHERS["one bit"])))
     found["the other way round"] = (base, limits, showing(ImagePart(OTHERS["one bit"]), ImagePart(BASE)))
     return found

@@ -100,6 +100,45 @@ def test_grey_of_sixteen_bits_is_scaled() -> None:
         assert (result == result[..., :1]).all()
 
 
+def tiff(data: bytes, size: tuple[int, int], *, bits: int = 8, samples: int = 1, **tags: int) -> bytes:
+    """A little-endian TIFF of one strip; ``tags`` (``t262=0``) replace its own."""
+    width, height = size
+    found = {256: width, 257: height, 258: bits, 259: 1, 262: 1, 273: 0, 277: samples, 278: height, 279: len(data)}
+    found |= {int(name[1:]): value for name, value in tags.items()}
+    start = 8 + 2 + 12 * len(found) + 4
+    entries = (
+        struct.pack("<HHIHH", tag, 3, 2, bits, bits)
+        if tag == 258 and samples == 2
+        else struct.pack("<HHII", tag, 4, 1, start if tag == 273 else value)
+        for tag, value in sorted(found.items())
+    )
+    return b"II*\0" + struct.pack("<IH", 8, len(found)) + b"".join(entries) + bytes(4) + data
+
+
+def test_grey_of_a_tiff_is_as_bright_as_it_says() -> None:
+    """Pillow leaves negatives of 16 bits, and 12 bits of 16, as they are."""
+    levels = np.array([0, 2570, 32_768, 65_535], dtype="<u2").tobytes()
+    for negative, expected in ((False, [0, 10, 128, 255]), (True, [255, 245, 127, 0])):
+        result = decode_image(tiff(levels, (4, 1), bits=16, t262=int(not negative)), LIMITS)
+        assert np.asarray(result)[0, :, 0].tolist() == expected
+    twelve = bytes([0xFF, 0xF0, 0x00, 0x80, 0x0F, 0xFF])  # 4095, 0, 2048, 4095
+    assert np.asarray(decode_image(tiff(twelve, (4, 1), bits=12), LIMITS))[0, :, 0].tolist() == [255, 0, 128, 255]
+
+
+def test_grey_that_is_multiplied_by_its_alpha_already() -> None:
+    pixel = bytes([64, 128])
+    for kind, expected in ((1, 64 + 127), (2, 32 + 127)):
+        result = decode_image(tiff(pixel, (1, 1), samples=2, t338=kind), LIMITS)
+        assert np.asarray(result).tolist() == [[[expected] * 3]]
+
+
+def test_a_tiff_that_lists_too_few_strips_is_refused() -> None:
+    """Pillow would leave the rest black."""
+    data = bytes([200]) * 32
+    assert decode_image(tiff(data, (4, 8)), LIMITS).getextrema() == ((200, 200),) * 3
+    assert "parts of it are missing" in refused(tiff(data[:16], (4, 8), t278=4))
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr"])
 def test_other_modes(mode: str) -> None:
     form = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
@@ -171,6 +210,13 @@ def test_damaged_files_never_escape(form: str) -> None:
         (b"\x00\x00\x00\x20ftypisom\x00\x00\x02\x00isomiso2mp41", "video"),
         (b"\x1aE\xdf\xa3\x01\x00\x00\x00\x00\x00\x00\x1f", "video"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"\xef\xbb\xbf<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "HEIC or AVIF"),
+        (b"\x00\x00\x00\x18ftypavif\x00\x00\x00\x00mif1avif", "HEIC or AVIF"),
+        (b"\x00\x00\x00\x0cJXL \r\n\x87\n", "JPEG XL"),
+        (b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG 2000"),
+        (b"PK\x03\x04\x14\x00", "an archive"),
+        (b"II*\x00\x08\x00\x00\x00", "a TIFF file that is damaged"),
         (b"%PDF-1.7\n%\xe2\xe3", "PDF"),
         (bytes(range(256)), "unknown kind"),
         (b"\x89PNG\r\n\x1a\n", "not a readable"),

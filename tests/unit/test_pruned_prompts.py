@@ -424,3 +424,25 @@ def test_a_picture_too_thin_to_be_padded_is_refused(monkeypatch: pytest.MonkeyPa
     assert vision.prepare(Image.new("RGB", (64, 1)))["pixels"].shape[0] == 1
     with pytest.raises(CannotPrepare, match="sides up to 64:1"):
         vision.prepare(Image.new("RGB", (65, 1)))
+    with pytest.raises(CannotPrepare, match="8193 x 200 pixels; this model pads pictures to a square"):
+        vision.prepare(Image.new("RGB", (8193, 200)))
+
+
+def test_one_of_several_pictures_is_not_padded_beyond_measure(tmp_path: Path) -> None:
+    vision = llava.load(tiled.llava_onevision(tmp_path).folder).vision
+    assert vision is not None
+    large = Image.new("RGB", (8193, 200))
+    assert vision.prepare(large)["pixels"].shape[0] > 1, "by itself it is cut in tiles"
+    with pytest.raises(CannotPrepare, match="pads pictures to a square"):
+        vision.prepare_among(large)
+
+
+def test_frames_too_thin_to_be_scaled_are_refused() -> None:
+    model = video_model(stride=1)
+    for size, fits in (((384, 6), True), ((512, 6), False), ((6, 512), False)):
+        request = show(VideoPart(clip(frames=2, size=size)))
+        if fits:
+            assert len(encoder(model).encode([request])) == 1
+        else:
+            with pytest.raises(InvalidArgument, match=r"video: is \d+ x \d+ pixels; this model takes sides up to 64:1"):
+                encoder(model).encode([request])

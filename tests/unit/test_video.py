@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 import av
 import numpy as np
@@ -346,6 +348,7 @@ def test_refused_with_a_reason(kind: str, capfd: pytest.CaptureFixture[str]) -> 
         (MediaConfig(max_side=63), "64 x 48 pixels; the limit is 63 a side"),
         (MediaConfig(max_pixels=64 * 48 - 1), "64 x 48 pixels; the limit is 3071 in all"),
         (MediaConfig(max_video_pixels=64 * 48 * 40 - 1), "has 40 frames of 64 x 48 pixels"),
+        (MediaConfig(max_sampled_pixels=64 * 48 * 3), "pixels in the frames that are looked at; the limit is 9216"),
         (MediaConfig(max_video_seconds=0.1), "has more than 24 frames (240 a second)"),
     ],
 )
@@ -368,8 +371,26 @@ def test_at_its_limits() -> None:
         max_side=64,
         max_pixels=64 * 48,
         max_video_pixels=64 * 48 * 40,
+        max_sampled_pixels=64 * 48 * 4,
     )
     assert len(decode_video(data, limits, frames=4).frames) == 4
+
+
+def test_frames_that_grow_on_the_way_count_as_they_are() -> None:
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream("mjpeg", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        for index, (width, height) in enumerate([(64, 48), (64, 48), (128, 96), (128, 96)]):
+            picture = io.BytesIO()
+            Image.new("RGB", (width, height), (60 * index, 9, 9)).save(picture, "JPEG")
+            packet = av.Packet(picture.getvalue())
+            packet.stream, packet.pts, packet.dts = stream, index, index
+            packet.time_base, packet.is_keyframe = Fraction(1, 4), True
+            container.mux(packet)
+    sizes = [frame.size for frame in decode_video(file.getvalue(), MediaConfig(), frames=4).frames]
+    assert sizes == [(64, 48), (64, 48), (128, 96), (128, 96)]
+    assert "the limit is 20000" in refused(file.getvalue(), MediaConfig(max_sampled_pixels=20_000))
 
 
 @pytest.mark.parametrize(("kind", "codec"), [("mp4", "libx264"), ("matroska", "libx264"), ("avi", "mpeg4")])

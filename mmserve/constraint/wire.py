@@ -61,11 +61,12 @@ def from_outcome(outcome: Grammar | Refused) -> Any:
     """A grammar or a refusal as JSON."""
     if isinstance(outcome, Refused):
         return {"refused": [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]}
-    return {"text": outcome.text, "exact": outcome.exact, "warnings": outcome.warnings[:MOST_FINDINGS]}
+    told = {"exact": outcome.exact, "warnings": outcome.warnings[:MOST_FINDINGS], "longest": outcome.longest}
+    return {"text": outcome.text, **told}
 
 
 def to_outcome(message: Any) -> Grammar | Refused:
     """The grammar or refusal that ``message`` holds."""
     if "refused" in message:
         return Refused(*(Finding(*finding) for finding in message["refused"]))
-    return Grammar(message["text"], message["exact"], tuple(message["warnings"]))
+    return Grammar(message["text"], message["exact"], tuple(message["warnings"]), message["longest"])

@@ -183,8 +183,8 @@ class Admission:
         futures = Place() if spec.sampling is ConstraintSampling.ASAP else None
         plain = Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, spec.sampling, futures)
         if spec.sampling is ConstraintSampling.MASK:  # else a draw is from what the model says beside open positions
-            given = np.where(np.arange(budget) < self._reach(whole, budget), -1, language.ends[1])
-            plain = replace(plain, given=given)
+            begins = whole.witness.resized(self._reach(whole, budget))
+            plain = replace(plain, given=laid_out([begins], budget, language.ends).fixed)
         return self._scaffold(language, spec, plain, budget) if spec.scaffold else plain
 
     def _template(self, language: _Language, template: Template, budget: int) -> Admitted:

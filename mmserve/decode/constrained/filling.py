@@ -137,6 +137,11 @@ class Filling(Constrained):
                 found.append(gap.start + np.flatnonzero(inner < 0))
         return np.concatenate(found)
 
+    def decided(self, known: np.ndarray) -> np.ndarray:
+        """As ``Constrained.decided``, of each hole."""
+        found = [gap.start + gap.state.decided(known[gap.start : gap.stop]) for gap in self.gaps]
+        return np.concatenate(found)
+
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
         """What fills each hole of a whole answer ``known`` (int64 ``[N]``)."""
         answers = (gap.state.witness for gap in self.gaps)

@@ -90,6 +90,11 @@ class Constrained:
         """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
         return np.zeros(0, np.int64)
 
+    def decided(self, known: np.ndarray) -> np.ndarray:
+        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there), of the witness and the end behind it,
+        where the text that is known from the start on leaves one way to the end, whichever tokens spell it."""
+        return self._guarded(lambda: self._decided(known), np.zeros(0, np.int64))
+
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
         """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
         split = self.split
@@ -169,6 +174,19 @@ class Constrained:
         if self.sampled is not None and not self.sampled.speculates:
             return np.zeros(0, np.int64)
         return self._guarded(self._forced, np.zeros(0, np.int64))
+
+    def _decided(self, known: np.ndarray) -> np.ndarray:
+        witness, none = self.witness, np.zeros(0, np.int64)
+        missing = np.flatnonzero(known[: witness.length + 1] < 0)
+        if not len(missing) or missing[0] >= witness.length:
+            return none
+        first = int(missing[0])
+        at = after(witness.matcher, witness.tokens[witness.known : first].tolist())
+        rest = witness.tokens[first : witness.length].tolist()
+        if at is None or at.forced() != self.lexicon.text(rest):
+            return none
+        end = after(at, rest)
+        return none if end is None or end.mask().any() else missing  # where it may end, it might yet go on
 
     def _forced(self) -> np.ndarray:
         text, run = self.witness.matcher.forced(), list[int]()

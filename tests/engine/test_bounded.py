@@ -14,7 +14,7 @@ from helpers import ask, threshold, tiny_model
 from test_constrained import BLOCK, LAST, constrained, like, of
 from test_policies import policy
 
-from mmserve.core.canvas import GIVEN, MASKED, Canvas
+from mmserve.core.canvas import GIVEN
 from mmserve.core.constraint import (
     Choice,
     ConstraintKind,
@@ -198,14 +198,3 @@ def test_next_tokens_are_what_they_were(bench: Make, models: dict[str, LoadedMod
     [call] = made.submit(constrained(ask("next", max_new_tokens=40, recompute=LAST), COLORS))
     assert call.finished().text in COLORS.options
     assert (answer_of(made, call)[1] != GIVEN).all()
-
-
-def test_steps_are_spread_over_what_is_open() -> None:
-    canvas = Canvas.create(np.arange(3), new_tokens=16, block_length=8, mask_id=99)
-    canvas.commit(np.arange(8, 19), np.zeros(11, np.int64))
-    assert canvas.block_to_fill() == 5
-    canvas.count_forward()
-    canvas.commit(np.arange(3, 5), np.zeros(2, np.int64))
-    assert canvas.block_to_fill() == 5, "what has become final since is no less"
-    assert (canvas.committed_at[5:8] == MASKED).all()
-

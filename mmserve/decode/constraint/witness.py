@@ -156,9 +156,9 @@ def improve(
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
     committed = np.flatnonzero(known >= 0)
-    ended = np.flatnonzero(np.isin(known, list(witness.ends)))  # behind the first of these nothing else may stand
-    last = ended[:1] if len(ended) else committed[-1:]
-    horizon = max([block_end, *(last + 1).tolist()])
+    ended = committed[np.isin(known[committed], list(witness.ends))]  # behind the first nothing else may stand
+    farthest = ended[:1] if len(ended) else committed[-1:]
+    horizon = max([block_end, *(int(position) + 1 for position in farthest)])
     answer = witness.tokens[: witness.length].tolist()
     laid = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds

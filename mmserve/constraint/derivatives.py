@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 
-from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
+from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, written
 
 #: Items that are still to be matched, one after another.
 Row = tuple[Item, ...]
@@ -18,7 +18,6 @@ Row = tuple[Item, ...]
 _MOST_ROWS = 64
 _MOST_DERIVED = 4096
 _WAYS = "has too many ways through it"
-_EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that ``pattern`` writes, and what it reads for it
 
 #: The state behind which nothing matches, and a number for characters behind which there are too many ways.
 DEAD, _TOO_MANY = -1, -2
@@ -36,7 +35,7 @@ class Automaton:
     """
 
     def __init__(self, expression: str) -> None:
-        whole = parsed(expression.replace(*_EVERYTHING))
+        whole = written(expression)
         self.bounds = sorted(set(_bounds(whole)))
         self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
         self._nullable = [True]  # whether each row may match nothing

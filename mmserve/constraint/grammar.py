@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
+from mmserve.constraint import longest
 from mmserve.constraint.cfg import checked_lark
 from mmserve.constraint.document import read_schema
 from mmserve.constraint.findings import Refused, child
@@ -30,12 +32,14 @@ class Grammar:
     """``text`` is what llguidance's ``LLMatcher`` takes, under ``limits.PARSER_LIMITS``.
 
     ``exact`` is False where finished answers must still be checked against the constraint itself: only in the modes
-    ``validate`` (the engine must check) and ``lenient`` (nobody does). ``warnings`` are for the client.
+    ``validate`` (the engine must check) and ``lenient`` (nobody does). ``warnings`` are for the client. ``longest``:
+    no sentence has more bytes; None where no bound is known.
     """
 
     text: str
     exact: bool
     warnings: tuple[str, ...]
+    longest: int | None = None
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
@@ -47,9 +51,11 @@ def grammar_of(spec: ConstraintSpec) -> Grammar:
         case JsonSchema(text):
             return _of_schema(text, spec.mode)
         case Regex(pattern):
-            return Grammar(_of_expression(_read("regex", pattern)), exact=True, warnings=())
+            expression = _read("regex", pattern)
+            return Grammar(_of_expression(expression), True, (), _bytes(longest.of_pattern(pattern)))
         case Choice(options):
-            return Grammar(_of_expression(_alternatives(options)), exact=True, warnings=())
+            expression = _alternatives(options)
+            return Grammar(_of_expression(expression), True, (), max(len(option.encode()) for option in options))
         case Lark(text):
             return Grammar(checked_lark(text), exact=True, warnings=())
         case Gbnf(text):
@@ -73,7 +79,12 @@ def _of_schema(text: str, mode: ConstraintMode) -> Grammar:
     warnings += [f"{f.pointer}: {f.keyword} {f.reason}" for f in rewritten.warnings]
     schema = {} if rewritten.schema is True else rewritten.schema
     grammar = {"grammars": [{"json_schema": {**schema, "x-guidance": JSON_LAYOUT}}]}
-    return Grammar(json.dumps(grammar, ensure_ascii=False), not rewritten.loose, tuple(warnings))
+    most = _bytes(longest.of_schema(rewritten.schema))
+    return Grammar(json.dumps(grammar, ensure_ascii=False), not rewritten.loose, tuple(warnings), most)
+
+
+def _bytes(bound: float) -> int | None:
+    return None if bound == inf else int(bound)
 
 
 def _of_expression(expression: str) -> str:

@@ -14,6 +14,7 @@ from mmserve.constraint.charsets import Ranges
 from mmserve.constraint.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_REPEAT
 
 _ANY = r"(?s:.)*"
+_EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that is written, and what is read for it
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
 
@@ -101,6 +102,11 @@ def parsed(pattern: str) -> Group:
     if _size(group) > MAX_REPEAT:
         raise BadPattern(f"repeats more than {MAX_REPEAT} characters, written out")
     return group
+
+
+def written(expression: str) -> Group:
+    """The parts of an ``expression`` that ``whole``, ``searched`` or ``literal`` gave. Raises ``BadPattern``."""
+    return parsed(expression.replace(*_EVERYTHING))
 
 
 def _alternatives(group: Group, *, search: bool) -> str:

@@ -64,14 +64,14 @@ def from_outcome(outcome: Grammar | Refused) -> Any:
         told = [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]
         return {"refused": [[_cut(text) for text in finding] for finding in told]}
     warnings = [_cut(warning) for warning in outcome.warnings[:MOST_FINDINGS]]
-    return {"text": outcome.text, "exact": outcome.exact, "warnings": warnings}
+    return {"text": outcome.text, "exact": outcome.exact, "warnings": warnings, "longest": outcome.longest}
 
 
 def to_outcome(message: Any) -> Grammar | Refused:
     """The grammar or refusal that ``message`` holds."""
     if "refused" in message:
         return Refused(*(Finding(*finding) for finding in message["refused"]))
-    return Grammar(message["text"], message["exact"], tuple(message["warnings"]))
+    return Grammar(message["text"], message["exact"], tuple(message["warnings"]), message["longest"])
 
 
 def _cut(text: str) -> str:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: ``committed_at`` of the prompt, and of a position that is still masked.
-PROMPT, MASKED = -1, 1 << 30
+#: ``committed_at`` of the prompt, of what stands on the canvas before the first pass, and of a position that is still
+#: masked.
+PROMPT, GIVEN, MASKED = -1, 0, 1 << 30
 
 
 @dataclass
@@ -98,6 +99,10 @@ class Canvas:
     def block_masked(self) -> np.ndarray:
         """Positions (int64, ascending) of the current block that are masked."""
         return self.block_start + np.flatnonzero(self.committed_at[self.block_start : self.block_end] == MASKED)
+
+    def block_to_fill(self) -> int:
+        """Positions of the current block that were masked before the first pass."""
+        return int((self.committed_at[self.block_start : self.block_end] > GIVEN).sum())
 
     def all_masked(self) -> np.ndarray:
         """Positions (int64, ascending) of the whole canvas that are masked."""

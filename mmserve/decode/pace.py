@@ -16,11 +16,11 @@ _SEED_MIX, _BLOCK_MIX = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
     """Tokens that the block's step number ``done`` (from 0) commits, of ``steps`` for the whole canvas.
 
-    The block's tokens are spread evenly over its steps, the remainder over the first ones (ML-GSAI/LLaDA,
-    generate.py). ``steps`` 0 means one token a step; blocks share the steps by length. The last step takes what is
-    left, which is at most a whole block.
+    The block's tokens, but for those that stood there from the start, are spread evenly over its steps, the remainder
+    over the first ones (ML-GSAI/LLaDA, generate.py). ``steps`` 0 means one token a step; blocks share the steps by
+    length. The last step takes what is left, which is at most a whole block.
     """
-    length = canvas.block_end - canvas.block_start
+    length = canvas.block_to_fill()
     total = steps or canvas.new_tokens
     own = steps_of_block(canvas, total)
     if done >= own - 1:
@@ -29,10 +29,10 @@ def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
 
 
 def steps_of_block(canvas: Canvas, total: int) -> int:
-    """The current block's share of ``total`` steps for the whole canvas: one at least, one a position at most."""
+    """The current block's share of ``total`` steps for the whole canvas: one at least, one an open position at most."""
     left, right = (p - canvas.prompt_length for p in (canvas.block_start, canvas.block_end))
     share = total * right // canvas.new_tokens - total * left // canvas.new_tokens
-    return min(max(1, share), right - left)
+    return min(max(1, share), canvas.block_to_fill())
 
 
 def random_order(canvas: Canvas, seed: int) -> np.ndarray:

@@ -15,7 +15,8 @@ from e2e_helpers import Running, answer, command, short_asks, wait_for
 from mmserve.client import Client, DkvDecode, Edit, Finished, Threshold
 from mmserve.errors import InvalidArgument
 from mmserve.reference.images import FIELDS, scene_json
-from mmserve.reference.scenes import draw_scene
+from mmserve.reference.scenes import COLORS, draw_scene
+from mmserve.reference.tasks import sample
 
 
 class Position(pydantic.BaseModel):
@@ -65,6 +66,16 @@ def test_pictures_become_instances(server: Running, options: dict[str, Any]) -> 
             assert jsonschema_rs.is_valid(Scene.model_json_schema(), json.loads(each.text))
             assert each.finish_reason == "end"
             assert each.usage.completion_tokens <= options.get("max_new_tokens", BUDGET)
+
+
+def test_a_short_answer_takes_no_more_passes_than_bytes(server: Running) -> None:
+    for seed in range(3):
+        scene, question = sample("color", random.Random(seed))
+        result = server.client.generate(question.text, images=[scene.png()], choices=list(COLORS))
+        assert (result.text, result.finish_reason) == (question.answer, "end")
+        assert result.forwards <= max(map(len, COLORS))
+        result = server.client.generate("Is there a circle?", images=[scene.png()], schema={"type": "boolean"})
+        assert isinstance(result.parsed, bool) and result.forwards <= len("false")
 
 
 def test_final_text_streams_and_is_the_answer(server: Running) -> None:

@@ -48,6 +48,13 @@ def test_a_single_block_follows_lladas_schedule(m: int, s: int) -> None:
     assert counts(blank(3, m, m), LowConfidence(steps=s)) == [llada(m, s)]
 
 
+@pytest.mark.parametrize("s", [1, 2, 3, 5, 8, 64])
+def test_what_stands_from_the_start_takes_no_step(s: int) -> None:
+    canvas = blank(3, 16, 8)
+    canvas.commit(np.arange(8, 19), np.zeros(11, np.int64))  # the end of the first block, and all of the second
+    assert counts(canvas, LowConfidence(steps=2 * s)) == [llada(5, s)]
+
+
 @pytest.mark.parametrize(
     ("length", "block", "steps"), [(32, 8, 16), (32, 8, 32), (32, 8, 4), (64, 32, 32), (24, 8, 9), (128, 32, 64)]
 )

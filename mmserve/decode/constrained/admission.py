@@ -11,8 +11,9 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
@@ -62,6 +63,7 @@ class Admitted:
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
     split: Split | None = None  # of a template that is one language
     layout: Layout | None = None  # of a template whose holes have a place each
+    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # as of ``Constrained``
 
     def begun(self, request: Request) -> Constrained:
         """The state of a sample that begins."""
@@ -72,7 +74,14 @@ class Admitted:
             # a penalty counts what stands on the canvas, and no draft stands there yet
             sampled = Sampled(self.futures, speculates=request.sampling.repetition_penalty == 1)
         return Constrained(
-            self.witness, self.lexicon, self.warnings, self.judge, sampled, judges=self.judges, split=self.split
+            self.witness,
+            self.lexicon,
+            self.warnings,
+            self.judge,
+            sampled,
+            judges=self.judges,
+            split=self.split,
+            given=self.given,
         )
 
     def apart(self) -> Admitted:
@@ -113,7 +122,7 @@ class _Language:
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
             witness = begun(compiled, budget, self.closes.of(compiled, budget), self.places.of(compiled))
-        return Opened(compiled, witness, grammar.warnings, judge)
+        return Opened(compiled, witness, grammar.warnings, judge, grammar.longest)
 
     def filled(self, hole: Hole) -> Opened:
         """A template's hole."""
@@ -123,9 +132,9 @@ class _Language:
         """``text`` in the model's tokens."""
         return spelling(text, self.tokenizer, self.lexicon)
 
-    def longest(self, part: Part) -> int | None:
+    def longest(self, part: Part, hole: Opened) -> int | None:
         """Most tokens that a hole of a scaffold needs; None if that is not known."""
-        return max(len(self.spelling(option)) for option in part.options) if isinstance(part, Choice) else None
+        return max(len(self.spelling(option)) for option in part.options) if isinstance(part, Choice) else hole.longest
 
 
 @contextmanager
@@ -174,6 +183,9 @@ class Admission:
         whole = language.opened(spec, budget, "sampling.max_new_tokens")
         futures = Place() if spec.sampling is ConstraintSampling.ASAP else None
         plain = Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, spec.sampling, futures)
+        if spec.sampling is ConstraintSampling.MASK:  # else a draw is from what the model says beside open positions
+            begins = whole.witness.resized(self._reach(whole, budget))
+            plain = replace(plain, given=laid_out([begins], budget, language.ends).fixed)
         return self._scaffold(language, spec, plain, budget) if spec.scaffold else plain
 
     def _template(self, language: _Language, template: Template, budget: int) -> Admitted:
@@ -186,9 +198,25 @@ class Admission:
                 witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
             split = _splitter(witness)
             return Admitted(witness, language.lexicon, warnings, None, judges=judges, split=split)
-        parts = [language.spelling(part) if isinstance(part, str) else part.witness for part in found]
+        parts = list[list[int] | Witness]()
+        for part in found:
+            if isinstance(part, str):
+                parts.append(language.spelling(part))
+            else:
+                size = len(part.witness.tokens)
+                reach = self._reach(part, size)
+                parts += [part.witness.resized(reach), [language.ends[1]] * (size - reach)]
         layout = side_by_side(parts, budget, language.ends)
         return Admitted(holes[0].witness, language.lexicon, warnings, None, judges=judges, layout=layout)
+
+    def _reach(self, opened: Opened, size: int) -> int:
+        """Of ``size`` positions of a canvas, those that an answer may come to: behind them padding stands from the
+        start. That takes nothing from anybody: no other token could stand there, in whichever tokens an answer is
+        spelled. A next-token model has seen none of it, and canvases of random tokens are padded by their own rule."""
+        spec = self._model.spec
+        if opened.longest is None or spec.causal or spec.renoising is not None:
+            return size
+        return min(size, max(opened.longest, opened.witness.length, 1))
 
     def _scaffold(self, language: _Language, spec: ConstraintSpec, plain: Admitted, budget: int) -> Admitted:
         """``plain`` with its answer's keys and punctuation in place, or with a warning that says why not."""
@@ -209,7 +237,9 @@ class Admission:
         except InvalidArgument as error:
             return plain.warned(f"scaffold has no effect: {error.message}")
         given = allotted(
-            [hole.witness.length for hole in holes.values()], [language.longest(parts[i]) for i in holes], room
+            [hole.witness.length for hole in holes.values()],
+            [language.longest(parts[i], hole) for i, hole in holes.items()],
+            room,
         )
         if given is None:
             return plain.warned(f"scaffold has no effect: it leaves no room for an answer of {budget} tokens")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmserve.constraint.judging import Judge
-from mmserve.core.canvas import Canvas
 from mmserve.decode.constrained.meter import Meter
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constraint.witness import Witness
@@ -66,10 +65,9 @@ class Gap:
 @dataclass(kw_only=True)
 class Filling(Constrained):
     """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, put together anew from those
-    of the holes, without a matcher of its own place."""
+    of the holes, without a matcher of its own place. ``given`` are the texts, and what stands behind them."""
 
     gaps: tuple[Gap, ...]
-    fixed: np.ndarray  # int64 [N], -1 in holes
 
     @classmethod
     def of(
@@ -84,14 +82,14 @@ class Filling(Constrained):
         meter = Meter()
         gaps = tuple(Gap(start, Constrained(witness, lexicon, meter=meter)) for start, witness in layout.holes)
         whole = replace(layout.holes[0][1], tokens=layout.fixed, length=len(layout.fixed))
-        made = cls(whole, lexicon, warnings, judge, judges=judges, meter=meter, gaps=gaps, fixed=layout.fixed)
+        made = cls(whole, lexicon, warnings, judge, judges=judges, meter=meter, gaps=gaps, given=layout.fixed)
         made._gather()
         return made
 
     @property
     def content(self) -> np.ndarray:
         """Bool ``[N]``: where the witness holds text, and no padding of a hole."""
-        found = self.fixed >= 0
+        found = self.given >= 0
         for gap in self.gaps:
             found[gap.start : gap.stop] = gap.state.content
         return found
@@ -102,20 +100,9 @@ class Filling(Constrained):
         return tuple((gap.start, gap.stop) for gap in self.gaps)
 
     @property
-    def given(self) -> np.ndarray:
-        """Int64 ``[N]``: the template's texts, and what stands behind them; -1 in holes."""
-        return self.fixed
-
-    @property
     def padded(self) -> bool:
         """As of ``Canvas``: end tokens fill holes up."""
         return True
-
-    def prepare(self, canvas: Canvas) -> None:
-        """Commit the template's texts, and what stands behind them, on a fresh ``canvas``."""
-        places = np.flatnonzero(self.fixed >= 0)
-        canvas.commit(canvas.prompt_length + places, self.fixed[places])
-        canvas.padded = self.padded
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
         """As ``Constrained.allowed``, for each hole."""
@@ -150,13 +137,18 @@ class Filling(Constrained):
                 found.append(gap.start + np.flatnonzero(inner < 0))
         return np.concatenate(found)
 
+    def decided(self, known: np.ndarray) -> np.ndarray:
+        """As ``Constrained.decided``, of each hole."""
+        found = [gap.start + gap.state.decided(known[gap.start : gap.stop]) for gap in self.gaps]
+        return np.concatenate(found)
+
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
         """What fills each hole of a whole answer ``known`` (int64 ``[N]``)."""
         answers = (gap.state.witness for gap in self.gaps)
         return tuple(self.read(answer.tokens[: answer.length].tolist()) for answer in answers)
 
     def _gather(self) -> None:
-        tokens = self.fixed.copy()
+        tokens = self.given.copy()
         for gap in self.gaps:
             tokens[gap.start : gap.stop] = gap.state.witness.tokens
         cut = any(gap.state.witness.cut for gap in self.gaps)

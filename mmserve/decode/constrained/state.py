@@ -56,10 +56,14 @@ class Constrained:
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # of a template's answer into what fills its holes
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
+    #: Int64 ``[N]``: the tokens that stand from the start, -1 elsewhere: padding where no answer comes to.
+    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     places: Places = field(init=False)  # where searches have been
 
     def __post_init__(self) -> None:
         self.places = self.witness.places or Places(self.lexicon, self.witness.kinds)
+        if not len(self.given):
+            self.given = np.full(len(self.witness.tokens), -1, np.int64)
 
     @property
     def content(self) -> np.ndarray:
@@ -69,12 +73,7 @@ class Constrained:
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """First position, and first behind, of each text that the decoder fills in."""
-        return ((0, len(self.witness.tokens)),)
-
-    @property
-    def given(self) -> np.ndarray:
-        """Int64 ``[N]``: the tokens that stand from the start, -1 where there is none."""
-        return np.full(len(self.witness.tokens), -1, np.int64)
+        return ((0, int((self.given < 0).sum())),)
 
     @property
     def padded(self) -> bool:
@@ -83,10 +82,18 @@ class Constrained:
 
     def prepare(self, canvas: Canvas) -> None:
         """Put onto a fresh ``canvas`` what stands there from the start."""
+        places = np.flatnonzero(self.given >= 0)
+        canvas.commit(canvas.prompt_length + places, self.given[places])
+        canvas.padded = self.padded
 
     def settled(self, known: np.ndarray) -> np.ndarray:
         """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
         return np.zeros(0, np.int64)
+
+    def decided(self, known: np.ndarray) -> np.ndarray:
+        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there), of the witness and the end behind it,
+        where the text that is known from the start on leaves one way to the end, whichever tokens spell it."""
+        return self._guarded(lambda: self._decided(known), np.zeros(0, np.int64))
 
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
         """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
@@ -167,6 +174,19 @@ class Constrained:
         if self.sampled is not None and not self.sampled.speculates:
             return np.zeros(0, np.int64)
         return self._guarded(self._forced, np.zeros(0, np.int64))
+
+    def _decided(self, known: np.ndarray) -> np.ndarray:
+        witness, none = self.witness, np.zeros(0, np.int64)
+        missing = np.flatnonzero(known[: witness.length + 1] < 0)
+        if not len(missing) or missing[0] >= witness.length:
+            return none
+        first = int(missing[0])
+        at = after(witness.matcher, witness.tokens[witness.known : first].tolist())
+        rest = witness.tokens[first : witness.length].tolist()
+        if at is None or at.forced() != self.lexicon.text(rest):
+            return none
+        end = after(at, rest)
+        return none if end is None or end.mask().any() else missing  # where it may end, it might yet go on
 
     def _forced(self) -> np.ndarray:
         text, run = self.witness.matcher.forced(), list[int]()

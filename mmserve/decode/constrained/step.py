@@ -3,7 +3,7 @@
 The policy is shown the witness's tokens, each with its own probability, as if they were the model's candidates. Any
 part of one valid path is jointly safe, so that whatever it takes of them keeps the answer completable. Ends of text
 are part of it where the model says them, too: they tell it how long its answer is. Those that only fill the witness up
-wait until all of the answer stands.
+wait until all of the answer stands. What is left of a block becomes final at once where it can read in one way only.
 """
 
 from __future__ import annotations
@@ -118,6 +118,10 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
         shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]
         tokens, plain, meant = tokens[kept], plain[kept], meant[kept]
     final = _final(state, canvas, shown, commit, masked, meant)
+    if not commit.revises:  # what may be replaced decides nothing
+        known = known_tokens(canvas)
+        known[at[final]] = tokens[final]
+        final |= np.isin(at, state.decided(known))
     final |= reopened
     final &= masked | (tokens != canvas.tokens[shown.positions])
     return _padded(state, canvas, Chosen(shown.positions[final], tokens[final], plain[final]))

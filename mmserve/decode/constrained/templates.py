@@ -24,12 +24,13 @@ from mmserve.errors import FieldViolation, InvalidArgument
 @dataclass(frozen=True)
 class Opened:
     """A hole that can be filled: its grammar, the first witness of its ``max_tokens`` positions, what the client is
-    told, and who judges what fills it, if its grammar is wider than its constraint."""
+    told, who judges what fills it, if its grammar is wider than its constraint, and how many bytes that has at most."""
 
     grammar: Grammar
     witness: Witness
     warnings: tuple[str, ...] = ()
     judge: Judge | None = None
+    longest: int | None = None  # None = no bound is known
 
 
 def opened(template: Template, open_hole: Callable[[Hole], Opened]) -> list[str | Opened]:

@@ -156,7 +156,9 @@ def improve(
     if witness.known >= block_end or witness.known > witness.length:
         return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
     committed = np.flatnonzero(known >= 0)
-    horizon = max(block_end, int(committed[-1]) + 1 if len(committed) else 0)
+    ended = committed[np.isin(known[committed], list(witness.ends))]  # behind the first nothing else may stand
+    farthest = ended[:1] if len(ended) else committed[-1:]
+    horizon = max([block_end, *(int(position) + 1 for position in farthest)])
     answer = witness.tokens[: witness.length].tolist()
     laid = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds

@@ -286,9 +286,12 @@ class DiffusionDecoder:
             places=encoded.places,
         )
         constrained = admitted.begun(request) if admitted is not None else None
+        read = canvas.tokens
         if constrained is not None:
             constrained.prepare(canvas)
-        embeddings, deep = embedded(self.model, canvas.tokens, encoded)
+            answer = constrained.shown(canvas.tokens[canvas.prompt_length :], spec.mask_id)
+            read = np.concatenate([canvas.tokens[: canvas.prompt_length], answer])
+        embeddings, deep = embedded(self.model, read, encoded)
         reused = pages.shared * self.store.page_size
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
         commit = commit_policy(request, self._offered)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import Bench, Call
 from helpers import ask, threshold, tiny_model
 from test_constrained import BLOCK, LAST, constrained, like, of
@@ -82,6 +83,27 @@ def test_what_no_answer_comes_to_is_padding_from_the_start(
         tokens, committed = answer_of(made, call)
         assert (committed[longest:] == GIVEN).all() and ends.issuperset(tokens[longest:].tolist())
         assert (committed[:longest] != GIVEN).all()
+
+
+def test_passes_read_masks_where_no_answer_comes_to(
+    bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is told of no end that it has not said; a template's text it reads as it stands."""
+    made = bench(models["full"])
+    decoder = made.engine.stages.decoder
+    begun: list[Any] = []
+    begin = decoder.begin
+    monkeypatch.setattr(decoder, "begin", lambda *given: begun.append(begin(*given)) or begun[-1])
+    for i, (kind, longest) in enumerate(BOUNDED):
+        made.ask(constrained(ask(f"{i}", max_new_tokens=24), kind))
+        masks = decoder.model.decoder.embed(torch.full((24,), models["full"].spec.mask_id))
+        assert torch.equal(begun[-1].embeddings[-24 + longest :], masks[longest:]), kind
+    form = Template(("it is ", Hole(4, Regex("[0-9]"))))
+    made.ask(constrained(ask("form", max_new_tokens=24), form))
+    canvas, embeddings = begun[-1].canvas, begun[-1].embeddings
+    stands = torch.from_numpy(canvas.committed_at == GIVEN)
+    assert stands.sum() > 10
+    assert torch.equal(embeddings[stands], decoder.model.decoder.embed(torch.from_numpy(canvas.tokens))[stands])
 
 
 def test_what_may_go_on_without_end_is_as_it_was(

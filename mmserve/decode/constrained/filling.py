@@ -104,6 +104,10 @@ class Filling(Constrained):
         """As of ``Canvas``: end tokens fill holes up."""
         return True
 
+    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
+        """As ``Constrained.shown``: all that stands there."""
+        return tokens
+
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
         """As ``Constrained.allowed``, for each hole."""
         found: dict[int, np.ndarray] = {}

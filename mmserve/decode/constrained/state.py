@@ -86,6 +86,11 @@ class Constrained:
         canvas.commit(canvas.prompt_length + places, self.given[places])
         canvas.padded = self.padded
 
+    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
+        """What passes read of a fresh answer ``tokens`` (int64 ``[N]``): masks for the padding that no answer comes to.
+        A model that sees an end so near is surer of short answers than it would be by itself."""
+        return np.where(self.given >= 0, mask_id, tokens)
+
     def settled(self, known: np.ndarray) -> np.ndarray:
         """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
         return np.zeros(0, np.int64)

@@ -57,9 +57,10 @@ def media_files(request: Request) -> list[bytes]:
 
 
 def text_bytes(request: Request) -> int:
-    """What the messages of ``request`` hold but for files; 0 for the few that most requests have."""
+    """What the messages of ``request`` hold but for files, and its stop strings; 0 for the few that most have."""
     texts = [
         len(part.text) if isinstance(part, TextPart) else 0 for message in request.messages for part in message.parts
     ]
+    texts += map(len, request.sampling.stop)
     size = _CHARACTER * sum(texts) + _TEXT * len(texts)
     return size if size > _UNCOUNTED else 0

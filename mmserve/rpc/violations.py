@@ -16,7 +16,6 @@ from mmserve.rpc.vision_messages import wrong_vision
 from mmserve.v1 import generation_pb2 as pb
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 4096  # of one
 #: Messages of a chat and their parts, together.
 MAX_PARTS = 1 << 14
 
@@ -103,8 +102,6 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
     for i, stop in enumerate(sampling.stop):
         if not stop:
             yield f"sampling.stop[{i}]", "must not be empty"
-        elif (size := len(stop.encode())) > MAX_STOP_BYTES:
-            yield f"sampling.stop[{i}]", f"must be at most {MAX_STOP_BYTES} bytes, not {size}"
 
 
 def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:

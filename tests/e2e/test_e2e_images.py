@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "bomb of 4 billion a side": (lambda: bomb(2**31 - 1, 2**31 - 1), "pixels"),
     "20,000 pixels wide": (lambda: saved(Image.new("1", (20_000, 2)), "PNG"), "20000 x 2 pixels; the limit is 16384"),
     "text": (lambda: b"this is no picture\n" * 20, "is text, not a readable"),
-    "zip": (zipped, "a file of unknown kind, not a readable"),
+    "zip": (zipped, "an archive, not a readable"),
     "video": (lambda: b"\x00\x00\x00\x20ftypisom\x00\x00\x02\x00isomiso2avc1mp41" + bytes(600), "a video"),
     "noise": (lambda: random.Random(0).randbytes(3000), "not a readable"),
     "PDF": (lambda: b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + bytes(200), "a PDF"),

@@ -162,6 +162,8 @@ def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
     with threaded(engine, config(live_bytes=1 << 20)) as address, Client(address, timeout=10) as client:
         with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
             client.generate("x" * (1 << 18))
+        with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
+            client.generate("x", stop="y" * (1 << 18))
         held = client.stream("x" * (1 << 17))
         assert isinstance(next(held), Admitted)
         with pytest.raises(ResourceExhausted, match="requests under way hold") as caught:

@@ -34,9 +34,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0 = any free port
-    max_message_bytes: int = 80 << 20  # larger media are uploaded, in chunks
-    receive_bytes: int = 1 << 30  # messages that come in at once, each counted as the largest; more of them wait
-    max_calls: int = 1024  # of one method at once; one more is refused with RESOURCE_EXHAUSTED
+    max_message_bytes: int = 256 << 20
     tls_certificate: str = ""  # PEM file; set with tls_key to serve TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # PEM file; set to require client certificates (mTLS)
@@ -266,7 +264,7 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 #: What numbers must at least be (finite, too): table, least, what the least means, keys.
 _LEAST = (
     ("server", 0, "", ("port", "metrics_port", "drain_seconds")),
-    ("server", 1, "", ("max_message_bytes", "receive_bytes", "max_calls", "keepalive_seconds")),
+    ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
     (
         "engine",
         1,
@@ -314,10 +312,6 @@ def _check_numbers(config: Config, source: str) -> None:
             raise ConfigError(f"{source}: [server] {key} must be at most {most}, not {getattr(config.server, key)}")
 
 
-#: Fewest messages that must have room at once.
-_PLACES = 4
-
-
 def _check_server(server: ServerConfig, where: str) -> None:
     for key in ("host", "metrics_host"):
         if not getattr(server, key):
@@ -325,11 +319,6 @@ def _check_server(server: ServerConfig, where: str) -> None:
             raise ConfigError(f"{where} {key} must not be empty: {which}")
     if server.metrics_port and server.metrics_port == server.port:
         raise ConfigError(f"{where} metrics_port must be another than port: they speak different protocols")
-    if server.receive_bytes < _PLACES * server.max_message_bytes:
-        raise ConfigError(
-            f"{where} receive_bytes must be at least {_PLACES} times max_message_bytes, {server.max_message_bytes}, so "
-            f"that as many messages may come in at once; not {server.receive_bytes}"
-        )
     if not all(token and token.isascii() and token.isprintable() for token in server.auth_tokens):
         raise ConfigError(f"{where} auth_tokens must be printable ASCII, and none of them empty")
     if bool(server.tls_certificate) != bool(server.tls_key):

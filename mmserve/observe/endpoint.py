@@ -2,36 +2,91 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, start_http_server
+import logging
+import socket
+import ssl
+import threading
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry, MetricsHandler
 
 from mmserve.config import ServerConfig
 from mmserve.errors import ConfigError
+
+logger = logging.getLogger("mmserve.observe")
+
+#: Seconds that a reader has for its handshake and for its question, and how many readers there may be at once.
+_PATIENCE, _READERS = 10.0, 32
 
 
 class Endpoint:
     """Serves a ``registry`` on ``config.metrics_host`` and ``metrics_port``, each reader on a thread, until closed.
 
-    With the server's certificate, and its demand for one of the client's, where it has them. ``ConfigError`` where the
-    port cannot be had.
+    With the server's certificate, and its demand for one of the client's, where it has them. ``ConfigError`` where that
+    cannot be.
     """
 
     def __init__(self, registry: CollectorRegistry, config: ServerConfig) -> None:
+        host, port = config.metrics_host, config.metrics_port
+        handler = MetricsHandler.factory(registry)
         try:
-            self._server, self._thread = start_http_server(
-                config.metrics_port,
-                config.metrics_host,
-                registry,
-                certfile=config.tls_certificate or None,
-                keyfile=config.tls_key or None,
-                client_cafile=config.tls_client_ca or None,
-                client_auth_required=bool(config.tls_client_ca),
-            )
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            self._server = _Server((host, port), handler, family, _tls(config))
         except OSError as error:
-            where = f"{config.metrics_host}:{config.metrics_port}"
-            raise ConfigError(f"cannot serve metrics on {where}: is the port in use? ({error})") from error
+            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="mmserve-metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Takes up to half a second."""
+        """Stop listening. Blocks for up to half a second."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Accepts readers whatever any of them does: a handshake is its own thread's, and so is a silent one's time."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self, address: tuple[str, int], handler: Any, family: socket.AddressFamily, tls: ssl.SSLContext | None
+    ) -> None:
+        self.address_family = family
+        self._tls = tls
+        self._places = threading.BoundedSemaphore(_READERS)
+        super().__init__(address, handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for one more reader."""
+        return self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(_PATIENCE)
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        with self._tls.wrap_socket(request, server_side=True) as secure:
+            super().finish_request(secure, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a reader of metrics at %s went away", client_address, exc_info=True)
+
+
+def _tls(config: ServerConfig) -> ssl.SSLContext | None:
+    if not config.tls_key:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls_certificate, config.tls_key)
+    if config.tls_client_ca:
+        context.load_verify_locations(config.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -80,9 +80,6 @@ class Metrics:
         self._ended = self._counter("request_success", "Samples that came to an end", "finished_reason")
         self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
 
-        text = "Calls ended before their message was taken: too many, too slow, or none"
-        self._refused = Counter(_PREFIX + "rpc_refusals", text, ("method", "code"), registry=self.registry)
-
     def watch(self) -> Watch:
         """A context in which one request is answered."""
         return Watch(self)
@@ -90,10 +87,6 @@ class Metrics:
     def failed(self, model: str, code: str) -> None:
         """Count a request that ended without an answer."""
         self._failed.labels(model, code).inc()
-
-    def refused(self, method: str, code: str) -> None:
-        """Count a call of a method that there is, ended before its message was taken."""
-        self._refused.labels(method, code).inc()
 
     def between(self, model: str, seconds: float) -> None:
         """Note the time between two pieces of final text."""

@@ -82,7 +82,7 @@ class Server:
         except BaseException:
             await self._for_all(started, "stop")
             await self._grpc.stop(None)
-            self._close_endpoint()
+            await self._close_endpoint()
             raise
         self._health.set(SERVING)
         logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
@@ -143,14 +143,14 @@ class Server:
             self._health.close()
             await self._grpc.stop(_GOODBYE_SECONDS)
             await self._for_all(self.engines.values(), "stop")
-            self._close_endpoint()
+            await self._close_endpoint()
             self._threads.shutdown(wait=False)
             self._ended.set()
             logger.info("stopped")
 
-    def _close_endpoint(self) -> None:
+    async def _close_endpoint(self) -> None:
         if self._scraped is not None:
-            self._scraped.close()
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._scraped.close)
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines, side by side."""
@@ -161,7 +161,7 @@ class Server:
     def _build(self) -> Any:
         config = self.config.server
         asked = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
-        interceptors = [*asked, Incoming(config, self.metrics)]
+        interceptors = [*asked, Incoming()]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
@@ -189,8 +189,6 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        # what is not asked for yet stays with its client, but for 64 KiB a call: else gRPC lets that grow to megabytes
-        ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing of its calls
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 20_000),

@@ -7,6 +7,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,26 @@ def test_the_port_is_the_servers_as_long_as_it_serves() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
 
 
-def test_metrics_are_read_over_tls_where_the_server_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent", [0, 3, 40])
+def test_metrics_are_read_over_tls_whoever_else_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    monkeypatch.setattr("mmserve.observe.endpoint._PATIENCE", 0.5)
     certificate, key = self_signed(tmp_path, "server")
     keys: dict[str, Any] = {"tls_certificate": str(certificate), "tls_key": str(key), "metrics_port": free_port()}
     with BackgroundServer(settings(server=keys)):
         trusting = ssl.create_default_context(cafile=str(certificate))
         url = f"https://127.0.0.1:{keys['metrics_port']}/metrics"
-        assert b"mmserve:num_requests_running" in urllib.request.urlopen(url, timeout=10, context=trusting).read()
+        others = [socket.create_connection(("127.0.0.1", keys["metrics_port"])) for _ in range(silent)]
+
+        def read() -> bool:
+            with suppress(OSError):  # more than there are places for are sent away
+                return (
+                    b"mmserve:num_requests_running" in urllib.request.urlopen(url, timeout=10, context=trusting).read()
+                )
+            return False
+
+        assert read() or silent > 32
+        wait_for("the silent ones' time to pass", read)
+        for other in others:
+            other.close()

@@ -149,13 +149,12 @@ def test_everything_set() -> None:
         ("sampling.min_p", [-0.01, 1.01, math.nan, math.inf, -math.inf]),
         ("sampling.repetition_penalty", [0.0, -1.0, math.nan, math.inf, -math.inf]),
         ("sampling.stop", [["x"] * 17]),
-        ("sampling.stop[0]", [["é" * 2049]]),
     ],
 )
 def test_ranges(field: str, values: list[Any]) -> None:
     for value in values:
         nested: Any = value
-        for name in reversed(field.removesuffix("[0]").split(".")):
+        for name in reversed(field.split(".")):
             nested = {name: nested}
         assert wrong(**nested) == [field]
 

@@ -65,8 +65,6 @@ configs = st.builds(
         host=words.filter(bool),
         port=st.integers(0, 65535),
         max_message_bytes=st.integers(1, (1 << 31) - 1),
-        receive_bytes=st.integers(1 << 33, 1 << 40),
-        max_calls=sizes,
         auth_tokens=st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), max_size=3).map(
             tuple
         ),
@@ -182,8 +180,7 @@ def test_a_count_below_one_is_refused(key: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("table", "values"),
     [
-        ("server", {"port": 65536, "keepalive_seconds": 1e7, "max_message_bytes": 1 << 31}),
-        ("server", {"receive_bytes": 0, "max_calls": 0}),
+        ("server", {"port": 65536, "metrics_port": 65536, "keepalive_seconds": 1e7, "max_message_bytes": 1 << 31}),
         ("server", {"port": -1, "keepalive_seconds": 0.0, "max_message_bytes": 0, "drain_seconds": -1.0}),
         ("server", {"keepalive_seconds": float("nan"), "drain_seconds": float("nan")}),
         ("server", {"keepalive_seconds": float("inf"), "drain_seconds": float("inf")}),
@@ -198,12 +195,12 @@ def test_a_number_out_of_range_is_refused(table: str, values: dict[str, float]) 
             from_mapping({table: {key: value}})
 
 
-def test_fewer_than_four_messages_at_once_are_refused() -> None:
-    assert from_mapping({"server": {"max_message_bytes": 100, "receive_bytes": 400}}).server.receive_bytes == 400
-    with pytest.raises(ConfigError, match=r"\[server\] receive_bytes must be at least 4 times max_message_bytes, 101"):
-        from_mapping({"server": {"max_message_bytes": 101, "receive_bytes": 400}})
-    with pytest.raises(ConfigError, match="receive_bytes"):
-        from_mapping({"server": {"max_message_bytes": 1 << 30}})
+def test_metrics_have_a_port_and_a_host_of_their_own() -> None:
+    assert from_mapping({"server": {"metrics_port": 9464}}).server.metrics_host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="metrics_port must be another than port"):
+        from_mapping({"server": {"port": 9464, "metrics_port": 9464}})
+    with pytest.raises(ConfigError, match="metrics_host must not be empty"):
+        from_mapping({"server": {"metrics_host": ""}})
 
 
 @pytest.mark.parametrize("token", ["", "tö", "a\n"])

@@ -37,6 +37,7 @@ class Endpoint:
             raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="mmserve-metrics", daemon=True)
         self._thread.start()
+        logger.info("metrics on %s://%s:%d/metrics", "https" if config.tls_key else "http", host, port)
 
     def close(self) -> None:
         """Stop listening. Blocks for up to half a second."""

@@ -80,11 +80,17 @@ class Constrained:
         """As of ``Canvas``."""
         return False
 
+    @property
+    def unread(self) -> int:
+        """As of ``Canvas``: the padding that no answer comes to."""
+        return int((self.given >= 0).sum())
+
     def prepare(self, canvas: Canvas) -> None:
         """Put onto a fresh ``canvas`` what stands there from the start."""
         places = np.flatnonzero(self.given >= 0)
         canvas.commit(canvas.prompt_length + places, self.given[places])
         canvas.padded = self.padded
+        canvas.unread = self.unread
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
         """What passes read of a fresh answer ``tokens`` (int64 ``[N]``): masks for the padding that no answer comes to.

@@ -237,6 +237,36 @@ def test_what_can_read_in_one_way_only_is_final_at_once(
     assert any(told)
 
 
+def test_to_ask_of_a_frontier_again_finds_nothing_more(
+    bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided, looked = Constrained.decided, Constrained._decided
+    asked = [0]
+
+    def counted(state: Constrained, known: np.ndarray) -> np.ndarray:
+        asked[0] += 1
+        return looked(state, known)
+
+    def again(state: Constrained, known: np.ndarray) -> np.ndarray:
+        state.asked = -1
+        return decided(state, known)
+
+    def run(ask_whether: Callable[..., np.ndarray]) -> tuple[list[Any], int]:
+        monkeypatch.setattr(Constrained, "decided", ask_whether)
+        asked[0] = 0
+        made = bench(models["full"])
+        requests = [
+            constrained(ask(f"{seed}", max_new_tokens=40, seed=seed, temperature=1.0, commit=policy("random")), kind)
+            for seed, kind in enumerate((SENTENCES, COLORS, Template(("It: ", Hole(20, SENTENCES), Hole(9, COLORS)))))
+        ]
+        done = [call.finished() for call in made.submit(*requests)]
+        return [(each.text, each.forwards) for each in done], asked[0]
+
+    monkeypatch.setattr(Constrained, "_decided", counted)
+    (once, few), (always, many) = run(decided), run(again)
+    assert once == always and 0 < few < many
+
+
 def test_one_answer_alone_takes_one_pass(bench: Make, models: dict[str, LoadedModel]) -> None:
     made = bench(models["full"])
     [call] = made.submit(constrained(ask("only", max_new_tokens=40), Choice(("a small red circle",))))

@@ -156,6 +156,7 @@ class Engine:
         in_time = self._idle.wait(timeout)
         if not in_time:
             self._inbox.put(lambda: self._fail_all(Unavailable("the server shut down before the request finished")))
+            self.stages.close()  # else a process that stands still holds its request, and this, for a minute
             self._idle.wait()
         return in_time
 

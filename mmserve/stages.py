@@ -195,7 +195,7 @@ class Stages:
         self._admission.warm()
 
     def close(self) -> None:
-        """End what runs beside the stages."""
+        """End what runs beside the stages, and what waits for it; from any thread, and more than once."""
         self._admission.close()
 
     @property

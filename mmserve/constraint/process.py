@@ -133,9 +133,13 @@ class Compiler:
     def _fill(self, wanted: int) -> None:
         """Have children started until there are ``wanted``, in the background. Under the lock."""
         self._wanted = max(self._wanted, wanted)
-        if not self._starting and not self._closed and len(self._all) < self._wanted:
+        if self._starting or self._closed or len(self._all) >= self._wanted:
+            return
+        self._starting = True
+        try:
             threading.Thread(target=self._start, name="grammar-compiler", daemon=True).start()
-            self._starting = True
+        except Exception as error:  # noqa: BLE001 - no thread is to be had: whoever waits must hear of it
+            self._ended(error)
 
     def _start(self) -> None:
         """Start what is missing, one after another: each child takes a core until it has started."""
@@ -158,7 +162,7 @@ class Compiler:
                 return None
             try:
                 child = Child(self._seconds, self._patience)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 self._ended(error)
                 return None
             self._all.add(child)

@@ -23,7 +23,7 @@ class Canvas:
     ``block_step`` counts the forward passes done for it, ``full_passes`` those of them made since it was full. Blocks
     are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
     within the prompt. ``padded``: end tokens may stand anywhere in the answer and are no part of its text, which goes
-    on behind them.
+    on behind them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -39,6 +39,7 @@ class Canvas:
     #: None = where it is.
     places: np.ndarray | None = None
     padded: bool = False
+    unread: int = 0
     _known: int = field(default=0, repr=False)
 
     @classmethod

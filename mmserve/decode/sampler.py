@@ -99,8 +99,9 @@ def _figures(logits: Tensor, tokens: Tensor, log_z: Tensor) -> tuple[Tensor, Ten
 
 
 def _held(canvas: Canvas) -> np.ndarray:
-    """Tokens that the prompt or the answer holds."""
-    return np.unique(canvas.tokens[~canvas.masked])
+    """Tokens that the prompt or the answer holds, but for padding that passes do not read, either."""
+    read = slice(0, canvas.size - canvas.unread)
+    return np.unique(canvas.tokens[read][~canvas.masked[read]])
 
 
 def _penalise(logits: Tensor, held: np.ndarray, penalty: float) -> None:

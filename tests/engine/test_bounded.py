@@ -27,6 +27,7 @@ from mmserve.core.constraint import (
     Template,
 )
 from mmserve.core.request import Policy
+from mmserve.decode import sampler
 from mmserve.decode.constrained.admission import Admission
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.paths.field import TopK
@@ -104,6 +105,33 @@ def test_passes_read_masks_where_no_answer_comes_to(
     stands = torch.from_numpy(canvas.committed_at == GIVEN)
     assert stands.sum() > 10
     assert torch.equal(embeddings[stands], decoder.model.decoder.embed(torch.from_numpy(canvas.tokens))[stands])
+
+
+def test_padding_that_passes_do_not_read_is_no_repetition(
+    bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template's text is one, and so is what has become final."""
+    counted = list[set[int]]()
+    penalise = sampler._penalise
+
+    def noted(logits: torch.Tensor, held: np.ndarray, penalty: float) -> None:
+        counted.append(set(held.tolist()))
+        penalise(logits, held, penalty)
+
+    monkeypatch.setattr(sampler, "_penalise", noted)
+    made = bench(models["full"])
+    for i, kind in enumerate((COLORS, Template(("=", Hole(4, Regex("[0-9]{4}")))))):
+        counted.clear()
+        request = constrained(ask(f"{i}", max_new_tokens=24, repetition_penalty=1.3), kind)
+        made.ask(request)
+        assert len(counted) > 1
+        tokens, committed = made.canvases[request.id]
+        known = set(tokens[committed < GIVEN].tolist())
+        given = set(tokens[committed == GIVEN].tolist())
+        assert given - known, "what stands there can be told from the prompt"
+        assert counted[0] == (known if i == 0 else known | given)
+        first = set(tokens[committed == 1].tolist())
+        assert counted[1] == counted[0] | first
 
 
 def test_what_may_go_on_without_end_is_as_it_was(
@@ -207,6 +235,36 @@ def test_what_can_read_in_one_way_only_is_final_at_once(
     for options in ({"temperature": 1.0}, {"commit": policy("random"), "block": 4}):
         assert passes(checked, **options) < passes(lambda _state, _known: NONE, **options)
     assert any(told)
+
+
+def test_to_ask_of_a_frontier_again_finds_nothing_more(
+    bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided, looked = Constrained.decided, Constrained._decided
+    asked = [0]
+
+    def counted(state: Constrained, known: np.ndarray) -> np.ndarray:
+        asked[0] += 1
+        return looked(state, known)
+
+    def again(state: Constrained, known: np.ndarray) -> np.ndarray:
+        state.asked = -1
+        return decided(state, known)
+
+    def run(ask_whether: Callable[..., np.ndarray]) -> tuple[list[Any], int]:
+        monkeypatch.setattr(Constrained, "decided", ask_whether)
+        asked[0] = 0
+        made = bench(models["full"])
+        requests = [
+            constrained(ask(f"{seed}", max_new_tokens=40, seed=seed, temperature=1.0, commit=policy("random")), kind)
+            for seed, kind in enumerate((SENTENCES, COLORS, Template(("It: ", Hole(20, SENTENCES), Hole(9, COLORS)))))
+        ]
+        done = [call.finished() for call in made.submit(*requests)]
+        return [(each.text, each.forwards) for each in done], asked[0]
+
+    monkeypatch.setattr(Constrained, "_decided", counted)
+    (once, few), (always, many) = run(decided), run(again)
+    assert once == always and 0 < few < many
 
 
 def test_one_answer_alone_takes_one_pass(bench: Make, models: dict[str, LoadedModel]) -> None:

@@ -1,23 +1,47 @@
-"""Grammars are compiled side by side: whose constraint takes long holds up nobody else."""
+"""Grammars are compiled side by side: whose constraint takes long holds up nobody else, and no stop."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
-from harness import Bench, eventually
+from harness import PATIENCE, Bench, eventually
 from helpers import ask
 
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.request import Request, Stage
-from mmserve.errors import Cancelled
+from mmserve.errors import Cancelled, Unavailable
 
 
 def constrained(name: str, pattern: str) -> Request:
     return dataclasses.replace(ask(name, max_new_tokens=4), constraint=ConstraintSpec(Regex(pattern)))
+
+
+def test_stopping_does_not_wait_for_a_process_that_stands_still(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    assert b.ask(constrained("first", "a")).text == "a"
+    language = b.engine.stages._admission._language
+    assert language is not None
+    compiler = language.grammars._compiler
+    compiler._patience = 600.0
+    eventually(lambda: compiler.standby is not None, "a child stands by")
+    pid, other = compiler.pid, compiler.standby
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    [halted] = b.submit(constrained("halted", "b"))
+    eventually(lambda: compiler.pid == other, "it is at its child")
+    stopping = threading.Thread(target=b.engine.stop)
+    stopping.start()
+    assert isinstance(halted.error(), Unavailable)
+    stopping.join(PATIENCE)
+    stopped = not stopping.is_alive()
+    if not stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert stopped
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -293,6 +293,29 @@ def test_the_child_runs_nothing_of_the_working_directory(tmp_path: Path, monkeyp
         made.close()
 
 
+@pytest.mark.parametrize(("of", "name"), [(threading.Thread, "start"), (subprocess.Popen, "__init__")])
+def test_where_no_thread_or_process_is_to_be_had_nobody_waits_for_one(
+    monkeypatch: pytest.MonkeyPatch, of: type, name: str
+) -> None:
+    def fails(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("no more of these")
+
+    with closing(Compiler(BYTES, 2.0)) as compiler:
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, fails)
+            compiler.warm()
+            with pytest.raises(Unavailable, match="does not start; try again"):
+                compiler.compile(spec(Regex("a")))
+        assert isinstance(compiler.compile(spec(Regex("a")))[0], Grammar)
+        standing_by(compiler)
+        assert compiler.pid is not None
+        os.kill(compiler.pid, signal.SIGKILL)
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, fails)
+            for _ in range(2):  # the one that stood by answers, though none takes the other's place
+                assert isinstance(compiler.compile(spec(Regex("b")))[0], Grammar)
+
+
 @pytest.mark.parametrize("executable", ["/bin/false", "/no/such/file"])
 def test_where_no_child_starts_nobody_waits_for_one(monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
     with closing(Compiler(BYTES, 2.0)) as compiler:

@@ -318,6 +318,18 @@ def test_an_answer_past_the_canvas_makes_nothing_sure() -> None:
     assert chosen_by(policy, canvas, proposal(canvas, positions=canvas.all_masked())) == {2}
 
 
+def test_an_answer_that_stood_there_before_the_first_pass_makes_nothing_sure() -> None:
+    for stood, taken in ((range(8, 14), {2}), (range(9, 14), set(range(2, 9)))):
+        canvas = blank(2, 12, 4)
+        canvas.commit(np.array(stood), np.full(len(stood), 9))
+        canvas.count_forward()
+        policy = early([], early=5.0, answer_start=6, answer_length=4)
+        positions = canvas.all_masked()
+        assert (
+            chosen_by(policy, canvas, proposal(canvas, positions=positions, gap=np.full(len(positions), 9.0))) == taken
+        )
+
+
 # --- numbers that are refused ---
 
 

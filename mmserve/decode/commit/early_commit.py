@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.canvas import GIVEN, MASKED, Canvas
 from mmserve.decode.commit.base import Candidates, Commit, Undrafted
 
 #: Shares of the steps at which the second and the third gap begin to count.
@@ -37,7 +37,7 @@ class EarlyCommit(Undrafted):
     of the answer, next to one another, spell that text; with a length of 0, those of the current block behind it. Until
     it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
     A position of the answer that is final already is not in doubt: only masked ones count, and an answer without any
-    is sure.
+    is sure, unless all of it stood there before the first pass.
     ``ends``: tokens that end an answer; nothing behind the first of them in it, final or proposed, counts.
     ``mistakes``: where above 0, it is sure instead when no more tokens than that are expected to be wrong, at any
     time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).
@@ -99,8 +99,9 @@ class EarlyCommit(Undrafted):
         end = self._ended(canvas, candidates, start, end)
         region = (candidates.positions >= start) & (candidates.positions < end)
         open_there = int(canvas.masked[start:end].sum())
-        # A region past the canvas says nothing, nor does one of which a recompute policy left some out of this pass.
-        judged = start < end and int(region.sum()) == open_there
+        # A region past the canvas says nothing, nor does one where all stood from the start, nor one of which a
+        # recompute policy left some out of this pass.
+        judged = bool((canvas.committed_at[start:end] > GIVEN).any()) and int(region.sum()) == open_there
         return judged and (not open_there or self._enough(candidates.gap[region].astype(np.float64), canvas))
 
     def _enough(self, gaps: np.ndarray, canvas: Canvas) -> bool:

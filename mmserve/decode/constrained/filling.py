@@ -104,6 +104,11 @@ class Filling(Constrained):
         """As of ``Canvas``: end tokens fill holes up."""
         return True
 
+    @property
+    def unread(self) -> int:
+        """As of ``Canvas``: all that stands there is read."""
+        return 0
+
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
         """As ``Constrained.shown``: all that stands there."""
         return tokens

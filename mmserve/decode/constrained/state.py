@@ -52,6 +52,7 @@ class Constrained:
     ranked: Ranked | Run | None = None  # with the candidates, until they are chosen from
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
     forced: bool = False  # whether the draft is what must stand there anyway
+    asked: int = -1  # the latest frontier from which ``decided`` looked for the end
     broken: bool = False  # the parser failed: it is not asked any more
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # of a template's answer into what fills its holes
@@ -80,11 +81,17 @@ class Constrained:
         """As of ``Canvas``."""
         return False
 
+    @property
+    def unread(self) -> int:
+        """As of ``Canvas``: the padding that no answer comes to."""
+        return int((self.given >= 0).sum())
+
     def prepare(self, canvas: Canvas) -> None:
         """Put onto a fresh ``canvas`` what stands there from the start."""
         places = np.flatnonzero(self.given >= 0)
         canvas.commit(canvas.prompt_length + places, self.given[places])
         canvas.padded = self.padded
+        canvas.unread = self.unread
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
         """What passes read of a fresh answer ``tokens`` (int64 ``[N]``): masks for the padding that no answer comes to.
@@ -97,8 +104,13 @@ class Constrained:
 
     def decided(self, known: np.ndarray) -> np.ndarray:
         """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there), of the witness and the end behind it,
-        where the text that is known from the start on leaves one way to the end, whichever tokens spell it."""
-        return self._guarded(lambda: self._decided(known), np.zeros(0, np.int64))
+        where the text that is known from the start on leaves one way to the end, whichever tokens spell it.
+
+        Each frontier is asked about once: until it moves the parser says the same, and to ask takes 1% of a pass."""
+        first, none = self.witness.known, np.zeros(0, np.int64)
+        if first >= self.witness.length or (first == self.asked and known[first] < 0):
+            return none
+        return self._guarded(lambda: self._decided(known), none)
 
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
         """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
@@ -185,10 +197,12 @@ class Constrained:
         missing = np.flatnonzero(known[: witness.length + 1] < 0)
         if not len(missing) or missing[0] >= witness.length:
             return none
-        first = int(missing[0])
-        at = after(witness.matcher, witness.tokens[witness.known : first].tolist())
+        self.asked = first = int(missing[0])
+        passed = witness.tokens[witness.known : first].tolist()
+        at = after(witness.matcher, passed) if passed else witness.matcher
+        text = b"" if at is None else at.forced()
         rest = witness.tokens[first : witness.length].tolist()
-        if at is None or at.forced() != self.lexicon.text(rest):
+        if at is None or not text or text != self.lexicon.text(rest):
             return none
         end = after(at, rest)
         return none if end is None or end.mask().any() else missing  # where it may end, it might yet go on

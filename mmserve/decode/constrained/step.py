@@ -119,9 +119,10 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
         tokens, plain, meant = tokens[kept], plain[kept], meant[kept]
     final = _final(state, canvas, shown, commit, masked, meant)
     if not commit.revises:  # what may be replaced decides nothing
-        known = known_tokens(canvas)
         known[at[final]] = tokens[final]
-        final |= np.isin(at, state.decided(known))
+        decided = state.decided(known)
+        if len(decided):
+            final |= np.isin(at, decided)
     final |= reopened
     final &= masked | (tokens != canvas.tokens[shown.positions])
     return _padded(state, canvas, Chosen(shown.positions[final], tokens[final], plain[final]))

@@ -43,6 +43,7 @@ class ServerConfig:
     keepalive_seconds: float = 30.0
     metrics_port: int = 0  # Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none
     metrics_host: str = "127.0.0.1"  # whoever reaches it may read them: no token is asked for
+    access_log: bool = True  # one line of the log a call, health checks that succeed excepted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,16 @@ def load_model(config: ModelConfig) -> Model:
 
     Only ``hub:owner/name`` may use the network. Raises ``ConfigError`` saying what is wrong and what is accepted.
     """
-    device = resolve_device(config.device)
+    return _load(config, resolve_device(config.device))
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raise ``ConfigError`` where ``load_model`` would, from the headers of its files: no weights are read."""
+    resolve_device(config.device)
+    _load(config, torch.device("meta"))
+
+
+def _load(config: ModelConfig, device: torch.device) -> Model:
     folder = _locate(config.path)
     checkpoint = Checkpoint.open(folder)
     load = loader(checkpoint)
@@ -67,7 +76,7 @@ def load_model(config: ModelConfig) -> Model:
         model = replace(model, commit_filter=load_filter(folder))
     if not config.companion:
         return model
-    return accompany(model, load_model(ModelConfig(path=config.companion, dtype=config.dtype, device=config.device)))
+    return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device))
 
 
 def model_folder(path: str) -> Path:

@@ -13,6 +13,7 @@ from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
 BENCHMARKS = {
+    "attacks": "mmserve.bench.attacks",
     "attention": "mmserve.bench.attention",
     "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="A,B,…",
         help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and "
-        "search; of `kernels` ops (default all)",
+        "search; of `attacks` attacks; of `kernels` ops (default all)",
     )
     parser.add_argument(
         "--recompute",

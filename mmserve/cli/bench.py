@@ -17,6 +17,7 @@ BENCHMARKS = {
     "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
+    "load": "mmserve.bench.load",
     "quality": "mmserve.bench.quality",
     "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
@@ -46,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--recompute",
-        help="cache policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default the model's) and of "
-        "`decode` (default all)",
+        help="cache policy of `quality`, `constraint`, `attention`, `load`, `reuse` and `vision` (default the "
+        "model's) and of `decode` (default all)",
     )
     parser.add_argument(
         "--commit",
-        help="commit policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default the model's) and of "
-        "`decode` (default all)",
+        help="commit policy of `quality`, `constraint`, `attention`, `load`, `reuse` and `vision` (default the "
+        "model's) and of `decode` (default all)",
     )
     parser.add_argument(
         "--block-length", type=int, default=0, metavar="N", help="tokens of a block of `quality` (default the model's)"
@@ -74,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep rows of `attention` here, and take those that are there"
+    )
+    parser.add_argument(
+        "--clients", default="", metavar="N,N,…", help="clients at once in `load`, a row each (default 1,4,16,64,200)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     add_config(parser)

@@ -30,7 +30,7 @@ def test_help_documents_every_argument_and_option(method: Callable[..., Any]) ->
 def test_an_option_that_does_not_exist_is_refused_with_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"there is no option 'temprature'; did you mean 'temperature'\?"):
         build_request("x", (), deltas=False, snapshots=False, temprature=1.0)  # type: ignore[call-arg]
-    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="no option 'xyz'$"):
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"no option 'xyz'$"):
         client.generate("x", xyz=1)  # type: ignore[call-overload]
 
 

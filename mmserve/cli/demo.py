@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
-from mmserve.cli.screen import CanvasLine
+from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Snapshot
 from mmserve.errors import ConfigError, MMServeError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
@@ -180,6 +180,5 @@ class _Teller:
             print(f"     no answer: {asked.error}")
             return
         verdict = "right" if asked.correct else f"WRONG, it is {asked.expected}"
-        print(
-            f"     {asked.answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes]", flush=True
-        )
+        answer = asked.answer or empty_note("end")
+        print(f"     {answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes]", flush=True)

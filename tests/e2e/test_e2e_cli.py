@@ -136,7 +136,7 @@ def test_generate_refuses_bad_values(
 
 def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("--server", server.address)
-    assert main(["generate", "x", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
+    assert main(["generate", "How many?", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
     assert main(["models", *to, "--model", "reference"]) == 0
     assert capsys.readouterr().err == ""
     for wrong, word in (

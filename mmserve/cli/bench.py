@@ -17,6 +17,7 @@ BENCHMARKS = {
     "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
+    "peers": "mmserve.bench.peers",
     "quality": "mmserve.bench.quality",
     "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
@@ -76,6 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", type=Path, metavar="FILE", help="keep rows of `attention` here, and take those that are there"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads in `peers` (default 1)")
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help="interpreter that has vLLM, which `peers` then measures too"
+    )
     add_config(parser)
     add_json(parser)
 

@@ -27,6 +27,7 @@ from mmserve.core.events import (
 )
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
+from mmserve.core.tuning import Measured, Pair, Tuning
 from mmserve.rpc.outgoing import TLS, Options, Result
 from mmserve.rpc.outgoing_constraint import Hole, Template
 from mmserve.rpc.policies import (
@@ -82,10 +83,12 @@ __all__ = [
     "KvShare",
     "Learned",
     "LegoLink",
+    "Measured",
     "Message",
     "ModelInfo",
     "Ngram",
     "Options",
+    "Pair",
     "RandomReuse",
     "Result",
     "Scheduler",
@@ -95,6 +98,7 @@ __all__ = [
     "Template",
     "TextPart",
     "Threshold",
+    "Tuning",
     "Usage",
     "VideoPart",
     "VisualCache",

@@ -15,6 +15,7 @@ from mmserve.models.base import LoadedModel, Model
 from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
+from mmserve.models.policy_file import load_policies
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -64,7 +65,8 @@ def load_model(config: ModelConfig) -> Model:
         device=device,
         hub=config.path.startswith(HUB),
     )
-    model = load(checkpoint, target)
+    file = load_policies(Path(config.policies) if config.policies else folder, required=bool(config.policies))
+    model = replace(load(checkpoint, target), policies=file)
     if isinstance(model, LoadedModel):
         model = replace(model, commit_filter=load_filter(folder))
     if not config.companion:

@@ -17,8 +17,9 @@ from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart
 from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument, Unavailable
 from mmserve.rpc import request_id
+from mmserve.rpc.default_policies import put_quality
 from mmserve.rpc.outgoing_constraint import Schema, Template, put_constraint, reader
-from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Recompute, put, put_policy
+from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Quality, Recompute, put, put_policy
 from mmserve.rpc.roles import role_number
 from mmserve.v1 import generation_pb2 as pb
 
@@ -49,6 +50,7 @@ class Options(TypedDict, total=False):
     block_length: int | None
     recompute: Recompute | None
     commit: Commit | None
+    quality: Quality | None  # what both policies are chosen for where neither is named; default "balanced"
     tokens: bool  # the answer's tokens with their log-probabilities, in the result
     videos: Sequence[Video]  # in front of the last message's text, behind the images
     schema: Schema | None  # the answer is JSON valid under it, and ``parsed`` in the result; at most one of these five
@@ -167,6 +169,7 @@ def build_request(
     block_length: int | None = None,
     recompute: Recompute | None = None,
     commit: Commit | None = None,
+    quality: Quality | None = None,
     tokens: bool = False,
     videos: Sequence[Video] = (),
     schema: Schema | None = None,
@@ -208,6 +211,7 @@ def build_request(
     put(request.diffusion, "diffusion.", steps=steps, block_length=block_length)
     put_policy(request.diffusion, "recompute", recompute, "diffusion.")
     put_policy(request.diffusion, "commit", commit, "diffusion.")
+    put_quality(request.diffusion, quality)
     given = {"schema": schema, "regex": regex, "choices": choices, "grammar": grammar, "template": template}
     put_constraint(request, given, mode=constraint_mode, sampling=constraint_sampling, scaffold=scaffold)
     put_policy(request.vision, "pruner", pruner, "vision.")

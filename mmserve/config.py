@@ -110,6 +110,7 @@ class ModelConfig:
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
+    policies: str = ""  # file that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 from mmserve.models.names import HUB, local_folder, served_name
+from mmserve.models.policy_file import load_policies
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -71,7 +72,8 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
         device=device,
         hub=config.path.startswith(HUB),
     )
-    model = load(checkpoint, target)
+    file = load_policies(Path(config.policies) if config.policies else folder, required=bool(config.policies))
+    model = replace(load(checkpoint, target), policies=file)
     if isinstance(model, LoadedModel):
         model = replace(model, commit_filter=load_filter(folder))
     if not config.companion:

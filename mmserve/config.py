@@ -78,13 +78,16 @@ class MediaConfig:
     """Limits on what is decoded and kept."""
 
     max_item_bytes: int = 32 << 20
-    max_pixels: int = 64_000_000
+    max_pixels: int = 25_000_000  # of an image, or of a clip's frame (a camera's 24 megapixels)
     max_side: int = 16_384  # pixels
     max_images: int = 16  # a request
     max_videos: int = 2  # a request
     max_video_seconds: float = 60.0
-    max_video_pixels: int = 15_000_000_000  # all frames of a video together (a minute of 3840 x 2160 at 30 a second)
-    max_sampled_pixels: int = 540_000_000  # its frames that are looked at, together (64 of 3840 x 2160, 2 GB)
+    max_video_pixels: int = 4_000_000_000  # all frames of a video together (a minute of 1920 x 1080 at 30 a second)
+    max_sampled_pixels: int = 134_000_000  # its frames that are looked at, together (64 of 1920 x 1080)
+    decode_workers: int = 2  # processes that decode images and videos, an item each at a time
+    decode_seconds: float = 10.0  # of processor time that an item may take
+    decode_bytes: int = 512 << 20  # decoded pixels held at once, 4 bytes each, of all requests
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
     live_bytes: int = 1 << 30  # files and long texts of all requests under way; more is refused with RESOURCE_EXHAUSTED
 
@@ -285,6 +288,7 @@ _LEAST = (
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
+    ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
     (

@@ -133,9 +133,7 @@ class Ours:
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine, self._asked = engine, 0
         requests = [self._request(index) for index in range(count)]
-        self.prompts: list[list[int]] = [
-            encoded.ids.tolist() for encoded in engine.stages.encoder.encode(requests)
-        ]
+        self.prompts: list[list[int]] = [encoded.ids.tolist() for encoded in engine.stages.encoder.encode(requests)]
 
     def _request(self, index: int) -> Request:
         self._asked += 1
@@ -245,9 +243,7 @@ class Vllm:
 
 
 @contextmanager
-def _vllm(
-    python: Path, folder: Path, dtype: torch.dtype, prompts: list[list[int]], threads: int
-) -> Iterator[Vllm]:
+def _vllm(python: Path, folder: Path, dtype: torch.dtype, prompts: list[list[int]], threads: int) -> Iterator[Vllm]:
     script = Path(vllm_peer.__file__).read_text(encoding="utf-8")  # run as a file, its folder would be importable
     name, most = str(dtype).removeprefix("torch."), max(map(len, prompts)) + NEW_TOKENS
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(threads)}
@@ -291,4 +287,3 @@ def random_llama(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((tokenizer / name).read_bytes())
     return folder
-

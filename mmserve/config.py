@@ -159,13 +159,17 @@ def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
 
 def load(path: Path) -> Config:
     """Read a TOML file; raises ``ConfigError`` naming the file, the key and what is accepted."""
+    return from_mapping(read(path), source=str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, unchecked; raises ``ConfigError`` where it cannot be read or is not TOML."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_mapping(data, source=str(path))
 
 
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:

@@ -15,7 +15,7 @@ from mmserve.models.base import LoadedModel, Model
 from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
-from mmserve.models.policy_file import load_policies
+from mmserve.models.policy_file import NO_FILE, PolicyFile, load_policies
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -65,13 +65,20 @@ def load_model(config: ModelConfig) -> Model:
         device=device,
         hub=config.path.startswith(HUB),
     )
-    file = load_policies(Path(config.policies) if config.policies else folder, required=bool(config.policies))
-    model = replace(load(checkpoint, target), policies=file)
+    model = replace(load(checkpoint, target), policies=_policies(config, folder))
     if isinstance(model, LoadedModel):
         model = replace(model, commit_filter=load_filter(folder))
     if not config.companion:
         return model
     return accompany(model, load_model(ModelConfig(path=config.companion, dtype=config.dtype, device=config.device)))
+
+
+def _policies(config: ModelConfig, folder: Path) -> PolicyFile | None:
+    if config.policies == NO_FILE:
+        return None
+    return load_policies(
+        Path(config.policies).expanduser() if config.policies else folder, required=bool(config.policies)
+    )
 
 
 def model_folder(path: str) -> Path:

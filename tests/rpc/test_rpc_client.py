@@ -39,7 +39,7 @@ def test_public_names() -> None:
     commit += ["DraftModel", "Guided", "Scheduler"]
     commit += ["ExpectedAttention", "HeavyHitters", "SinkWindow", "VisualCache"]
     reuse = ["Blend", "KvShare", "LegoLink", "RandomReuse"]
-    others = ["AsyncClient", "Client", "ModelInfo", "Result"]
+    others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *others])
 
 

@@ -113,7 +113,8 @@ class ModelConfig:
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
-    policies: str = ""  # file that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one
+    # File that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one; "off" = none.
+    policies: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class EngineConfig:
     stages: str = "threads"  # "threads": one worker thread a stage; "inline": all stages on one thread
     torch_threads: int = 0  # 0 = cores shared out so that busy stages do not fight over them
     max_queued: int = 256  # samples waiting to start; one more is refused with RESOURCE_EXHAUSTED
+    max_wait_seconds: float = 60.0  # a request that is expected to wait longer to start is refused; 0 = it may wait
     max_samples: int = 16  # of one request
     max_running: int = 64  # requests holding pages at once
     handover: int = 8  # requests that may wait between two stages
@@ -289,6 +290,7 @@ _LEAST = (
         ),
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),

@@ -39,11 +39,12 @@ class Incoming(grpc.aio.ServerInterceptor):
     """Hands messages on, and ends with a typed error the calls whose message cannot be parsed, has too many fields, is
     too slow, or does not come.
 
-    ``room``: where messages count while they are parsed.
+    ``room``: where messages count while they are parsed; ``refused`` is called with the code of each such error.
     """
 
-    def __init__(self, config: ServerConfig, room: Room) -> None:
+    def __init__(self, config: ServerConfig, room: Room, refused: Callable[[str], None] = lambda code: None) -> None:
         self._room = room
+        self._refused = refused
         self._arrivals = Arrivals(max(1, room.capacity // config.max_message_bytes), config.message_seconds)
         # one thread: parsing holds the interpreter, so that two would serve nobody sooner
         self._parser = ThreadPoolExecutor(1, "mmserve-parse")
@@ -85,8 +86,9 @@ class Incoming(grpc.aio.ServerInterceptor):
         return make(behaviour, None, handler.response_serializer)
 
     async def _only(self, read: Callable[[bytes], Any], method: str, context: Any) -> Any:
-        message = await self._parsed(read, method, await self._arrivals.read(context))
+        message = await self._read(read, method, self._arrivals.read(context))
         if message is grpc.aio.EOF:
+            self._refused(InvalidArgument.code)
             raise InvalidArgument.of("request", "must be one message: none came")
         return message
 
@@ -96,13 +98,19 @@ class Incoming(grpc.aio.ServerInterceptor):
         """The messages of a call, each the caller's own; ``idle``: all but the first may take as long as they like."""
         first = True
         while True:
-            data = await (context.read() if idle and not first else self._arrivals.read(context))
-            message = [await self._parsed(read, method, data)]
+            coming = context.read() if idle and not first else self._arrivals.read(context)
+            message = [await self._read(read, method, coming)]
             first = False
-            del data
             if message[0] is grpc.aio.EOF:
                 return
             yield message.pop()  # not kept here while its reader has it
+
+    async def _read(self, read: Callable[[bytes], Any], method: str, coming: Awaitable[Any]) -> Any:
+        try:
+            return await self._parsed(read, method, await coming)
+        except MMServeError as error:
+            self._refused(error.code)
+            raise error.with_traceback(None) from None  # whose frames hold the bytes, until a collection of cycles
 
     async def _parsed(self, read: Callable[[bytes], Any], method: str, data: Any) -> Any:
         """The message of ``data``, or ``EOF`` as it is."""

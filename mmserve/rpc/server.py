@@ -165,7 +165,7 @@ class Server:
         config = self.config.server
         asked = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
         room = Room(self.config.media.live_bytes)
-        self._incoming = Incoming(config, room)
+        self._incoming = Incoming(config, room, self.metrics.message_refused)
         server = grpc.aio.server(interceptors=[*asked, self._incoming], options=connection_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics, room)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)

@@ -12,8 +12,9 @@ from google.protobuf.message import DecodeError
 
 from mmserve.errors import InvalidArgument
 
-#: Fields of a message and of the messages in it, together.
+#: Fields of a message and of the messages in it, together, and how many of them may be messages.
 MAX_FIELDS = 1 << 14
+MAX_MESSAGES = 1 << 13
 #: Messages in messages; protobuf's own limit.
 MAX_DEPTH = 100
 
@@ -35,36 +36,39 @@ def shape_of(descriptor: Any, known: dict[str, Shape] | None = None) -> Shape:
     return known[descriptor.full_name]
 
 
-def check_fields(data: bytes, shape: Shape, most: int = MAX_FIELDS) -> None:
-    """Raise ``InvalidArgument`` where the message of ``data`` has more than ``most`` fields, nested ones and unknown
-    ones among them, and ``DecodeError`` where it is not well-formed as far as that is looked at.
+def check_fields(data: bytes, shape: Shape) -> None:
+    """Raise ``InvalidArgument`` where the message of ``data`` has more than ``MAX_FIELDS`` fields, nested ones and
+    unknown ones among them, or ``MAX_MESSAGES`` nested messages, and ``DecodeError`` where it is not well-formed as far
+    as that is looked at.
 
-    Takes time in proportion to ``most``, not to the length of ``data``.
+    Takes time in proportion to these limits, not to the length of ``data``.
     """
     try:
-        count = _count(data, shape, most)
+        fits = _fits(data, shape)
     except IndexError:
         raise DecodeError("the message is truncated") from None
-    if count > most:
+    if not fits:
         raise InvalidArgument.of(
-            "request", f"must have at most {most} fields, those of nested messages and unknown ones among them"
+            "request",
+            f"must have at most {MAX_FIELDS} fields, those of nested messages and unknown ones among them, and at most "
+            f"{MAX_MESSAGES} nested messages",
         )
 
 
-def _count(data: bytes, shape: Shape, most: int) -> int:
-    """Fields of the message, or ``most`` + 1 where there are more."""
-    position, end, count = 0, len(data), 0
+def _fits(data: bytes, shape: Shape) -> bool:
+    """Whether the message has no more fields and messages than it may have."""
+    position, end, count, messages = 0, len(data), 0, 0
     outer: list[tuple[int, Shape]] = []  # where the messages around this one end, and their shapes
     while True:
         while position >= end:
             if position > end:
                 raise DecodeError("a field is longer than its message")
             if not outer:
-                return count
+                return True
             end, shape = outer.pop()
         count += 1
-        if count > most:
-            return count
+        if count > MAX_FIELDS:
+            return False
         tag = data[position]
         position += 1
         if tag > 0x7F:
@@ -78,13 +82,20 @@ def _count(data: bytes, shape: Shape, most: int) -> int:
             inner = shape.get(tag >> 3)
             if inner is None:
                 position += length
-            elif length:
+                continue
+            messages += 1
+            if messages > MAX_MESSAGES:
+                return False
+            if length:
                 if position + length > end or len(outer) >= MAX_DEPTH:
                     raise DecodeError("a message is longer than the one around it, or too deep in others")
                 outer.append((end, shape))
                 end, shape = position + length, inner
         elif kind == _VARINT:
-            _, position = _varint(data, position, _VARINT_BYTES)
+            if data[position] <= 0x7F:
+                position += 1
+            else:
+                _, position = _varint(data, position, _VARINT_BYTES)
         elif kind == _FIXED32:
             position += 4
         elif kind == _FIXED64:

@@ -1,4 +1,4 @@
-"""The command line: ``mmserve serve | demo | generate | models | bench | completion``.
+"""The command line: ``mmserve serve | demo | generate | models | tune | bench | completion``.
 
 Answers and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = done, 1 = failed, 2 = wrong usage.
 """
@@ -22,6 +22,7 @@ COMMANDS = {
     "demo": "mmserve.cli.demo",
     "generate": "mmserve.cli.generate",
     "models": "mmserve.cli.models",
+    "tune": "mmserve.cli.tune",
     "bench": "mmserve.cli.bench",
     "completion": "mmserve.cli.completion",
 }

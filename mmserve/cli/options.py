@@ -17,6 +17,8 @@ from mmserve.client import TLS, Client
 from mmserve.config import Config
 from mmserve.errors import ConfigError
 
+#: How long a command tries to reach a server that cannot be reached: somebody waits for it.
+_RECONNECT_SECONDS = 2.0
 #: Variable of the environment that holds the bearer token for ``--server``.
 TOKEN_VARIABLE = "MMSERVE_TOKEN"
 
@@ -145,7 +147,8 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         _refuse_settings(arguments)
         if ":" not in arguments.server:
             raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
-        with Client(arguments.server, token=_token(arguments), tls=_tls(arguments)) as client:
+        token, tls = _token(arguments), _tls(arguments)
+        with Client(arguments.server, token=token, tls=tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
             yield client
         return
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server

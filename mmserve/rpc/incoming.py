@@ -31,6 +31,9 @@ _LARGE = {
     "/mmserve.v1.GenerationService/Generate": shape_of(generation_pb2.GenerateRequest.DESCRIPTOR),
     "/mmserve.v1.MediaService/UploadMedia": shape_of(media_pb2.UploadMediaRequest.DESCRIPTOR),
 }
+#: Who sent a large message in vain is told so late: a client that only ever sends such messages, one after another, is
+#: received at this rate (bytes a second).
+_REFUSED_RATE = 16 << 20
 #: Most bytes of a message of the others.
 SMALL_BYTES = 64 << 10
 
@@ -107,13 +110,14 @@ class Incoming(grpc.aio.ServerInterceptor):
 
     async def _read(self, read: Callable[[bytes], Any], method: str, coming: Awaitable[Any]) -> Any:
         try:
-            return await self._parsed(read, method, await coming)
+            return await self._parsed(read, method, [await coming])
         except MMServeError as error:
             self._refused(error.code)
             raise error.with_traceback(None) from None  # whose frames hold the bytes, until a collection of cycles
 
-    async def _parsed(self, read: Callable[[bytes], Any], method: str, data: Any) -> Any:
-        """The message of ``data``, or ``EOF`` as it is."""
+    async def _parsed(self, read: Callable[[bytes], Any], method: str, came: list[Any]) -> Any:
+        """The message of the bytes in ``came``, which are taken out of it, or ``EOF`` as it is."""
+        data = came.pop()
         if data is grpc.aio.EOF:
             return data
         if method not in _LARGE and len(data) > SMALL_BYTES:
@@ -124,6 +128,10 @@ class Incoming(grpc.aio.ServerInterceptor):
             with self._room.taken((), len(data)):
                 message = await asyncio.get_running_loop().run_in_executor(self._parser, read, data)
         if isinstance(message, MMServeError):
+            size = len(data)
+            del data
+            if size > INLINE_BYTES:
+                await asyncio.sleep(size / _REFUSED_RATE)
             raise message
         return message
 

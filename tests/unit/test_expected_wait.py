@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from mmserve.schedule.expected_wait import FADE_SECONDS, Measured, expected_wait, measured, retry_after
@@ -43,7 +45,7 @@ def test_what_was_measured_fades_and_does_not_jump() -> None:
         engine = busy(10.0, 1.0, begin=engine, start=160.0 + second)
         waits.append(expected_wait(engine, 1000.0))
     assert waits[0] < 11.5
-    assert all(0 <= later - earlier < 4.0 for earlier, later in zip(waits, waits[1:], strict=False))
+    assert all(0 <= later - earlier < 4.0 for earlier, later in pairwise(waits))
     assert waits[-1] > 60.0
 
 

@@ -18,8 +18,9 @@ from mmserve.decode.policies import Offered
 from mmserve.defaults import literature, tuning_of
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.names import SHIPPED, shipped_folder
 from mmserve.models.policy_file import PolicyFile, load_policies, save_policies
-from mmserve.models.registry import SHIPPED, load_model, shipped_folder
+from mmserve.models.registry import load_model
 from mmserve.rpc.convert import from_model_info, to_model_info
 from mmserve.rpc.policies import named
 from mmserve.tune.measure import Answer, agreement, figures
@@ -90,6 +91,9 @@ def test_among_pairs_as_fast_as_each_other_the_closest_to_plain_decoding_is_take
     found = fastest(close, 0.99)
     assert found is not None and found.pair == DUAL
     assert fastest(close, 1.01) is None
+    drafts = [row(PLAIN, 1.0, 1.0), row(DUAL, 1.0, 0.95), row(LOOSE, 1.0, 0.93)]
+    found = fastest(drafts, 0.99)
+    assert found is not None and found.pair == PLAIN, "what may be chance is no reason to leave plain decoding"
 
 
 @pytest.mark.parametrize(

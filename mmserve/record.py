@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from mmserve.constraint.limits import CHILDREN
+from mmserve.constraint.limits import WAITING
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
 from mmserve.core.plan import Entry
@@ -17,7 +17,7 @@ from mmserve.stages import Answer
 
 Sink = Callable[[Event], None]
 #: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process.
-WORKERS = {"constrain": CHILDREN, "encode": 1, "prefill": 1, "decode": 1}
+WORKERS = {"constrain": WAITING, "encode": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass(eq=False)

@@ -47,7 +47,7 @@ def row_floor(model: LoadedModel) -> int:
 
 
 def _whole_vectors(model: LoadedModel, floor: int) -> bool:
-    """Whether ``floor`` rows of activations and of the rotary tables are whole pairs of vectors, as PyTorch's loops take
+    """Whether ``floor`` rows of activations and of rotary tables are whole pairs of vectors, as PyTorch's loops take
     them: two of 64 bytes."""
     c = model.decoder.config
     widths = {c.intermediate_size, c.rotary_width or c.head_dim}

@@ -223,14 +223,14 @@ class DiffusionDecoder:
         self, request: Request, commit: Commit, p: Pass, logits: Logits, constrained: Constrained | None
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
-        spec, sampling = self.model.spec, request.sampling
+        spec, sampling, reads = self.model.spec, request.sampling, commit.reads
         if is_partial(commit) and (constrained is None or constrained.sampled is None):
-            return self._in_part(commit, commit.reads, request, p, logits, constrained)
+            return self._in_part(commit, reads, request, p, logits, constrained)
         best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
         if is_proposing(commit):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
         else:
-            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores, commit.reads)
+            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores, reads)
         if constrained is not None and best is not None:
             constrained.ranked = best.ranked()
         return found

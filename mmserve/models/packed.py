@@ -2,8 +2,8 @@
 
 A plain layer's weights are brought into oneDNN's order at every product, or multiplied as they are by another library.
 Packed ones were measured 1.2 to 4 times faster at 1 to 64 rows (AVX-512, one thread: 32,000 × 288 at one row 5.0 ms
-plain and 2.6 packed in fp32, 3.7 and 1.3 in bf16), and the bits of a row depend on neither the number of rows (from 1
-or 2 on, see ``decode/forward.py``) nor the number of threads.
+plain and 2.6 packed in fp32, 3.7 and 1.3 in bf16), and the bits of a row of a product do not depend on the number of
+rows, from 1 or 2 on (see ``row_floor`` in ``decode/forward.py``).
 """
 
 from __future__ import annotations

@@ -34,7 +34,12 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0 = any free port
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20  # larger media are uploaded first
+    message_seconds: float = 60.0  # how long a message may take to come whole; 0 = as long as it likes
+    connection_calls: int = 1024  # calls of a connection at once; 0 = any number
+    connection_idle_seconds: float = 600.0  # a connection without calls is closed after these; 0 = never
+    connection_age_seconds: float = 0.0  # a connection is closed after these, and its client connects anew; 0 = never
+    connection_grace_seconds: float = 0.0  # … its calls may go on for these; 0 = as long as they take
     tls_certificate: str = ""  # PEM file; set with tls_key to serve TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # PEM file; set to require client certificates (mTLS)
@@ -53,6 +58,7 @@ class EngineConfig:
     stages: str = "threads"  # "threads": one worker thread a stage; "inline": all stages on one thread
     torch_threads: int = 0  # 0 = cores shared out so that busy stages do not fight over them
     max_queued: int = 256  # samples waiting to start; one more is refused with RESOURCE_EXHAUSTED
+    max_wait_seconds: float = 60.0  # a request that is expected to wait longer to start is refused; 0 = it may wait
     max_samples: int = 16  # of one request
     max_running: int = 64  # requests holding pages at once
     handover: int = 8  # requests that may wait between two stages
@@ -113,7 +119,8 @@ class ModelConfig:
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
-    policies: str = ""  # file that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one
+    # File that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one; "off" = none.
+    policies: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +166,17 @@ def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
 
 def load(path: Path) -> Config:
     """Read a TOML file; raises ``ConfigError`` naming the file, the key and what is accepted."""
+    return from_mapping(read(path), source=str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, unchecked; raises ``ConfigError`` where it cannot be read or is not TOML."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_mapping(data, source=str(path))
 
 
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
@@ -269,6 +280,8 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 #: What numbers must at least be (finite, too): table, least, what the least means, keys.
 _LEAST = (
     ("server", 0, "", ("port", "metrics_port", "drain_seconds")),
+    ("server", 0, ", which means no limit", ("message_seconds", "connection_calls", "connection_idle_seconds")),
+    ("server", 0, ", which means no limit", ("connection_age_seconds", "connection_grace_seconds")),
     ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
     (
         "engine",
@@ -287,6 +300,7 @@ _LEAST = (
         ),
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
     ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
@@ -299,11 +313,16 @@ _LEAST = (
     ),
 )
 #: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
+_MOST_SECONDS = ((1 << 31) - 1) // 1000
 _MOST = {
     "port": 65535,
     "metrics_port": 65535,
     "max_message_bytes": (1 << 31) - 1,
-    "keepalive_seconds": ((1 << 31) - 1) // 1000,
+    "connection_calls": (1 << 31) - 1,
+    "keepalive_seconds": _MOST_SECONDS,
+    "connection_idle_seconds": _MOST_SECONDS,
+    "connection_age_seconds": _MOST_SECONDS,
+    "connection_grace_seconds": _MOST_SECONDS,
 }
 
 

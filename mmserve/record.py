@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from mmserve.constraint.limits import CHILDREN
+from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
@@ -21,7 +21,7 @@ Sink = Callable[[Event], None]
 LOADS = 8
 #: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process,
 #: and so do media.
-WORKERS = {"constrain": CHILDREN, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}
+WORKERS = {"constrain": WAITING, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass(eq=False)
@@ -69,6 +69,11 @@ class Record:
     def samples(self) -> int:
         """Samples that it stands for."""
         return self.request.sampling.n
+
+    @property
+    def work(self) -> int:
+        """Tokens that it asks for, all samples together."""
+        return self.samples * self.request.sampling.max_new_tokens
 
     @property
     def tokens(self) -> int:

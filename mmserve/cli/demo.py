@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
-from mmserve.cli.screen import CanvasLine
+from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Options, Snapshot
 from mmserve.errors import ConfigError, MMServeError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
@@ -93,9 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         totals = _totals(items)
         say.line(
-            f"\n{right} of {len(items)} right, {sum(asked.plain_correct for asked in items)} by plain decoding; "
-            f"{sum(asked.same for asked in items)} answers are the same. {totals['total_ms'] / 1000:.1f} s in all "
-            f"against {totals['plain_ms'] / 1000:.1f} s: {totals['speedup']:g} times as fast."
+            f"\n{right} of {len(items)} right. Plain decoding has {sum(asked.plain_correct for asked in items)} right, "
+            f"and gives the same answer {sum(asked.same for asked in items)} times; {totals['total_ms'] / 1000:.1f} s "
+            f"in all against {totals['plain_ms'] / 1000:.1f} s: {totals['speedup']:g} times as fast."
         )
     return 0 if answered else 1
 
@@ -233,8 +233,9 @@ class _Teller:
             return
         verdict = "right" if asked.correct else f"WRONG, it is {asked.expected}"
         same = "the same" if asked.same else "another answer"
+        answer = asked.answer or empty_note("end")
         print(
-            f"     {asked.answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes; "
+            f"     {answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes; "
             f"plain decoding: {asked.plain_ms:.0f} ms, {asked.plain_forwards}, {same}]",
             flush=True,
         )

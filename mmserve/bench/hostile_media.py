@@ -34,7 +34,8 @@ def black_clip(width: int, height: int, frames: int) -> bytes:
             packets += stream.encode(black)
         packets += stream.encode(None)
         contents = [bytes(packet) for packet in packets]
-        ticks = packets[-1].pts // (len(packets) - 1) if len(packets) > 1 else 1
+        last = packets[-1].pts or 0
+        ticks = last // (len(packets) - 1) if last else 1
         for index in range(frames):
             at = index if index <= _PERIOD else _PERIOD + 1 + (index - _PERIOD - 1) % _PERIOD
             packet = av.Packet(contents[at])

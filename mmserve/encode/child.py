@@ -115,9 +115,8 @@ class Child:
                         images.append(self._picture(width, height, check))
                         seconds.append(at)
                     case last:
-                        self._finish(last)
-                        return Pictures(tuple(images), tuple(seconds))
-        except (Ended, InvalidArgument, _Failed):
+                        break
+        except Ended:
             raise
         except BaseException:
             if sent:
@@ -125,6 +124,8 @@ class Child:
             else:
                 self.end()
             raise
+        self._finish(last)
+        return Pictures(tuple(images), tuple(seconds))
 
     def kill(self) -> None:
         """End the process; its owner, if it waits, gets ``Ended``. For any thread."""

@@ -9,7 +9,7 @@ import atexit
 import ctypes
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -41,7 +41,7 @@ _TRIM_BYTES = 16 << 20
 class Decoders(Protocol):
     """Runs work on media files."""
 
-    def map(self, works: Sequence[Work[T]], check: Check) -> Iterator[T]:
+    def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
         """Results in order. ``check`` is called often, from any thread, and raises to end all of the work."""
         ...
 
@@ -60,7 +60,7 @@ class InPlace:
     def __init__(self, limits: MediaConfig) -> None:
         self._limits = limits
 
-    def map(self, works: Sequence[Work[T]], check: Check) -> Iterator[T]:
+    def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
         for work in works:
             check()
             yield work(self._decode)
@@ -159,7 +159,7 @@ class DecodePool:
         with self._changed:
             self._users += 1
 
-    def map(self, works: Sequence[Work[T]], check: Check) -> Iterator[T]:
+    def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
         """As ``Decoders.map``; raises ``Unavailable`` where no process can be had, or after ``close``."""
         ended = False
 

@@ -1,0 +1,155 @@
+"""Media are read apart from text, in processes that can be stopped, within budgets of time and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from clips import video_model
+from harness import Bench, eventually
+from helpers import ask, picture
+
+from mmserve.bench.hostile_media import black_clip, large_png
+from mmserve.config import MediaConfig
+from mmserve.core.request import Message, Stage, TextPart, VideoPart
+from mmserve.encode.child import Child, Pictures
+from mmserve.encode.decoding import PROCESSES, Decode, DecodePool
+from mmserve.encode.wire import MediaFile
+from mmserve.errors import Cancelled, InvalidArgument
+
+FRAMES = 1700
+
+
+@pytest.fixture(scope="module")
+def slow_clip() -> bytes:
+    """Some seconds of one core."""
+    return black_clip(1280, 720, FRAMES)
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The processes that were told to stop."""
+    found: list[Child] = []
+    real = Child._stop
+    monkeypatch.setattr(Child, "_stop", lambda child: (found.append(child), real(child))[1])
+    return found
+
+
+@pytest.fixture
+def pool() -> Iterator[DecodePool]:
+    with closing(DecodePool(MediaConfig(decode_bytes=4 * 500 * 500 * 2))) as made:
+        yield made
+
+
+def go_on() -> None:
+    return
+
+
+def test_text_overtakes_a_slow_clip_and_a_cancelled_clip_is_not_decoded_on(
+    slow_clip: bytes, stopped: list[Child]
+) -> None:
+    b = Bench(video_model())
+    try:
+        video = dataclasses.replace(
+            ask("clip"), messages=(Message("user", (VideoPart(slow_clip), TextPart("what is it?"))),)
+        )
+        [clip] = b.submit(video)
+        assert b.ask(ask("text")).usage.completion_tokens > 0
+        assert not clip.ended
+        b.await_stage("clip", Stage.LOADING)
+        decoders: Any = b.engine.stages._decoders
+        eventually(lambda: decoders.budget.used, "the clip is decoded")
+        b.engine.cancel("clip")
+        assert isinstance(clip.error(), Cancelled)
+        b.await_nothing_left()
+        [child] = stopped
+        assert child.decoded < FRAMES
+        assert child.alive, "it stopped by itself, between two frames"
+    finally:
+        b.close()
+
+
+def test_pixels_held_at_once_stay_within_the_budget(pool: DecodePool) -> None:
+    file = MediaFile(large_png(500), False, "image")
+    sizes = list(pool.map([lambda decode: decode(file).frames[0].size] * 9, go_on))
+    assert sizes == [(500, 500)] * 9
+    assert pool.budget.used == 0 < pool.budget.most <= pool.budget.limit
+    with pytest.raises(InvalidArgument, match=r"\[media\] decode_bytes"):  # found once its size is known
+        list(pool.map([lambda decode: decode(MediaFile(large_png(1000), False, "image"))], go_on))
+    assert pool.budget.used == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "size"),
+    [({"max_pixels": 99}, 10), ({"max_side": 9}, 10), ({"max_item_bytes": 9}, 10)],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_a_refusal_names_the_setting(limits: dict[str, int], size: int) -> None:
+    refused = pytest.raises(InvalidArgument, match=rf"\[media\] {next(iter(limits))} of the server")
+    with closing(DecodePool(MediaConfig(**limits))) as pool, refused:
+        list(pool.map([lambda decode: decode(MediaFile(large_png(size), False, "image"))], go_on))
+
+
+def test_a_file_that_takes_too_long_is_refused(slow_clip: bytes) -> None:
+    refused = pytest.raises(InvalidArgument, match=r"0.1 s of processor time .*\[media\] decode_seconds")
+    with closing(DecodePool(MediaConfig(decode_seconds=0.1))) as pool, refused:
+        list(pool.map([lambda decode: decode(MediaFile(slow_clip, True, "video", 8))], go_on))
+
+
+def test_a_process_that_is_killed_from_outside_is_replaced(slow_clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = Child.decode
+
+    def killed_once(child: Child, *given: Any) -> Pictures:
+        asked.append(child.pid)
+        if len(asked) == 1:
+            os.kill(child.pid, signal.SIGKILL)
+        return real(child, *given)
+
+    monkeypatch.setattr(Child, "decode", killed_once)
+    with closing(DecodePool(MediaConfig())) as pool:
+        [size] = pool.map([lambda decode: decode(MediaFile(picture(0), False, "image")).frames[0].size], go_on)
+    assert len(size) == len(set(asked)) == 2
+    assert pool.budget.used == 0
+
+
+def test_who_has_many_files_takes_turns_with_who_has_one() -> None:
+    order: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def work(name: str, *, waits: bool = False) -> Any:
+        def run(_decode: Decode) -> None:
+            if waits:
+                begun.set()
+                assert go.wait(30)
+            order.append(name)
+
+        return run
+
+    with closing(DecodePool(MediaConfig(decode_workers=1))) as pool:
+        many = [work("first", waits=True), *[work(f"many {i}") for i in range(5)]]
+        threads = [threading.Thread(target=lambda: list(pool.map(many, go_on)))]
+        threads[0].start()
+        assert begun.wait(30)
+        threads.append(threading.Thread(target=lambda: list(pool.map([work("one")], go_on))))
+        threads[1].start()
+        eventually(lambda: len(pool._queues) == 2, "both wait")
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert order.index("one") <= 2
+
+
+def test_idle_processes_are_used_again() -> None:
+    PROCESSES.end()
+    file = MediaFile(picture(0), False, "image")
+    with closing(DecodePool(MediaConfig())) as pool:
+        for _ in range(3):
+            list(pool.map([lambda decode: decode(file)], go_on))
+    assert len(PROCESSES._idle) == 1

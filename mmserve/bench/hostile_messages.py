@@ -150,7 +150,7 @@ def repeated(address: str, message: bytes, *, connections: int = 4, method: str 
                         pass
                     statuses.append("OK")
                 except grpc.RpcError as error:
-                    statuses.append(error.code().name)  # type: ignore[attr-defined]
+                    statuses.append(error.code().name)
 
     threads = [threading.Thread(target=send, daemon=True) for _ in range(connections)]
     for thread in threads:
@@ -192,8 +192,8 @@ class RawConnection:
         with self._changed:
             stream, self._next = self._next, self._next + 2
             self._windows[stream] = self._initial
-        headers = ((":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "server"))
-        headers += (("te", "trailers"), ("content-type", "application/grpc"))
+        headers = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "server")]
+        headers += [("te", "trailers"), ("content-type", "application/grpc")]
         self._send(_frame(1, 0x4, stream, b"".join(_header(name, value) for name, value in headers)))
         return stream
 

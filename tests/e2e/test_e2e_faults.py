@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -29,6 +31,7 @@ from mmserve.client import AsyncClient, Client, Finished
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Internal, MMServeError, ResourceExhausted
 from mmserve.rpc.status import from_rpc_error
+from mmserve.schedule.expected_wait import Measured
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
 
@@ -76,6 +79,51 @@ def test_a_full_queue_refuses_and_loses_nobody(small: Running, monkeypatch: pyte
         answers = [future.result(PATIENCE) for future in accepted]
     assert [a.WhichOneof("event") for a in answers] == ["finished"] * (QUEUE + 1)
     assert len(answers) + len(errors) == 1 + QUEUE + 20
+
+
+def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured, the engine ends a token a second; 24 are asked for by the one who waits already."""
+    shed = small.engine.stats().shed
+    monkeypatch.setattr(small.engine, "_measured", Measured(work=10.0, seconds=10.0))
+    monkeypatch.setattr("mmserve.engine.measured", lambda before, *_, **__: before)
+    with gated(small.engine, monkeypatch) as gates, Client(small.address, timeout=50) as patient:
+        assert once(small.address, "idle").WhichOneof("event") == "finished"  # nobody is ahead: there is no wait
+        gates.encode.close()
+        accepted = [small.start(once, small.address, "first")]
+        small.reach("first", Stage.ENCODING)
+        accepted.append(small.start(once, small.address, "waits", max_new_tokens=24))
+        wait_for("a queue", lambda: small.engine.stats().queued == 1)
+        error = failure(small.start(once, small.address, "late"))
+        assert isinstance(error, ResourceExhausted) and "would wait about 24" in str(error) and error.retry_after
+        assert small.engine.stats().shed == shed + 1
+        in_time = small.start(patient.generate, "in time", max_new_tokens=4)
+        wait_for("a longer queue", lambda: small.engine.stats().queued == 2)
+        assert small.engine.stats().expected_wait == pytest.approx(28.0)
+        gates.encode.open()
+        assert in_time.result(PATIENCE).forwards
+        assert [f.result(PATIENCE).WhichOneof("event") for f in accepted] == ["finished"] * 2
+
+
+def test_a_busy_engine_measures_what_it_ends(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmserve.schedule.expected_wait.SETTLED_SECONDS", 0.02)
+    monkeypatch.setattr("mmserve.schedule.expected_wait.LEAST_SECONDS", 0.1)
+    enough = threading.Event()
+
+    def ask() -> None:
+        while not enough.is_set():
+            with suppress(ResourceExhausted):
+                once(small.address, "busy")
+
+    asking = [small.start(ask) for _ in range(24)]  # more than run, are handed over and wait
+    try:
+        wait_for("an expected wait", lambda: small.engine.stats().expected_wait > 0)
+    finally:
+        enough.set()
+    for each in asking:
+        each.result(PATIENCE)
+    wait_for("an empty queue", lambda: not small.engine.stats().queued)
+    assert small.engine.stats().expected_wait == 0.0
+    monkeypatch.setattr(small.engine, "_measured", Measured())
 
 
 def test_a_rush_is_answered_or_refused_one_by_one(small: Running) -> None:

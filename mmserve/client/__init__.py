@@ -28,6 +28,7 @@ from mmserve.core.events import (
 )
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
+from mmserve.core.tuning import Measured, Pair, Tuning
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -108,11 +109,13 @@ __all__ = [
     "Learned",
     "LegoLink",
     "MMServeError",
+    "Measured",
     "Message",
     "ModelInfo",
     "Ngram",
     "NotFound",
     "Options",
+    "Pair",
     "RandomReuse",
     "ResourceExhausted",
     "Result",
@@ -124,6 +127,7 @@ __all__ = [
     "Template",
     "TextPart",
     "Threshold",
+    "Tuning",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

@@ -7,15 +7,16 @@ how many scenes are right in every detail is told at the end.
 import csv
 import random
 import sys
+from typing import Any
 
-from mmserve.client import Client, Threshold
+from mmserve.client import Client, Options, Threshold
 from mmserve.reference.images import FIELDS, scene_json
 from mmserve.reference.scenes import COLORS, COLUMNS, KINDS, MAX_SHAPES, ROWS, SIZES, draw_scene
 
 POSITION = {"row": {"enum": list(ROWS)}, "column": {"enum": list(COLUMNS)}}
 
 
-def an_object(properties: dict) -> dict:
+def an_object(properties: dict[str, Any]) -> dict[str, Any]:
     """The schema of an object with just these properties."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
@@ -39,8 +40,8 @@ def main(target: str) -> None:
     right = 0
     with Client(target) as client:
         for i, scene in enumerate(scenes):
-            asked = {"images": [scene.png()], "schema": SCENE, "max_new_tokens": 128, "commit": Threshold(0.9)}
-            result = client.generate("Describe the scene as JSON.", **asked)
+            options: Options = {"max_new_tokens": 128, "commit": Threshold(0.9)}
+            result = client.generate("Describe the scene as JSON.", [scene.png()], schema=SCENE, **options)
             for seen in result.parsed["objects"]:
                 position = seen.pop("position")
                 rows.writerow([i, *seen.values(), position["row"], position["column"]])

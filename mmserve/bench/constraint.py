@@ -127,9 +127,8 @@ def _ask(client: Client, one: Asked, variant: Variant, policies: Options) -> Res
     options: Options = {**policies, "max_new_tokens": one.canvas, "videos": one.media["videos"]}
     if variant.steps != "all":
         options["steps"] = one.canvas // FEWER
-    if variant.constrained:
-        options["schema"] = one.schema
-    return client.generate(one.text, one.media["images"], **options)
+    schema = one.schema if variant.constrained else None
+    return client.generate(one.text, one.media["images"], schema=schema, **options)
 
 
 def _judged(one: Asked, result: Result) -> Answered:

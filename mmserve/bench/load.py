@@ -39,6 +39,7 @@ class Ask:
     question: Question
     images: list[bytes]
     options: Options
+    schema: dict[str, Any] | None
     streamed: bool
 
 
@@ -59,9 +60,9 @@ def mix(limit: int, seed: int, policies: Options) -> list[Ask]:
         task = MIX[index % len(MIX)]
         thing, question = item(task, index, seed)
         options: Options = {"max_new_tokens": canvas(task), **policies}
-        if task == "json" and index % len(MIX) == MIX.index("json"):
-            options["schema"] = schema_asked(question.text)
-        asks.append(Ask(question, shown(task, thing)["images"], options, streamed=index % 2 == 1))
+        constrained = task == "json" and index % len(MIX) == MIX.index("json")
+        schema = schema_asked(question.text) if constrained else None
+        asks.append(Ask(question, shown(task, thing)["images"], options, schema=schema, streamed=index % 2 == 1))
     return asks
 
 
@@ -141,9 +142,9 @@ async def _load(address: str, asks: Sequence[Ask], alone: Sequence[str], count: 
 
 async def _ask(client: AsyncClient, ask: Ask) -> str:
     if not ask.streamed:
-        return (await client.generate(ask.question.text, ask.images, **ask.options)).text
+        return (await client.generate(ask.question.text, ask.images, schema=ask.schema, **ask.options)).text
     text = ""
-    async for event in client.stream(ask.question.text, ask.images, snapshots=True, **ask.options):
+    async for event in client.stream(ask.question.text, ask.images, schema=ask.schema, snapshots=True, **ask.options):
         if isinstance(event, Finished):
             text = event.text
     return text

@@ -85,7 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reuse-recompute", type=float, metavar="SHARE", help="share of them that is run again (default 0.15)"
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--schema", type=Path, metavar="FILE", help="a JSON schema that the answer must satisfy")
+    kinds.add_argument(
+        "--schema",
+        type=Path,
+        metavar="FILE",
+        help="a JSON schema that the answer must satisfy, alone or as OpenAI's {name, strict, schema}",
+    )
     kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
     kinds.add_argument("--choice", action="append", metavar="TEXT", help="an answer to choose from; give several")
     parser.add_argument(
@@ -113,7 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
         "commit": arguments.commit,
         "quality": arguments.quality,
         "videos": [path.read_bytes() for path in arguments.video],
-        "schema": _schema(arguments.schema),
         "regex": arguments.regex,
         "choices": arguments.choice,
         "constraint_sampling": arguments.constraint_sampling,
@@ -125,11 +129,14 @@ def run(arguments: argparse.Namespace) -> int:
         "image_reuse": _reuse(arguments),
         "template": _template(arguments.template),
     }
+    schema = None if arguments.schema is None else _read("schema", arguments.schema)
     images = [path.read_bytes() for path in arguments.image]  # before a server is started for nothing
     screen = CanvasLine()
     done: list[Finished] = []
     with connected(arguments) as client:
-        events = client.stream(prompt, images=images, snapshots=screen.live, timeout=arguments.timeout, **options)
+        events = client.stream(
+            prompt, images, schema=schema, snapshots=screen.live, timeout=arguments.timeout, **options
+        )
         for event in events:
             if isinstance(event, Snapshot) and event.sample == 0:
                 screen.show(event.text)
@@ -175,12 +182,6 @@ def _reuse(arguments: argparse.Namespace) -> ImageReuse | None:
         return None
     share = () if arguments.reuse_recompute is None else (arguments.reuse_recompute,)
     return IMAGE_REUSES[arguments.image_reuse](*share)
-
-
-def _schema(path: Path | None) -> dict[str, Any] | None:
-    """The JSON schema in the file at ``path``."""
-    schema: dict[str, Any] | None = None if path is None else _read("schema", path)
-    return schema
 
 
 def _template(path: Path | None) -> Template | None:

@@ -18,7 +18,7 @@ from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
-from mmserve.rpc.options import BaseOptions, Chat, Image, documented
+from mmserve.rpc.options import Chat, Image, Options, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
 from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.schemas import Adapter
@@ -39,7 +39,7 @@ class AsyncClient(Base):
         schema: None = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[None]: ...
 
     @overload
@@ -51,7 +51,7 @@ class AsyncClient(Base):
         schema: type[T],
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[T]: ...
 
     @overload
@@ -63,7 +63,7 @@ class AsyncClient(Base):
         schema: Adapter[T],
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[T]: ...
 
     @overload
@@ -75,7 +75,7 @@ class AsyncClient(Base):
         schema: Any,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[Any]: ...
 
     @documented
@@ -87,7 +87,7 @@ class AsyncClient(Base):
         schema: Any = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[Any]:
         """As ``Client.generate``."""
         label = request_label(request_id)
@@ -108,7 +108,7 @@ class AsyncClient(Base):
         snapshots: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Event, None]:
         """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early.
 

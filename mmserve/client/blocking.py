@@ -17,7 +17,7 @@ from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
-from mmserve.rpc.options import BaseOptions, Chat, Image, documented
+from mmserve.rpc.options import Chat, Image, Options, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
 from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.schemas import Adapter
@@ -38,7 +38,7 @@ class Client(Base):
         schema: None = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[None]: ...
 
     @overload
@@ -50,7 +50,7 @@ class Client(Base):
         schema: type[T],
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[T]: ...
 
     @overload
@@ -62,7 +62,7 @@ class Client(Base):
         schema: Adapter[T],
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[T]: ...
 
     @overload
@@ -74,7 +74,7 @@ class Client(Base):
         schema: Any,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[Any]: ...
 
     @documented
@@ -86,7 +86,7 @@ class Client(Base):
         schema: Any = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Result[Any]:
         """The whole answer to a prompt or chat.
 
@@ -109,7 +109,7 @@ class Client(Base):
         snapshots: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[BaseOptions],
+        **options: Unpack[Options],
     ) -> Generator[Event, None, None]:
         """The events of an answer as they arrive: ``Admitted``, ``Delta`` and ``Snapshot``, then ``Finished``.
 

@@ -23,8 +23,8 @@ Chat = Message | Mapping[str, str]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class BaseOptions(TypedDict, total=False):
-    """Options of a request; one that is left out or None has its default.
+class Options(TypedDict, total=False):
+    """Options of a request beside ``schema``; one that is left out or None has its default.
 
     model: name of one of the server's models; default the server's first.
     max_new_tokens: tokens that the answer may take, at least 1; default the model's (``describe`` returns it).
@@ -92,15 +92,6 @@ class BaseOptions(TypedDict, total=False):
     constraint_sampling: Literal["mask", "awrs", "asap"] | None
 
 
-class Options(BaseOptions, total=False):
-    """Keyword arguments of ``generate`` and ``stream`` as a dictionary: ``client.generate(prompt, **options)``.
-
-    ``schema`` and all options that the docstring of ``Client.generate`` lists.
-    """
-
-    schema: Any
-
-
 _ARGUMENTS = """\
 prompt: the text of the user's message, or a chat: messages that end with the user's.
 images: images placed before the text of the last message: file bytes, ``Path``, PIL image or media id.
@@ -111,6 +102,6 @@ request_id: name of the request in the server's log, 1 to 128 printable ASCII ch
 
 def documented(method: _Method) -> _Method:
     """Append the documentation of the arguments and options to the docstring of ``method``."""
-    parts = (inspect.getdoc(method), _ARGUMENTS, inspect.getdoc(BaseOptions))
+    parts = (inspect.getdoc(method), _ARGUMENTS, inspect.getdoc(Options))
     method.__doc__ = "\n\n".join(part for part in parts if part)
     return method

@@ -16,7 +16,7 @@ from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument
 from mmserve.rpc import request_id
 from mmserve.rpc.default_policies import put_quality
-from mmserve.rpc.options import BaseOptions, Chat, Image, Video
+from mmserve.rpc.options import Chat, Image, Options, Video
 from mmserve.rpc.outgoing_constraint import put_constraint
 from mmserve.rpc.policies import put, put_policy
 from mmserve.rpc.roles import role_number
@@ -35,7 +35,7 @@ def build_request(
     deltas: bool,
     snapshots: bool,
     schema: Schema | None = None,
-    **options: Unpack[BaseOptions],
+    **options: Unpack[Options],
 ) -> pb.GenerateRequest:
     """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
 
@@ -80,7 +80,7 @@ def _named(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _check_names(options: Mapping[str, Any]) -> None:
     """Raise ``TypeError`` for an option that does not exist."""
-    known = BaseOptions.__annotations__
+    known = Options.__annotations__
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

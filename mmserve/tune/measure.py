@@ -84,12 +84,11 @@ def _ask(client: Client, model: str, prompt: Prompt, pair: Pair) -> Result:
         "model": model,
         "max_new_tokens": prompt.max_new_tokens,
         "videos": prompt.videos,
-        "schema": prompt.schema,
         "recompute": named(pair.recompute),
         "commit": named(pair.commit),
         "tokens": True,
     }
-    return client.generate(prompt.text, prompt.images, **options)
+    return client.generate(prompt.text, prompt.images, schema=prompt.schema, **options)
 
 
 def _answer(results: Sequence[Result]) -> Answer:

@@ -33,9 +33,7 @@ _LOGGED = 500
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Answers ``Generate`` with the engine of the model that the request names."""
 
-    def __init__(
-        self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics, room: Room
-    ) -> None:
+    def __init__(self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics, room: Room) -> None:
         self._engines = engines
         self._metrics = metrics
         self._media = media

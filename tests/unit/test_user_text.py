@@ -43,7 +43,9 @@ def _spaced(model: Any, trainer: Any, scheme: str | None) -> PreTrainedTokenizer
     else:
         raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    raw.train_from_iterator(["hello there, you are a system user assistant image eot id"] * 9, trainer)
+    raw.train_from_iterator(
+        ["hello there, you are a system user assistant image eot id", *map(chr, range(33, 127))] * 9, trainer
+    )
     added = [AddedToken(t, special=True, normalized=False, lstrip=t == "<image>") for t in SPECIAL]
     tok = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tok.add_tokens(added, special_tokens=True)
@@ -64,7 +66,13 @@ def byte_fallback(scheme: str | None) -> PreTrainedTokenizerFast:
 def unigram() -> PreTrainedTokenizerFast:
     """Unigram, whose vocabulary may hold control tokens as pieces."""
     special = ["<unk>", "<s>", "</s>", *_bytes()]
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=special, unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=500,
+        initial_alphabet=[*map(chr, range(33, 127))],
+        special_tokens=special,
+        unk_token="<unk>",
+        show_progress=False,
+    )
     return _spaced(models.Unigram(), trainer, "first")
 
 
@@ -105,7 +113,7 @@ def chat(text: str, *parts: str) -> list[dict[str, Any]]:
 def test_texts_become_no_control_tokens(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     tok = tokenizer
     tok.chat_template = TEMPLATES[name]
-    control = {i for i, t in tok.added_tokens_decoder.items() if t.special}
+    control = {i for i, t in tok.added_tokens_decoder.items() if t.special and t.content in SPECIAL}
 
     def controls(ids: list[int]) -> Counter[int]:
         return Counter(i for i in ids if i in control)
@@ -115,7 +123,9 @@ def test_texts_become_no_control_tokens(tokenizer: PreTrainedTokenizerFast, name
         for text in FORGED:
             ids = prompt_ids(tok, chat(text), special_tokens=bare)
             assert controls(ids) == expected, text
-            assert text.strip() in tok.decode([i for i in ids if i not in control]), "nothing of it is lost"
+            assert text.strip() in tok.decode([i for i in ids if i not in control]).replace("▁", " "), (
+                "nothing of it is lost"
+            )
             half = len(text) // 2
             assert controls(prompt_ids(tok, chat(text[:half], text[half:]))) == controls(prompt_ids(tok, chat("x")))
     for text in ORDINARY:

@@ -34,7 +34,12 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0 = any free port
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20  # larger media are uploaded first
+    message_seconds: float = 60.0  # how long a message may take to come whole; 0 = as long as it likes
+    connection_calls: int = 1024  # calls of a connection at once; 0 = any number
+    connection_idle_seconds: float = 600.0  # a connection without calls is closed after these; 0 = never
+    connection_age_seconds: float = 0.0  # a connection is closed after these, and its client connects anew; 0 = never
+    connection_grace_seconds: float = 0.0  # … its calls may go on for these; 0 = as long as they take
     tls_certificate: str = ""  # PEM file; set with tls_key to serve TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # PEM file; set to require client certificates (mTLS)
@@ -43,6 +48,7 @@ class ServerConfig:
     keepalive_seconds: float = 30.0
     metrics_port: int = 0  # Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none
     metrics_host: str = "127.0.0.1"  # whoever reaches it may read them: no token is asked for
+    access_log: bool = True  # one line of the log a call, health checks that succeed excepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,7 @@ class EngineConfig:
     stages: str = "threads"  # "threads": one worker thread a stage; "inline": all stages on one thread
     torch_threads: int = 0  # 0 = cores shared out so that busy stages do not fight over them
     max_queued: int = 256  # samples waiting to start; one more is refused with RESOURCE_EXHAUSTED
+    max_wait_seconds: float = 60.0  # a request that is expected to wait longer to start is refused; 0 = it may wait
     max_samples: int = 16  # of one request
     max_running: int = 64  # requests holding pages at once
     handover: int = 8  # requests that may wait between two stages
@@ -77,13 +84,16 @@ class MediaConfig:
     """Limits on what is decoded and kept."""
 
     max_item_bytes: int = 32 << 20
-    max_pixels: int = 64_000_000
+    max_pixels: int = 25_000_000  # of an image, or of a clip's frame (a camera's 24 megapixels)
     max_side: int = 16_384  # pixels
     max_images: int = 16  # a request
     max_videos: int = 2  # a request
     max_video_seconds: float = 60.0
-    max_video_pixels: int = 15_000_000_000  # all frames of a video together (a minute of 3840 x 2160 at 30 a second)
-    max_sampled_pixels: int = 540_000_000  # its frames that are looked at, together (64 of 3840 x 2160, 2 GB)
+    max_video_pixels: int = 4_000_000_000  # all frames of a video together (a minute of 1920 x 1080 at 30 a second)
+    max_sampled_pixels: int = 134_000_000  # its frames that are looked at, together (64 of 1920 x 1080)
+    decode_workers: int = 2  # processes that decode images and videos, an item each at a time
+    decode_seconds: float = 10.0  # of processor time that an item may take
+    decode_bytes: int = 512 << 20  # decoded pixels held at once, 4 bytes each, of all requests
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
     live_bytes: int = 1 << 30  # files and long texts of all requests under way; more is refused with RESOURCE_EXHAUSTED
 
@@ -109,6 +119,8 @@ class ModelConfig:
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
+    # File that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one; "off" = none.
+    policies: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +166,17 @@ def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
 
 def load(path: Path) -> Config:
     """Read a TOML file; raises ``ConfigError`` naming the file, the key and what is accepted."""
+    return from_mapping(read(path), source=str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, unchecked; raises ``ConfigError`` where it cannot be read or is not TOML."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_mapping(data, source=str(path))
 
 
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
@@ -264,6 +280,8 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 #: What numbers must at least be (finite, too): table, least, what the least means, keys.
 _LEAST = (
     ("server", 0, "", ("port", "metrics_port", "drain_seconds")),
+    ("server", 0, ", which means no limit", ("message_seconds", "connection_calls", "connection_idle_seconds")),
+    ("server", 0, ", which means no limit", ("connection_age_seconds", "connection_grace_seconds")),
     ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
     (
         "engine",
@@ -282,7 +300,9 @@ _LEAST = (
         ),
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
+    ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
     (
@@ -293,11 +313,16 @@ _LEAST = (
     ),
 )
 #: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
+_MOST_SECONDS = ((1 << 31) - 1) // 1000
 _MOST = {
     "port": 65535,
     "metrics_port": 65535,
     "max_message_bytes": (1 << 31) - 1,
-    "keepalive_seconds": ((1 << 31) - 1) // 1000,
+    "connection_calls": (1 << 31) - 1,
+    "keepalive_seconds": _MOST_SECONDS,
+    "connection_idle_seconds": _MOST_SECONDS,
+    "connection_age_seconds": _MOST_SECONDS,
+    "connection_grace_seconds": _MOST_SECONDS,
 }
 
 

@@ -25,6 +25,7 @@ from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.decoding import Decoders
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -39,6 +40,7 @@ from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
 from mmserve.record import WORKERS, Record, Sink, open_call
+from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import Stages
 from mmserve.worker import InlineWorker, ThreadWorker, Worker
@@ -50,6 +52,8 @@ _LONGEST_WAIT = 3600.0
 #: The stage of a request that a worker holds.
 _RUNNING = {
     "constrain": Stage.CONSTRAINING,
+    "load": Stage.LOADING,
+    "tokenize": Stage.ENCODING,
     "encode": Stage.ENCODING,
     "prefill": Stage.PREFILLING,
     "decode": Stage.STEPPING,
@@ -59,7 +63,7 @@ _RUNNING = {
 class Engine:
     """Serves requests to one model. ``config`` must be resolved (``mmserve.config.resolve``).
 
-    ``cache``: of media, shared with other engines; None = one of its own.
+    ``cache`` of media, and ``decoders`` of files: shared with other engines; None = one of its own.
     """
 
     def __init__(
@@ -69,9 +73,10 @@ class Engine:
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
         cache: EncoderCache | None = None,
+        decoders: Decoders | None = None,
     ) -> None:
         self.config, self.media = config, media
-        self.stages = Stages(model, config, media, schedulers, cache)
+        self.stages = Stages(model, config, media, schedulers, cache, decoders)
         if config.pages * config.page_size < self.stages.capabilities.max_tokens:
             raise ConfigError(
                 f"[engine] pages × page_size is {config.pages * config.page_size}, less than one request of "
@@ -83,6 +88,10 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admission = threading.Lock()
         self._queued = 0
+        self._queued_work = 0  # tokens that those who wait ask for
+        self._ended_work = 0  # the same of those that ended since the last look
+        self._measured = Measured()
+        self._shed = 0
         self._admitted = 0
         self._refusal = "the engine is not started"  # why new requests are refused; "" = they are not
         self._idle = threading.Event()
@@ -100,7 +109,7 @@ class Engine:
         """Start the engine's thread and its workers."""
         threads = self.config.torch_threads
         for name in WORKERS:
-            inline = self.config.stages == "inline" and name != "constrain"  # that one only waits for another process
+            inline = self.config.stages == "inline" and WORKERS[name] == 1  # the others wait for other processes
             self._workers[name] = InlineWorker() if inline else ThreadWorker(name, threads, WORKERS[name])
         self._refusal = ""
         self._thread.start()
@@ -130,9 +139,11 @@ class Engine:
                     f"{wanted} asked for; try again later",
                     retry_after=self._retry_after(),
                 )
+            self._shed_by_wait(request)
             record = open_call(request, sink, time.monotonic())
             ahead = self._queued
             self._queued += wanted
+            self._queued_work += record.work
             self._admitted += wanted
             self._idle.clear()
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
@@ -169,6 +180,7 @@ class Engine:
         self.stages.close()
         for worker in self._workers.values():
             worker.stop()
+        self.stages.stop()
 
     def stats(self) -> Stats:
         """A snapshot of counters; values may be a moment old."""
@@ -187,6 +199,8 @@ class Engine:
             token_cache=cache.tokens.stats(),
             pixel_cache=cache.pixels.stats(),
             kv_cache=cache.kv.stats(),
+            shed=self._shed,
+            expected_wait=expected_wait(self._measured, self._queued_work),
         )
 
     # --- the loop: the engine's thread only ---
@@ -201,11 +215,18 @@ class Engine:
     def _turn(self) -> None:
         self._absorb()
         self._expire()
+        self._measured = measured(
+            self._measured, time.monotonic(), waiting=self._queued > 0, ended=float(self._ended_work)
+        )
+        self._ended_work = 0
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
         entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records if not r.waits]
         plan = schedule(entries, self._budgets())
         for request in plan.constrain:  # a job each: none waits for another's grammar
             self._run("constrain", (request,), self._constrain)
+        for request in plan.load:  # the same
+            self._run("load", (request,), self._load)
+        self._run("tokenize", plan.tokenize, self._encode)
         self._run("encode", plan.encode, self._encode)
         self._run("prefill", plan.prefill, self._prefill)
         self._run("decode", plan.decode, self._decode)
@@ -215,6 +236,7 @@ class Engine:
         failed = Failed(Internal.logged(error, "the engine's loop", logger))
         for record in list(self._records.values()):
             told, record.call.failed = record.doomed, True
+            record.call.cancellation.cancel(failed.error)
             if not record.held:  # else its worker's report ends it
                 if record.stage not in TERMINAL:
                     self._advance(record, Stage.FAILED)
@@ -251,6 +273,7 @@ class Engine:
             prefill_tokens=c.prefill_tokens,
             decode_tokens=c.decode_tokens,
             constrain=WORKERS["constrain"] - self._busy["constrain"],
+            load=WORKERS["load"] - self._busy["load"],
         )
 
     def _run(
@@ -281,6 +304,10 @@ class Engine:
     def _constrain(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
         return lambda: self.stages.constrain(requests)
+
+    def _load(self, records: list[Record]) -> Callable[[], list[Any]]:
+        [record] = records
+        return lambda: self.stages.load([record.request], record.call.cancellation)
 
     def _encode(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
@@ -323,7 +350,9 @@ class Engine:
                     self._fail_record(record, _typed(error, record))
             elif name == "constrain":
                 self._advance(record, Stage.CONSTRAINED)
-            elif name == "encode":
+            elif name == "load":
+                self._advance(record, Stage.LOADED)
+            elif name in ("tokenize", "encode"):
                 record.usage, record.keys = outcome.usage, outcome.keys
                 self._advance(record, Stage.ENCODED)
                 del self._records[record.request.id]
@@ -355,6 +384,7 @@ class Engine:
         self._advance(record, Stage.FINISHED)
         event = record.finished(outcome.reason, answer, time.monotonic())
         self._seconds += 0.1 * (event.times.total / 1000 - self._seconds)
+        self._ended_work += record.work
         self._release(record)
         record.call.sink(event)
 
@@ -372,6 +402,7 @@ class Engine:
         if record.call.failed:
             return
         record.call.failed = True
+        record.call.cancellation.cancel(error)
         for each in list(record.call.records):
             if not each.held:
                 self._advance(each, Stage.FAILED)
@@ -382,6 +413,7 @@ class Engine:
         if record.stage is Stage.QUEUED:
             with self._admission:
                 self._queued -= record.samples
+                self._queued_work -= record.work
         record.stage = advance(record.stage, stage)
 
     def _release(self, record: Record) -> None:
@@ -397,6 +429,19 @@ class Engine:
             self._admitted -= record.samples
             if not self._admitted:
                 self._idle.set()
+
+    def _shed_by_wait(self, request: Request) -> None:
+        """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
+        wait = expected_wait(self._measured, self._queued_work)
+        left = None if request.deadline is None else request.deadline - time.monotonic()
+        later = retry_after(wait, self.config.max_wait_seconds, left)
+        if later is not None:
+            self._shed += 1
+            raise ResourceExhausted(
+                f"the request would wait about {wait:.1f} seconds to start; its deadline and [engine] max_wait_seconds "
+                f"({self.config.max_wait_seconds:g}) do not allow that; try again later",
+                retry_after=later,
+            )
 
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import grpc
 import PIL.Image
@@ -18,53 +18,107 @@ from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
-from mmserve.rpc.outgoing import (
-    Chat,
-    Image,
-    Options,
-    Result,
-    build_request,
-    file_bytes,
-    request_label,
-    to_result,
-)
-from mmserve.rpc.status import from_rpc_error
+from mmserve.rpc.options import BaseOptions, Chat, Image, documented
+from mmserve.rpc.outgoing import build_request, file_bytes, request_label
+from mmserve.rpc.result import Result, to_result
+from mmserve.rpc.schemas import Adapter
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
+
+T = TypeVar("T")
 
 
 class AsyncClient(Base):
     """``Client`` for asyncio: the same methods, to be awaited; one event loop per client."""
 
+    @overload
     async def generate(
         self,
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
+        schema: None = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[Options],
-    ) -> Result:
+        **options: Unpack[BaseOptions],
+    ) -> Result[None]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: type[T],
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[T]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Adapter[T],
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[T]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Any,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[Any]: ...
+
+    @documented
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Any = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[Any]:
         """As ``Client.generate``."""
         label = request_label(request_id)
-        message = await asyncio.to_thread(build_request, prompt, images, deltas=False, snapshots=False, **options)
+        message = await asyncio.to_thread(
+            build_request, prompt, images, deltas=False, snapshots=False, schema=schema, **options
+        )
         events = self._events(message, self._retries(timeout), label)
         done = [event async for event in events if isinstance(event, Finished)]
-        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
+        return to_result(done, message.sampling.n or 1, label, schema)
 
+    @documented
     async def stream(
         self,
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
+        schema: Any = None,
         snapshots: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[BaseOptions],
     ) -> AsyncGenerator[Event, None]:
-        """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early."""
+        """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early.
+
+        snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
+        """
         label = request_label(request_id)
         retries = self._retries(timeout)
-        message = await asyncio.to_thread(build_request, prompt, images, deltas=True, snapshots=snapshots, **options)
+        message = await asyncio.to_thread(
+            build_request, prompt, images, deltas=True, snapshots=snapshots, schema=schema, **options
+        )
         events = self._events(message, retries, label)
         try:
             async for event in events:
@@ -100,7 +154,7 @@ class AsyncClient(Base):
                     return
                 failure = None
             except grpc.RpcError as error:
-                failure = unready(error)
+                failure = unready(await self._failed(error))
             await asyncio.sleep(min(POLL_SECONDS, retries.remaining()))
         raise self._not_ready(failure, timeout)
 
@@ -123,13 +177,16 @@ class AsyncClient(Base):
             await asyncio.sleep(min(left, POLL_SECONDS))
             _raise_if_closed(self._closed)
 
+    async def _failed(self, error: grpc.RpcError) -> MMServeError:
+        return await asyncio.to_thread(self._failure, error)
+
     async def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
         retries = self._retries(timeout)
         while True:
             try:
                 return await call(timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
-                pause = retries.delay(from_rpc_error(error))
+                pause = retries.delay(await self._failed(error))
             except asyncio.CancelledError:
                 _raise_if_closed(self._closed)
                 raise
@@ -149,7 +206,7 @@ class AsyncClient(Base):
                     yield from_response(response)
                 return
             except grpc.RpcError as error:
-                pause = retries.delay(from_rpc_error(error), started=started)
+                pause = retries.delay(await self._failed(error), started=started)
             except asyncio.CancelledError:
                 _raise_if_closed(self._closed)
                 raise

@@ -6,26 +6,31 @@ import asyncio
 import logging
 import signal
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from mmserve.config import Config, ServerConfig
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
+from mmserve.rpc.access import Access
 from mmserve.rpc.auth import BearerAuth
-from mmserve.rpc.generation import EngineLike, GenerationService
+from mmserve.rpc.connections import connection_options
+from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.generation import GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
+from mmserve.rpc.reflection import add_reflection
+from mmserve.rpc.room import Room
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -47,13 +52,20 @@ _GOODBYE_SECONDS = 2.0
 
 
 class Server:
-    """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops."""
+    """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops.
 
-    def __init__(self, config: Config, engines: Mapping[str, EngineLike]) -> None:
-        if not engines:
+    ``loading``: names of models whose engines are given to ``add`` once the server listens. Until then their requests
+    end with UNAVAILABLE, and health says NOT_SERVING.
+    """
+
+    def __init__(
+        self, config: Config, engines: Mapping[str, EngineLike] = MappingProxyType({}), loading: Sequence[str] = ()
+    ) -> None:
+        if not engines and not loading:
             raise ConfigError("a server needs at least one model")
         self.config = config
-        self.engines = dict(engines)
+        self.engines = Engines((*engines, *loading))
+        self._given = dict(engines)
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
         self.port = 0
@@ -63,10 +75,10 @@ class Server:
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another
-        self._threads = ThreadPoolExecutor(2 * len(self.engines), "mmserve-engine")
+        self._threads = ThreadPoolExecutor(2 * len(self.engines.names), "mmserve-engine")
 
     async def start(self) -> int:
-        """Start the engines, listen, and return the bound port; raises ``ConfigError`` where that is impossible."""
+        """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
         if self._grpc is not None:
             raise RuntimeError("a server starts once")
         self._grpc = self._build()
@@ -75,18 +87,38 @@ class Server:
         try:
             if self.config.server.metrics_port:
                 self._scraped = Endpoint(self.metrics.registry, self.config.server)
-            for engine in self.engines.values():
+            for name, engine in self._given.items():
                 await self._for_all([engine], "start")
                 started.append(engine)
+                self.engines.add(name, engine)
             await self._grpc.start()
         except BaseException:
             await self._for_all(started, "stop")
             await self._grpc.stop(None)
             await self._close_endpoint()
             raise
-        self._health.set(SERVING)
-        logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
+        if loading := ", ".join(self.engines.loading):
+            logger.info("listening on %s:%d, loading %s", self.config.server.host, self.port, loading)
+        self._announce()
         return self.port
+
+    async def add(self, engine: EngineLike) -> bool:
+        """Start an engine and serve its model; health says SERVING once no model is loading any more.
+
+        Returns False, with the engine stopped, where the server ends already.
+        """
+        await self._for_all([engine], "start")
+        if self._ending is not None:
+            await self._for_all([engine], "stop")
+            return False
+        self.engines.add(engine.info.name, engine)
+        self._announce()
+        return True
+
+    def _announce(self) -> None:
+        if not self.engines.loading:
+            self._health.set(SERVING)
+            logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
 
     async def drain(self) -> None:
         """End in order: health says NOT_SERVING, new requests are refused, running ones get ``drain_seconds``."""
@@ -144,6 +176,7 @@ class Server:
             await self._grpc.stop(_GOODBYE_SECONDS)
             await self._for_all(self.engines.values(), "stop")
             await self._close_endpoint()
+            self._incoming.close()
             self._threads.shutdown(wait=False)
             self._ended.set()
             logger.info("stopped")
@@ -161,15 +194,19 @@ class Server:
     def _build(self) -> Any:
         config = self.config.server
         asked = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
-        interceptors = [*asked, Incoming()]
-        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-        generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
+        room = Room(self.config.media.live_bytes)
+        self._incoming = Incoming(config, room, self.metrics.message_refused)
+        interceptors = [Access(self.metrics, log=config.access_log), *asked, self._incoming]
+        server = grpc.aio.server(interceptors=interceptors, options=connection_options(config))
+        generation = GenerationService(self.engines, self.media, self.config.media, self.metrics, room)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        media_pb2_grpc.add_MediaServiceServicer_to_server(MediaService(self.media, self.config.media), server)
+        media_pb2_grpc.add_MediaServiceServicer_to_server(
+            MediaService(self.media, self.config.media, self.metrics.calls), server
+        )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((*SERVICES, health, reflection.SERVICE_NAME), server)
+        add_reflection((*SERVICES, health), server)
         return server
 
     def _bind(self) -> int:
@@ -182,21 +219,6 @@ class Server:
             return int(self._grpc.add_secure_port(f"{host}:{config.port}", credentials))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
-
-
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    keepalive_ms = int(config.keepalive_seconds * 1000)
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing of its calls
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        # clients ping during long silent streams: without this they are sent away for it
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ]
 
 
 def _credentials(config: ServerConfig) -> Any:

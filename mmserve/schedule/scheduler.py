@@ -3,8 +3,8 @@
 First come, first served at every stage, each bounded by its budget; a prefill that is begun goes before new ones. A
 batch always takes at least its first request, so nothing can be too large to run. Of a next-token model's prompt that
 is longer than the budget a batch takes a chunk, and decode has its turn between two. Decode batches take whoever waited
-longest since their last step. A constrained request is encoded once its grammar is there; those behind it do not wait
-for that.
+longest since their last step. A constrained request is encoded once its grammar is there; those after it do not wait
+for that. Nor does text wait for media: a request with media is encoded once these are read, one without is tokenized.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
     """What each idle stage does next, given all live requests in order of arrival."""
     return Plan(
         constrain=_constrain(entries, budgets) if "constrain" in budgets.idle else (),
+        load=_load(entries, budgets) if "load" in budgets.idle else (),
+        tokenize=_tokenize(entries, budgets) if "tokenize" in budgets.idle else (),
         encode=_encode(entries, budgets) if "encode" in budgets.idle else (),
         prefill=_prefill(entries, budgets) if "prefill" in budgets.idle else (),
         decode=_decode(entries, budgets) if "decode" in budgets.idle else (),
@@ -34,13 +36,29 @@ def _constrain(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, .
     return tuple(waiting[: min(budgets.constrain, max(0, room))])
 
 
+def _load(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+    """Those that are read side by side begin in order of arrival; one whose media are slow may be overtaken."""
+    room = budgets.handover - _count(entries, Stage.LOADING, Stage.LOADED)
+    waiting = [e.id for e in entries if e.images and _startable(e)]
+    return tuple(waiting[: min(budgets.load, max(0, room))])
+
+
+def _tokenize(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+    tokenizing = sum(e.stage is Stage.ENCODING and not e.images for e in entries)
+    room = budgets.handover - tokenizing - _count(entries, Stage.ENCODED)
+    queued = [e for e in entries if not e.images and _startable(e)][: max(0, room)]
+    return _fill(queued, [1 for _ in queued], budgets.encode_batch)
+
+
 def _encode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
-    room = budgets.handover - _count(entries, Stage.ENCODING, Stage.ENCODED)
-    queued = [e for e in entries if _ready_to_encode(e)][: max(0, room)]
-    return _fill(queued, [max(1, e.images) for e in queued], budgets.encode_batch)
+    encoding = sum(e.stage is Stage.ENCODING and e.images > 0 for e in entries)
+    room = budgets.handover - encoding - _count(entries, Stage.ENCODED)
+    loaded = [e for e in entries if e.stage is Stage.LOADED][: max(0, room)]
+    return _fill(loaded, [e.images for e in loaded], budgets.encode_batch)
 
 
-def _ready_to_encode(entry: Entry) -> bool:
+def _startable(entry: Entry) -> bool:
+    """Whether nothing is left that comes before a request's media and text."""
     return entry.stage is Stage.CONSTRAINED or (entry.stage is Stage.QUEUED and not entry.constrained)
 
 

@@ -52,19 +52,27 @@ def test_the_demo_asks_and_judges() -> None:
         "total_ms": float,
         "forwards": int,
         "tokens": int,
+        "plain_ms": float,
+        "plain_forwards": int,
+        "plain_correct": bool,
+        "same": bool,
     }
     for item in report["items"]:
         assert {name: type(item[name]) for name in kinds} == kinds
         assert item["forwards"] >= 1 and 0 < item["ttft_ms"] <= item["total_ms"] and not item["error"]
+        assert item["plain_forwards"] > item["forwards"], "the default is the fast path"
     assert report["accuracy"] == sum(i["correct"] for i in report["items"]) / 5
+    assert report["plain_forwards"] == sum(i["plain_forwards"] for i in report["items"])
+    assert report["plain_ms"] == pytest.approx(sum(i["plain_ms"] for i in report["items"]), abs=0.5)
     assert report["machine"]["cores"] >= 1
 
 
 def test_the_demo_talks_to_people_and_saves_its_scenes(server: Running, tmp_path: Path) -> None:
-    done = command("demo", "--items", "2", "--server", server.address, "--save", str(tmp_path / "new" / "scenes"))
+    done = command("demo", "--items", "5", "--server", server.address, "--save", str(tmp_path / "new" / "scenes"))
     assert done.returncode == 0, done.stderr
-    assert "of 2 right." in done.stdout and "forward passes" in done.stdout and "▒" in done.stdout
-    assert len(list((tmp_path / "new" / "scenes").glob("*.png"))) == 2
+    assert "of 5 right." in done.stdout and "plain decoding:" in done.stdout and "times as fast" in done.stdout
+    assert "forward passes" in done.stdout and "▒" in done.stdout
+    assert len(list((tmp_path / "new" / "scenes").glob("*.png"))) == 5
 
 
 def test_generate_answers_about_an_image(server: Running, tmp_path: Path) -> None:
@@ -136,7 +144,7 @@ def test_generate_refuses_bad_values(
 
 def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("--server", server.address)
-    assert main(["generate", "x", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
+    assert main(["generate", "How many?", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
     assert main(["models", *to, "--model", "reference"]) == 0
     assert capsys.readouterr().err == ""
     for wrong, word in (
@@ -168,7 +176,8 @@ def test_what_is_wrong_is_said_before_a_server_is_started(
     for flag in ("--image", "--video"):
         assert main(["generate", "x", flag, str(tmp_path / "none")]) == 1
         assert "No such file" in capsys.readouterr().err
-    assert main(["models", "--server", "localhost:1", "--token", "ä"]) == 1
+    monkeypatch.setenv("MMSERVE_TOKEN", "ä")
+    assert main(["models", "--server", "localhost:1"]) == 1
     assert capsys.readouterr().err == "mmserve models: a token must be printable ASCII\n"
 
 
@@ -237,7 +246,7 @@ def test_serve_refuses_a_broken_configuration(tmp_path: Path, capsys: pytest.Cap
     text, why = BROKEN[kind]
     path = tmp_path / "broken.toml"
     path.write_text(text)
-    assert main(["serve", "--config", str(path)]) == 1
+    assert main(["serve", "--config", str(path), "--set", "server.port=0"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("mmserve serve: ") and why in err and err.count("\n") == 1
 
@@ -371,3 +380,36 @@ def test_the_attention_benchmark_tells_what_fewer_and_coarser_keys_do(
 def test_a_benchmark_of_too_little_is_refused(capsys: pytest.CaptureFixture[str], few: tuple[str, ...]) -> None:
     assert main(["bench", "serving", *few]) == 1
     assert "--limit" in capsys.readouterr().err
+
+
+def test_an_empty_answer_is_said(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "x", "--regex", "()", "--max-new-tokens", "4", "--server", server.address]
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("\n", "(the answer is empty: the model ended at once)\n")
+    assert main([*asked, "--n", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"sample {i}: (the answer is empty: the model ended at once)" for i in (0, 1)]
+    assert main([*asked, "--json"]) == 0
+    assert one_json(capsys.readouterr().out)["text"] == ""
+
+
+def test_a_token_on_the_command_line_is_refused_and_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["models", "--server", "localhost:1", "--token", "a-secret"])
+    err = capsys.readouterr().err
+    assert raised.value.code == 2 and "MMSERVE_TOKEN" in err and "a-secret" not in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("shtab", reason="in the extras `completion` and `test`")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "mmserve" in script and "generate" in script and "max-new-tokens" in script and "log-format" in script
+
+
+def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    assert "mmserve[completion]" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from mmserve.client import EarlyCommit, Learned, Result
 from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.commit_filter import FILTER
-from mmserve.models.registry import shipped_folder
+from mmserve.models.names import shipped_folder
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.train_filter.__main__ import main
 
@@ -48,7 +48,9 @@ def served(folders: tuple[Path, Path]) -> Iterator[Running]:
         found.assert_serves()
 
 
-def answers(served: Running, **options: object) -> list[Result]:
+def answers(served: Running, **changes: object) -> list[Result]:
+    """By plain decoding, but for ``changes``."""
+    options = {"recompute": "none", "commit": "low_confidence", **changes}
     found = []
     for task in TASKS:
         thing, question = item(task, 0, 0)

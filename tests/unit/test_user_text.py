@@ -44,7 +44,7 @@ def _spaced(model: Any, trainer: Any, scheme: str | None) -> PreTrainedTokenizer
         raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     raw.train_from_iterator(
-        ["hello there, you are a system user assistant image eot id", *map(chr, range(33, 127))] * 9, trainer
+        ["hello there, you are a system user assistant image eot id", "\n", *map(chr, range(33, 127))] * 9, trainer
     )
     added = [AddedToken(t, special=True, normalized=False, lstrip=t == "<image>") for t in SPECIAL]
     tok = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 #: Names of control tokens where a tokenizer does not call them special.
 _CONTROL = re.compile(r"<\|.+\|>")
+#: Names of single bytes, which stand for them wherever a vocabulary has no more of a text.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 #: Private characters, of which one that a chat does not have is its mark.
 _MARKS = range(0x100000, 0x10FFFE)
 
@@ -38,7 +40,8 @@ class _Control:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> _Control:
         added = tokenizer.added_tokens_decoder.items()
-        ids = {t.content: i for i, t in added if t.content.strip() and (t.special or _CONTROL.fullmatch(t.content))}
+        names = {t.content: i for i, t in added if t.special or _CONTROL.fullmatch(t.content)}
+        ids = {name: i for name, i in names.items() if name.strip() and not _BYTE.fullmatch(name)}
         longest = sorted(ids, key=len, reverse=True)
         # without any, an expression that matches nothing
         return cls(ids, re.compile("|".join(map(re.escape, longest)) or r"(?!)"), secrets.token_hex(8))

@@ -19,10 +19,11 @@ from typing import Any
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.events import Admitted, Delta, Failed
 from mmserve.core.info import ModelInfo
-from mmserve.core.plan import Budgets
+from mmserve.core.plan import Budgets, Served
 from mmserve.core.request import TERMINAL, Request, RequestId, Stage, advance
 from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
+from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.cache import EncoderCache
 from mmserve.errors import (
@@ -39,6 +40,7 @@ from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
 from mmserve.record import WORKERS, Record, Sink, open_call
+from mmserve.schedule.fair import guaranteed
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import Stages
 from mmserve.worker import InlineWorker, ThreadWorker, Worker
@@ -83,12 +85,14 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admission = threading.Lock()
         self._queued = 0
+        self._waiting: Counter[Tenant] = Counter()  # samples among those queued, by whose they are
         self._admitted = 0
         self._refusal = "the engine is not started"  # why new requests are refused; "" = they are not
         self._idle = threading.Event()
         self._idle.set()
         self._workers: dict[str, Worker] = {}
         self._busy: Counter[str] = Counter()  # jobs under way
+        self._served: Mapping[str, Served] = {}  # by each stage's queue
         self._steps = 0
         self._seconds = 0.5  # running mean of a request's service time
         self._stopping = False
@@ -124,7 +128,7 @@ class Engine:
         with self._admission:
             if self._refusal:
                 raise Unavailable(self._refusal)
-            if self._queued + wanted > self.config.max_queued:
+            if self._queued + wanted > self.config.max_queued and not self._is_owed(request.tenant, wanted):
                 raise ResourceExhausted(
                     f"{self._queued} requests wait already, and max_queued allows {self.config.max_queued} with the "
                     f"{wanted} asked for; try again later",
@@ -133,6 +137,7 @@ class Engine:
             record = open_call(request, sink, time.monotonic())
             ahead = self._queued
             self._queued += wanted
+            self._waiting[request.tenant] += wanted
             self._admitted += wanted
             self._idle.clear()
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
@@ -140,6 +145,11 @@ class Engine:
             # for whatever happens to a queued request first takes it out of the queue, under this lock.
             self._inbox.put(lambda: self._records.__setitem__(request.id, record))
             sink(Admitted(ahead))
+
+    def _is_owed(self, tenant: Tenant, wanted: int) -> bool:
+        """Whether a full queue still takes ``wanted`` samples of ``tenant``: others cannot fill its part. Locked."""
+        own = sum(count for other, count in self._waiting.items() if other.name == tenant.name)
+        return own + wanted <= guaranteed(self.config.max_queued, tenant, self._waiting)
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
@@ -202,8 +212,10 @@ class Engine:
         self._absorb()
         self._expire()
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
-        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records if not r.waits]
+        size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
+        entries = [r.entry(size, frames, now) for r in records if not r.waits]
         plan = schedule(entries, self._budgets())
+        self._served = plan.served
         for request in plan.constrain:  # a job each: none waits for another's grammar
             self._run("constrain", (request,), self._constrain)
         self._run("encode", plan.encode, self._encode)
@@ -251,6 +263,7 @@ class Engine:
             prefill_tokens=c.prefill_tokens,
             decode_tokens=c.decode_tokens,
             constrain=WORKERS["constrain"] - self._busy["constrain"],
+            served=self._served,
         )
 
     def _run(
@@ -382,6 +395,8 @@ class Engine:
         if record.stage is Stage.QUEUED:
             with self._admission:
                 self._queued -= record.samples
+                self._waiting[record.request.tenant] -= record.samples
+                self._waiting = +self._waiting  # only tenants that wait
         record.stage = advance(record.stage, stage)
 
     def _release(self, record: Record) -> None:

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from mmserve.core.events import Delta, Event, Finished
 from mmserve.core.stats import CacheStats, Stats
 from mmserve.errors import MMServeError
+from mmserve.observe.tenants import TenantMetrics
 
 _PREFIX = "mmserve:"
 _MODEL = "model_name"
@@ -79,6 +80,7 @@ class Metrics:
         )
         self._ended = self._counter("request_success", "Samples that came to an end", "finished_reason")
         self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
+        self.tenants = TenantMetrics(self.registry)
 
     def watch(self) -> Watch:
         """A context in which one request is answered."""
@@ -143,12 +145,14 @@ class Watch:
         self._metrics = metrics
         self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
         self.model = ""  # stays so where there is none of the name asked for: a name of a client's is no label
+        self.tenant = ""
         self.left = ""  # code with which the client went away, if it did
 
     def see(self, event: Event) -> None:
         """Note an event as it is sent."""
         if isinstance(event, Finished):
             self._metrics.finished(self.model, event)
+            self._metrics.tenants.finished(self.tenant, event)
         elif isinstance(event, Delta):
             now = time.monotonic()
             if event.sample in self._last:
@@ -162,11 +166,13 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
+            self._metrics.tenants.ended(self.tenant, "OK")
             return
         code = error.code if isinstance(error, MMServeError) else "INTERNAL"
         if isinstance(error, asyncio.CancelledError):
             code = self.left or "CANCELLED"
         self._metrics.failed(self.model, code)
+        self._metrics.tenants.ended(self.tenant, code)
 
 
 class _Held(Collector):

@@ -18,6 +18,7 @@ from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError, NotFound
 from mmserve.observe.metrics import Metrics, Watch
 from mmserve.rpc import convert, request_id
+from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
@@ -92,6 +93,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, own: str, message: pb.GenerateRequest, context: Any, held: ExitStack, watch: Watch
     ) -> tuple[EngineLike, Request]:
         """The request in ``message``, which is counted until ``held`` is closed, and who is to answer it."""
+        tenant = current_tenant()
+        watch.tenant = tenant.name
         engine = find_engine(self._engines, message.model)
         watch.model = engine.info.name
         request = convert.to_request(
@@ -99,8 +102,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             request_id=own,
             info=engine.info,
             limits=self._limits,
-            media=self._media.get,
+            media=lambda media_id: self._media.get(media_id, tenant.cache),
             deadline=_deadline(context),
+            tenant=tenant,
         )
         held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
         return engine, request

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import ssl
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,11 +19,14 @@ from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.auth import BearerAuth
+from mmserve.rpc.certificates import Certificates
 from mmserve.rpc.generation import EngineLike, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
+from mmserve.rpc.quotas import Quotas
+from mmserve.tenants import Accepted, accepted_tokens
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -57,6 +58,8 @@ class Server:
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
         self.port = 0
+        self._auth = BearerAuth(_accepted(config), self.metrics.tenants.refused)
+        self._certificates = Certificates(config.server) if config.server.tls_key else None
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
@@ -160,8 +163,7 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        asked = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
-        interceptors = [*asked, Incoming()]
+        interceptors = [self._auth, Quotas(self.metrics.tenants.limited), Incoming()]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
@@ -175,13 +177,16 @@ class Server:
     def _bind(self) -> int:
         config = self.config.server
         host = f"[{config.host}]" if ":" in config.host else config.host
-        credentials = _credentials(config)
         try:
-            if credentials is None:
+            if self._certificates is None:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
-            return int(self._grpc.add_secure_port(f"{host}:{config.port}", credentials))
+            return int(self._grpc.add_secure_port(f"{host}:{config.port}", self._certificates.credentials()))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
+
+
+def _accepted(config: Config) -> tuple[Accepted, ...]:
+    return accepted_tokens(config.tenants, config.server.auth_tokens)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -197,26 +202,3 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         # clients ping during long silent streams: without this they are sent away for it
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
-
-
-def _credentials(config: ServerConfig) -> Any:
-    if not config.tls_key:
-        return None
-    certificate, key = _pem("tls_certificate", config.tls_certificate), _pem("tls_key", config.tls_key)
-    try:  # gRPC itself would say no more than that the port cannot be bound
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, password="")
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"[server] tls_certificate and tls_key are not a pair (PEM, key not encrypted): {error}"
-        ) from error
-    client_ca = _pem("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
-    return grpc.ssl_server_credentials(
-        [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )
-
-
-def _pem(name: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"[server] {name}: cannot read {path}: {error.strerror}") from error

@@ -28,7 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
         for engine in engines.values():
             engine.warm()
         settle()
-        await server.serve_until_signal(lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True))
+        await server.serve_until_signal(
+            lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True), lambda: read_config(arguments)
+        )
 
     asyncio.run(serve())
     return 0

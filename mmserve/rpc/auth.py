@@ -45,6 +45,11 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         self._unlogged = 0  # refused calls since the last line of the log
         self._logged = -_LOG_SECONDS  # when that was, on the monotonic clock (seconds)
 
+    @property
+    def guards(self) -> bool:
+        """Whether a token is asked for."""
+        return bool(self._accepted)
+
     def replace(self, accepted: Sequence[Accepted]) -> None:
         """Accept these tokens from now on; calls under way go on."""
         self._accepted = tuple(accepted)

@@ -18,15 +18,13 @@ from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
-from mmserve.rpc.auth import BearerAuth
-from mmserve.rpc.certificates import Certificates
 from mmserve.rpc.generation import EngineLike, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
 from mmserve.rpc.quotas import Quotas
-from mmserve.tenants import Accepted, accepted_tokens
+from mmserve.rpc.reload import Access, unfollowed
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -58,8 +56,7 @@ class Server:
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
         self.port = 0
-        self._auth = BearerAuth(_accepted(config), self.metrics.tenants.refused)
-        self._certificates = Certificates(config.server) if config.server.tls_key else None
+        self._access = Access(config, self.metrics.tenants.refused)
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
@@ -78,6 +75,7 @@ class Server:
         try:
             if self.config.server.metrics_port:
                 self._scraped = Endpoint(self.metrics.registry, self.config.server)
+                self._access.endpoint = self._scraped
             for engine in self.engines.values():
                 await self._for_all([engine], "start")
                 started.append(engine)
@@ -102,25 +100,60 @@ class Server:
             await self._for_all(self.engines.values(), "drain", 0.0)
         await self._end(0.0)
 
-    async def serve_until_signal(self, ready: Callable[[], None] = lambda: None) -> None:
+    async def reload(self, read: Callable[[], Config]) -> None:
+        """Follow the configuration that ``read`` gives: its tokens, tenants and certificates as they are now.
+
+        Connections and requests under way go on. Raises ``ConfigError`` where something cannot be used: then everything
+        stays as it was.
+        """
+        config, apply = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, read)
+        apply()
+        for what in unfollowed(self.config, config):
+            logger.warning("%s of the configuration differs from what the server runs with: restart it for that", what)
+        logger.info("tokens, tenants and certificates are read again")
+
+    def _read(self, read: Callable[[], Config]) -> tuple[Config, Callable[[], None]]:
+        config = read()
+        return config, self._access.read(config)
+
+    async def serve_until_signal(
+        self, ready: Callable[[], None] = lambda: None, read: Callable[[], Config] | None = None
+    ) -> None:
         """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
-        ``ready`` is called when signals are watched.
+        ``ready`` is called when signals are watched. On SIGHUP, ``reload`` follows the configuration that ``read``
+        gives, by default the one that the server began with: its files are read again.
         """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         watched = (signal.SIGTERM, signal.SIGINT)
         for number in watched:
             loop.add_signal_handler(number, signals.put_nowait, number)
+        hangups = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, hangups.set)
         ready()
-        obeying = asyncio.create_task(self._obey(signals))
+        tasks = [
+            asyncio.create_task(self._obey(signals)),
+            asyncio.create_task(self._follow(hangups, read or (lambda: self.config))),
+        ]
         try:
             await self._ended.wait()
             await self.drain()  # over already: raises what went wrong in it
         finally:
-            obeying.cancel()
-            for number in watched:
+            for task in tasks:
+                task.cancel()
+            for number in (*watched, signal.SIGHUP):
                 loop.remove_signal_handler(number)
+
+    async def _follow(self, hangups: asyncio.Event, read: Callable[[], Config]) -> None:
+        while await hangups.wait():
+            hangups.clear()
+            try:
+                await self.reload(read)
+            except ConfigError as error:
+                logger.error("SIGHUP: the configuration stays as it was: %s", error)
+            except Exception:
+                logger.exception("SIGHUP: the configuration stays as it was")
 
     async def _obey(self, signals: asyncio.Queue[signal.Signals]) -> None:
         logger.info("%s: draining", (await signals.get()).name)
@@ -163,7 +196,7 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        interceptors = [self._auth, Quotas(self.metrics.tenants.limited), Incoming()]
+        interceptors = [self._access.auth, Quotas(self.metrics.tenants.limited), Incoming()]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
@@ -178,15 +211,12 @@ class Server:
         config = self.config.server
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:
-            if self._certificates is None:
+            certificates = self._access.certificates
+            if certificates is None:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
-            return int(self._grpc.add_secure_port(f"{host}:{config.port}", self._certificates.credentials()))
+            return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
-
-
-def _accepted(config: Config) -> tuple[Accepted, ...]:
-    return accepted_tokens(config.tenants, config.server.auth_tokens)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

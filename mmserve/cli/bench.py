@@ -13,10 +13,12 @@ from mmserve.errors import ConfigError
 
 #: Benchmark to the module whose ``run(arguments, progress)`` returns its figures.
 BENCHMARKS = {
+    "attacks": "mmserve.bench.attacks",
     "attention": "mmserve.bench.attention",
     "constraint": "mmserve.bench.constraint",
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
+    "load": "mmserve.bench.load",
     "quality": "mmserve.bench.quality",
     "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
@@ -42,17 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="A,B,…",
         help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and "
-        "search; of `kernels` ops (default all)",
+        "search; of `attacks` attacks; of `kernels` ops (default all)",
     )
     parser.add_argument(
         "--recompute",
-        help="cache policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default the model's) and of "
-        "`decode` (default all)",
+        help="cache policy of `quality`, `constraint`, `attention`, `load`, `reuse` and `vision` (default the "
+        "model's) and of `decode` (default all)",
     )
     parser.add_argument(
         "--commit",
-        help="commit policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default the model's) and of "
-        "`decode` (default all)",
+        help="commit policy of `quality`, `constraint`, `attention`, `load`, `reuse` and `vision` (default the "
+        "model's) and of `decode` (default all)",
     )
     parser.add_argument(
         "--block-length", type=int, default=0, metavar="N", help="tokens of a block of `quality` (default the model's)"
@@ -74,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep rows of `attention` here, and take those that are there"
+    )
+    parser.add_argument(
+        "--clients", default="", metavar="N,N,…", help="clients at once in `load`, a row each (default 1,4,16,64,200)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     add_config(parser)

@@ -14,6 +14,7 @@ be reached.
 
 from mmserve.client.asynchronous import AsyncClient
 from mmserve.client.blocking import Client
+from mmserve.client.connection import TLS
 from mmserve.core.events import (
     Admitted,
     CommittedToken,
@@ -27,7 +28,7 @@ from mmserve.core.events import (
 )
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
-from mmserve.rpc.outgoing import TLS, Options, Result
+from mmserve.rpc.options import Options
 from mmserve.rpc.outgoing_constraint import Hole, Template
 from mmserve.rpc.policies import (
     Adaptive,
@@ -53,6 +54,7 @@ from mmserve.rpc.policies import (
     Threshold,
     VisualCache,
 )
+from mmserve.rpc.result import Result
 
 __all__ = [
     "TLS",

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import grpc
 import PIL.Image
@@ -18,53 +18,108 @@ from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
-from mmserve.rpc.outgoing import (
-    Chat,
-    Image,
-    Options,
-    Result,
-    build_request,
-    file_bytes,
-    request_label,
-    to_result,
-)
+from mmserve.rpc.options import BaseOptions, Chat, Image, documented
+from mmserve.rpc.outgoing import build_request, file_bytes, request_label
+from mmserve.rpc.outgoing_constraint import Adapter
+from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
+
+T = TypeVar("T")
 
 
 class AsyncClient(Base):
     """``Client`` for asyncio: the same methods, to be awaited; one event loop per client."""
 
+    @overload
     async def generate(
         self,
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
+        schema: None = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[Options],
-    ) -> Result:
+        **options: Unpack[BaseOptions],
+    ) -> Result[None]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: type[T],
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[T]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Adapter[T],
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[T]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Any,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[Any]: ...
+
+    @documented
+    async def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Any = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[Any]:
         """As ``Client.generate``."""
         label = request_label(request_id)
-        message = await asyncio.to_thread(build_request, prompt, images, deltas=False, snapshots=False, **options)
+        message = await asyncio.to_thread(
+            build_request, prompt, images, deltas=False, snapshots=False, schema=schema, **options
+        )
         events = self._events(message, self._retries(timeout), label)
         done = [event async for event in events if isinstance(event, Finished)]
-        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
+        return to_result(done, message.sampling.n or 1, label, schema)
 
+    @documented
     async def stream(
         self,
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
+        schema: Any = None,
         snapshots: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[BaseOptions],
     ) -> AsyncGenerator[Event, None]:
-        """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early."""
+        """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early.
+
+        snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
+        """
         label = request_label(request_id)
         retries = self._retries(timeout)
-        message = await asyncio.to_thread(build_request, prompt, images, deltas=True, snapshots=snapshots, **options)
+        message = await asyncio.to_thread(
+            build_request, prompt, images, deltas=True, snapshots=snapshots, schema=schema, **options
+        )
         events = self._events(message, retries, label)
         try:
             async for event in events:

@@ -9,9 +9,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mmserve.client.connection import TLS, call_metadata, channel_credentials, channel_options
 from mmserve.client.retries import Retries
 from mmserve.errors import ConfigError, DeadlineExceeded, MMServeError, Unavailable
-from mmserve.rpc.outgoing import TLS, UPLOAD_CHUNK, call_metadata, channel_credentials, channel_options
+from mmserve.rpc.outgoing import UPLOAD_CHUNK
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc
 

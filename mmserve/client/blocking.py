@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import grpc
 import PIL.Image
@@ -17,60 +17,110 @@ from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
-from mmserve.rpc.outgoing import (
-    Chat,
-    Image,
-    Options,
-    Result,
-    build_request,
-    file_bytes,
-    request_label,
-    to_result,
-)
+from mmserve.rpc.options import BaseOptions, Chat, Image, documented
+from mmserve.rpc.outgoing import build_request, file_bytes, request_label
+from mmserve.rpc.outgoing_constraint import Adapter
+from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2, model_pb2
+
+T = TypeVar("T")
 
 
 class Client(Base):
     """A connection to a server, for any number of threads. Use it as a context manager, or ``close`` it."""
 
+    @overload
     def generate(
         self,
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
+        schema: None = None,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[Options],
-    ) -> Result:
-        """The whole answer to a prompt or chat, with ``images`` in front of its last message; see ``Options``.
+        **options: Unpack[BaseOptions],
+    ) -> Result[None]: ...
 
-        ``videos`` (an option) go behind the images. With ``n`` samples, the first, and all as its ``samples``. With
-        ``schema``, a JSON schema or a pydantic model, the answer is valid JSON under it, and ``parsed`` its value. With
-        ``template``, texts and each ``Hole`` between them, ``holes`` is what fills them.
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: type[T],
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[T]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Adapter[T],
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[T]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Any,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[Any]: ...
+
+    @documented
+    def generate(
+        self,
+        prompt: str | Sequence[Chat],
+        images: Sequence[Image] = (),
+        *,
+        schema: Any = None,
+        timeout: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[BaseOptions],
+    ) -> Result[Any]:
+        """The whole answer to a prompt or chat.
+
+        Returns the first sample; ``Result.samples`` has all ``n``. ``Result.parsed`` is the value of an answer to a
+        ``schema``. Raises the errors that ``mmserve.client`` exports, all of them ``MMServeError``.
         """
         label = request_label(request_id)
-        message = build_request(prompt, images, deltas=False, snapshots=False, **options)
+        message = build_request(prompt, images, deltas=False, snapshots=False, schema=schema, **options)
         events = self._events(message, self._retries(timeout), label)
         done = [event for event in events if isinstance(event, Finished)]
-        return to_result(done, message.sampling.n or 1, label, options.get("schema"))
+        return to_result(done, message.sampling.n or 1, label, schema)
 
+    @documented
     def stream(
         self,
         prompt: str | Sequence[Chat],
         images: Sequence[Image] = (),
         *,
+        schema: Any = None,
         snapshots: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[BaseOptions],
     ) -> Generator[Event, None, None]:
-        """The answer as it comes: ``Admitted``, ``Delta`` (and ``Snapshot``), ``Finished``.
+        """The events of an answer as they arrive: ``Admitted``, ``Delta`` and ``Snapshot``, then ``Finished``.
 
         With ``n`` samples their events come in any order, each with its ``sample``, and each has its ``Finished``.
-        Leaving the loop, or closing the generator, cancels the request.
+        Leaving the loop, or closing the generator, cancels the request. Raises the errors that
+        ``mmserve.client`` exports, all of them ``MMServeError``.
+
+        snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
         """
-        message = build_request(prompt, images, deltas=True, snapshots=snapshots, **options)
+        message = build_request(prompt, images, deltas=True, snapshots=snapshots, schema=schema, **options)
         return self._events(message, self._retries(timeout), request_label(request_id))
 
     def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:

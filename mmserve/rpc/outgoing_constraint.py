@@ -5,13 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 
 #: A JSON schema, or a class that has one and reads its instances from JSON, such as a pydantic model.
 Schema = Mapping[str, Any] | type[Any]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Adapter(Protocol[T_co]):
+    """What has a JSON schema and reads values from JSON, as ``pydantic.TypeAdapter`` does."""
+
+    def json_schema(self) -> dict[str, Any]:
+        """The JSON schema of the values."""
+
+    def validate_json(self, data: str, /) -> T_co:
+        """The value in the JSON text ``data``."""
+
+
+#: What to do with a constraint that no grammar can express.
+ConstraintMode = Literal["strict", "validate", "lenient"]
 
 _MODES = {
     "strict": pb.CONSTRAINT_MODE_STRICT,
@@ -34,7 +50,7 @@ class Hole:
     regex: str | None = None
     choices: Sequence[str] | None = None
     grammar: str | None = None
-    constraint_mode: str | None = None
+    constraint_mode: ConstraintMode | None = None
 
 
 #: Texts and, with text between any two, holes.

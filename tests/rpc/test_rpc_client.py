@@ -25,7 +25,7 @@ from mmserve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from mmserve.rpc.outgoing import to_result
+from mmserve.rpc.result import to_result
 
 PNG = b"\x89PNG and so on"
 

@@ -27,7 +27,8 @@ from mmserve.core.events import ConstraintStats, Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
 from mmserve.rpc.convert import from_response, to_response
-from mmserve.rpc.outgoing import build_request, to_result
+from mmserve.rpc.outgoing import build_request
+from mmserve.rpc.result import to_result
 from mmserve.rpc.status import from_status, to_status
 from mmserve.v1 import generation_pb2 as pb
 

@@ -16,7 +16,8 @@ from mmserve.core.constraint import Hole as Gap
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.convert import from_response, to_response
-from mmserve.rpc.outgoing import build_request, to_result
+from mmserve.rpc.outgoing import build_request
+from mmserve.rpc.result import to_result
 from mmserve.v1 import generation_pb2 as pb
 
 TEXT = {"text": "a"}

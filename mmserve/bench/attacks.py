@@ -1,0 +1,165 @@
+"""What hostile requests cost everybody else: ``mmserve bench attacks``.
+
+For each attack: the latency of short text requests and of health checks while it runs, beside the same on an idle
+server, and the server's memory before it and some time after it. The server runs in a process of its own, and so does
+the attacker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmserve.bench.attackers import ATTACKS
+from mmserve.bench.served import ServedProcess
+from mmserve.client import Client, Options
+from mmserve.errors import ConfigError, MMServeError
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.items import Question
+
+#: Seconds between two health checks.
+CHECK_EVERY = 0.05
+#: Seconds of an attack, and after its end until memory is looked at again.
+ATTACK_SECONDS, SETTLE_SECONDS = 15.0, 60.0
+#: Goals: the p99 of text requests over the idle server's, milliseconds of a health check, memory over that before.
+SLOWER, CHECK_MS, GROWTH = 3.0, 100.0, 1.2
+PATIENCE = 120.0
+
+
+@dataclass
+class Seen:
+    """What a bystander saw; latencies in milliseconds."""
+
+    texts: list[float] = field(default_factory=list)
+    checks: list[float] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)  # by question
+    changed: int = 0  # answers that are not the first one of their question
+    failures: list[str] = field(default_factory=list)
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each attack, and each goal as a measure."""
+    names = [name for name in arguments.tasks.split(",") if name] or list(ATTACKS)
+    if unknown := [name for name in names if name not in ATTACKS]:
+        raise ConfigError(f"--tasks of `attacks`: {unknown[0]!r} is none of {', '.join(ATTACKS)}")
+    rows = []
+    for name in names:
+        with ServedProcess(arguments) as served:  # a server each: what one leaves is not counted for the next
+            rows.append(_attacked(served, name, arguments.seed, progress))
+    return {"rows": rows, "measures": [measure for row in rows for measure in _measures(row)], "settings": _settings()}
+
+
+def _attacked(served: ServedProcess, name: str, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    asks = [item("arithmetic", index, seed)[1] for index in range(16)]
+    with Client(served.address, timeout=PATIENCE) as client:
+        client.wait_ready()
+        _warm(client, seed)
+    progress(f"{name}: idle")
+    _watch(served.address, asks, ATTACK_SECONDS / 4)  # warm-up
+    idle = _watch(served.address, asks, ATTACK_SECONDS)
+    before = served.resident_bytes()
+    progress(f"{name}: attacked for {ATTACK_SECONDS:.0f} s")
+    attacker = subprocess.Popen(
+        [sys.executable, "-m", "mmserve.bench.attackers", served.address, name], stdout=subprocess.PIPE
+    )
+    try:
+        assert attacker.stdout is not None
+        attacker.stdout.readline()  # it has begun, or has failed
+        seen = _watch(served.address, asks, ATTACK_SECONDS, idle.answers)
+        most = served.resident_bytes()
+        alive = attacker.poll() is None
+    finally:
+        attacker.kill()
+        attacker.communicate()
+    progress(f"{name}: {SETTLE_SECONDS:.0f} s after it")
+    time.sleep(SETTLE_SECONDS)
+    after = served.resident_bytes()
+    return {
+        "measured": name,
+        "text_ms_p50": [round(statistics.median(_waits(each.texts)), 1) for each in (idle, seen)],
+        "text_ms_p99": [round(_p99(_waits(each.texts)), 1) for each in (idle, seen)],
+        "check_ms_max": [round(max(_waits(each.checks)), 1) for each in (idle, seen)],
+        "memory_mib": [before >> 20, most >> 20, after >> 20],
+        "texts": len(seen.texts),
+        "changed": seen.changed,
+        "failed": len(seen.failures),
+        "failures": sorted(set(seen.failures)),
+        "attack_went_on": alive,
+    }
+
+
+def _warm(client: Client, seed: int) -> None:
+    """One request of each kind, so that what is loaded once counts as memory before the attack."""
+    for task in ("count", "json", "direction"):
+        thing, question = item(task, 0, seed)
+        media = shown(task, thing)
+        options: Options = {"max_new_tokens": canvas(task), "videos": media["videos"]}
+        client.generate(question.text, media["images"], **options)
+    client.generate("Is it so?", choices=["yes", "no"], max_new_tokens=8)
+
+
+def _watch(address: str, asks: Sequence[Question], seconds: float, answers: dict[str, str] | None = None) -> Seen:
+    """Short text requests one after another, and health checks beside them; ``answers`` are those known so far."""
+    seen, ended = Seen(answers=dict(answers or {})), threading.Event()
+
+    def check() -> None:
+        with Client(address, timeout=PATIENCE) as client:
+            while not ended.is_set():
+                began = time.monotonic()
+                client.wait_ready(PATIENCE)
+                seen.checks.append(1000 * (time.monotonic() - began))
+                ended.wait(CHECK_EVERY)
+
+    checking = threading.Thread(target=check)
+    checking.start()
+    end = time.monotonic() + seconds
+    try:
+        with Client(address, timeout=PATIENCE) as client:
+            while (began := time.monotonic()) < end:
+                question = asks[len(seen.texts) % len(asks)]
+                try:
+                    answer = client.generate(question.text, max_new_tokens=canvas(question.task))
+                except MMServeError as error:
+                    seen.failures.append(error.code)
+                    continue
+                seen.texts.append(1000 * (time.monotonic() - began))
+                seen.changed += seen.answers.setdefault(question.text, answer.text) != answer.text
+    finally:
+        ended.set()
+        checking.join()
+    return seen
+
+
+def _waits(latencies: list[float]) -> list[float]:
+    """Latencies in ascending order; where there is none, how long was waited in vain."""
+    return sorted(latencies) or [1000 * PATIENCE]
+
+
+def _p99(ordered: list[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+def _measures(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row's figures against their goals."""
+    name, (idle, attacked) = row["measured"], row["text_ms_p99"]
+    before, _most, after = row["memory_mib"]
+    figures = (
+        ("text p99 over idle", attacked / idle, "x", SLOWER),
+        ("slowest health check", row["check_ms_max"][1], "ms", CHECK_MS),
+        ("memory after over before", after / before, "x", GROWTH),
+    )
+    return [
+        {"name": f"{name}: {what}", "value": round(value, 2), "unit": unit, "goal": f"<= {goal}", "met": value <= goal}
+        for what, value, unit, goal in figures
+    ]
+
+
+def _settings() -> dict[str, float]:
+    return {"attack_seconds": ATTACK_SECONDS, "settle_seconds": SETTLE_SECONDS, "check_every_seconds": CHECK_EVERY}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -15,24 +16,24 @@ from mmserve.config import Config, resolve
 from mmserve.decode.schedulers import load_schedulers
 from mmserve.encode.cache import EncoderCache
 from mmserve.engine import Engine
-from mmserve.errors import ConfigError
+from mmserve.models.names import served_names
 from mmserve.models.registry import load_model
 from mmserve.rpc.server import Server
 
 logger = logging.getLogger("mmserve")
 
 
-def build_engines(config: Config) -> dict[str, Engine]:
-    """Load every model and make its engine, not yet started; ``ConfigError`` where a checkpoint is wrong."""
+def load_engines(config: Config) -> Iterator[Engine]:
+    """Load one model after another; each comes with its engine, not yet started.
+
+    Raises ``ConfigError`` where a checkpoint is wrong.
+    """
     engine_config = resolve(config.engine)
     schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(engine_config.torch_threads)
     cache = EncoderCache.of(config.encoder_cache)
-    engines: dict[str, Engine] = {}
     for entry in config.models:
         model = load_model(entry)
-        if model.spec.name in engines:
-            raise ConfigError(f"two models are named {model.spec.name!r}; give one another name under [[models]]")
         logger.info(
             "loaded %s%s: %.1f M parameters, %s on %s",
             model.spec.name,
@@ -41,8 +42,23 @@ def build_engines(config: Config) -> dict[str, Engine]:
             str(model.dtype).removeprefix("torch."),
             model.device,
         )
-        engines[model.spec.name] = Engine(model, engine_config, config.media, schedulers, cache)
-    return engines
+        engine = Engine(model, engine_config, config.media, schedulers, cache)
+        logger.info("kernels of %s: %s", model.spec.name, _summary(engine.info.kernels))
+        yield engine
+
+
+def _summary(kernels: Mapping[str, str]) -> str:
+    """Which implementation runs which ops, in one line."""
+    ops: dict[str, list[str]] = {}
+    for op, implementation in sorted(kernels.items()):
+        ops.setdefault(implementation, []).append(op)
+    return "; ".join(f"{implementation} ({', '.join(names)})" for implementation, names in ops.items())
+
+
+def build_engines(config: Config) -> dict[str, Engine]:
+    """The engines of every model by its name, not yet started; ``ConfigError`` where a checkpoint is wrong."""
+    names = served_names(config.models)
+    return dict(zip(names, load_engines(config), strict=True))
 
 
 class BackgroundServer:

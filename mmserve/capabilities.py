@@ -18,6 +18,7 @@ from mmserve.decode.constrained.sampling import check_sampling
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING
 from mmserve.decode.renoise import check_renoising
+from mmserve.defaults import tuning_of
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
 from mmserve.kv.reuse import REUSES
@@ -40,12 +41,12 @@ class Capabilities:
         self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
         self._drafts = not engine.sparse_prefill and rows_apart(engine)
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
+        self.tuning = tuning_of(model, self._recompute_policies, self._commit_policies, offered)
 
     def describe(self, kernels: dict[str, str]) -> ModelInfo:
         """All of it; ``kernels`` names the implementation of each operation."""
         sees = self.model.vision is not None
         frames = self.model.vision.frames_per_video if self.model.vision is not None else 0
-        policies = self._recompute_policies
         an_image = self.model.vision.tokens_per_image if self.model.vision is not None else 0
         fitting = (self.max_tokens - DEFAULT_NEW_TOKENS) // an_image if an_image else self._media.max_images
         return ModelInfo(
@@ -54,7 +55,7 @@ class Capabilities:
             images=sees,
             videos=bool(frames),
             diffusion=not self.model.spec.causal,
-            recompute_policies=policies,
+            recompute_policies=self._recompute_policies,
             commit_policies=self._commit_policies,
             pruners=self._pruners,
             max_tokens=self.max_tokens,
@@ -67,8 +68,9 @@ class Capabilities:
             max_video_bytes=self._media.max_item_bytes if frames else 0,
             max_new_tokens=self.model.spec.block_length() if self.model.spec.renoising else DEFAULT_NEW_TOKENS,
             block_length=self.model.spec.block_length(),
-            recompute_policy=policies[0],
-            commit_policy=self._commit_policies[0],
+            recompute_policy=self.tuning.default.recompute.name,
+            commit_policy=self.tuning.default.commit.name,
+            tuning=self.tuning,
             parameters=self.model.parameters,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),

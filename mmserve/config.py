@@ -45,6 +45,7 @@ class ServerConfig:
     keepalive_seconds: float = 30.0
     metrics_port: int = 0  # Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none
     metrics_host: str = "127.0.0.1"  # whoever reaches it may read them: no token is asked for
+    access_log: bool = True  # one line of the log a call, health checks that succeed excepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,7 @@ class ModelConfig:
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
+    policies: str = ""  # file that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one
 
 
 @dataclass(frozen=True, kw_only=True)

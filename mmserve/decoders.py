@@ -17,12 +17,13 @@ from mmserve.kv.room import check_room, free_bytes, pool_bytes
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import CanvasModel, LoadedModel, Model
+from mmserve.models.packed import pack
 
 
 def decoder_for(
     model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache
 ) -> DiffusionDecoder | CanvasDecoder:
-    """The decoder of ``model`` with its pages; raises ``ConfigError`` where the settings and the model do not agree."""
+    """The decoder of ``model``, its weights packed, with its pages; raises ``ConfigError`` where the settings and the model do not agree."""
     chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
         if chosen or engine.kv_bits:
@@ -31,6 +32,9 @@ def decoder_for(
             )
         return CanvasDecoder(model, offered)
     beside = model.companion
+    for each in (model, beside):
+        if each is not None:
+            pack(each.decoder)
     if model.device.type == "cuda":
         _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
     companion = Companion(beside, _store(beside, engine), model) if beside is not None else None

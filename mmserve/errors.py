@@ -84,6 +84,10 @@ class Unavailable(MMServeError):
     code = "UNAVAILABLE"
 
 
+class TLSError(Unavailable):
+    """Client and server do not agree about TLS; raised by the client, which does not try again."""
+
+
 class DeadlineExceeded(MMServeError):
     """The request's deadline passed before it finished."""
 

@@ -70,7 +70,7 @@ def pick(
     most = of.max_quantized if quantized and of.max_quantized is not None else of.max_head_size
     lacking = _lacking(of, device, dtype, head_size, most)
     path, module = ("pytorch", "reference") if lacking else ("triton", "kernel")
-    level = logging.WARNING if lacking and device.type == "cuda" else logging.INFO
+    level = logging.WARNING if lacking and device.type == "cuda" else logging.DEBUG
     reason = lacking or _gpu_name(device)
     logger.log(level, "%s runs as %s: %s", op, path, reason)
     run = getattr(import_module(f"{of.package}.{module}"), op)

@@ -17,8 +17,8 @@ _PERIOD = 16
 def black_clip(width: int, height: int, frames: int) -> bytes:
     """An MP4 file of so many black frames (30 a second) with one keyframe, so that each frame must be decoded.
 
-    1,780 frames of 3840 x 2160 are 430 kB, and take 10 s of one core to decode. Only a few frames are encoded, and the packets of the unchanged ones
-    repeated, which takes a second instead of a minute.
+    1,780 frames of 3840 x 2160 are 430 kB, and take 10 s of one core to decode. Only a few frames are encoded; the
+    packets of the unchanged ones are repeated, which takes a second instead of a minute.
     """
     file = BytesIO()
     with av.open(file, "w", format="mp4") as container:

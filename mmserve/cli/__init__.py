@@ -13,6 +13,7 @@ from importlib import import_module
 
 import mmserve
 from mmserve.errors import ConfigError, MMServeError
+from mmserve.observe.logs import configure
 
 #: Subcommand to the module that has ``add_arguments(parser)`` and ``run(arguments) -> exit code``.
 COMMANDS = {
@@ -36,12 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.add_argument("-v", "--verbose", action="store_true", help="log more")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,  # of libraries: PyTorch tells its counters at every end
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("mmserve").setLevel(logging.DEBUG if arguments.verbose else _level(arguments.command))
+    form = getattr(arguments, "log_format", "text")
+    configure(logging.DEBUG if arguments.verbose else _level(arguments.command), form)
     try:
         code = int(modules[arguments.command].run(arguments))
         sys.stdout.flush()
@@ -50,7 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 1
     except (ConfigError, MMServeError, OSError) as error:
-        print(f"mmserve {arguments.command}: {error}", file=sys.stderr)
+        if form == "json":
+            logging.getLogger("mmserve").error("%s", error)
+        else:
+            print(f"mmserve {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "decode": "mmserve.bench.decode",
     "kernels": "mmserve.bench.kernels",
     "load": "mmserve.bench.load",
+    "peers": "mmserve.bench.peers",
     "quality": "mmserve.bench.quality",
     "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
@@ -81,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clients", default="", metavar="N,N,…", help="clients at once in `load`, a row each (default 1,4,16,64,200)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads in `peers` (default 1)")
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help="interpreter that has vLLM, which `peers` then measures too"
+    )
     add_config(parser)
     add_json(parser)
 

@@ -1,4 +1,7 @@
-"""Start a server with the bundled model, show it freshly drawn pictures and clips over gRPC and check its answers."""
+"""Start a server with the bundled model, show it freshly drawn pictures and clips over gRPC and check its answers.
+
+Each question is asked twice: as any request is decoded by default, and then by plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine
-from mmserve.client import Client, Finished, Snapshot
+from mmserve.client import Client, Finished, Options, Snapshot
 from mmserve.errors import ConfigError, MMServeError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
@@ -27,7 +30,7 @@ PRINTED_SNAPSHOTS = 4
 
 @dataclass(frozen=True)
 class Item:
-    """One question of the demo and how it went; times in milliseconds."""
+    """One question of the demo and how it went; times in milliseconds. ``plain_…``: by plain decoding."""
 
     task: str
     question: str
@@ -38,6 +41,10 @@ class Item:
     total_ms: float
     forwards: int
     tokens: int
+    plain_ms: float
+    plain_forwards: int
+    plain_correct: bool
+    same: bool  # whether plain decoding gives the same answer
     error: str = ""
 
 
@@ -79,11 +86,17 @@ def run(arguments: argparse.Namespace) -> int:
                 "items": [asked.__dict__ for asked in items],
                 "accuracy": round(right / max(1, len(items)), 4),
                 "accuracy_by_task": _by_task(items),
+                **_totals(items),
                 "machine": describe(),
             }
         )
     else:
-        say.line(f"\n{right} of {len(items)} right.")
+        totals = _totals(items)
+        say.line(
+            f"\n{right} of {len(items)} right, {sum(asked.plain_correct for asked in items)} by plain decoding; "
+            f"{sum(asked.same for asked in items)} answers are the same. {totals['total_ms'] / 1000:.1f} s in all "
+            f"against {totals['plain_ms'] / 1000:.1f} s: {totals['speedup']:g} times as fast."
+        )
     return 0 if answered else 1
 
 
@@ -96,37 +109,76 @@ def _questions(count: int, seed: int) -> Iterator[tuple[Shown, Question]]:
 
 
 def _ask(client: Client, model: str, media: Shown, question: Question, say: _Teller) -> Item:
-    started = time.monotonic()
-    finished: Finished | None = None
-    error = ""
-    try:
-        for event in client.stream(
-            question.text,
-            **media,
-            model=model or None,
-            max_new_tokens=canvas(question.task),
-            snapshots=not say.quiet,
-        ):
-            if isinstance(event, Snapshot):
-                say.canvas(event)
-            elif isinstance(event, Finished):
-                finished = event
-    except MMServeError as raised:
-        error = f"{raised.code}: {raised.message}"
-    total = 1000 * (time.monotonic() - started)
-    if finished is None:
-        return Item(question.task, question.text, question.answer, "", False, 0.0, round(total, 1), 0, 0, error)
+    answer = _answered(client, model, media, question, say)
+    plain = _answered(client, model, media, question, None) if not answer.error else answer
     return Item(
         question.task,
         question.text,
         question.answer,
-        finished.text,
-        correct(question, finished.text),
-        round(finished.times.first_token, 1),
-        round(total, 1),
-        finished.forwards,
-        finished.usage.completion_tokens,
+        answer.text,
+        correct(question, answer.text),
+        answer.first_ms,
+        answer.total_ms,
+        answer.forwards,
+        answer.tokens,
+        plain.total_ms,
+        plain.forwards,
+        correct(question, plain.text),
+        plain.text == answer.text,
+        answer.error or plain.error,
     )
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """One answer; times in milliseconds."""
+
+    text: str = ""
+    first_ms: float = 0.0
+    total_ms: float = 0.0
+    forwards: int = 0
+    tokens: int = 0
+    error: str = ""
+
+
+def _answered(client: Client, model: str, media: Shown, question: Question, say: _Teller | None) -> _Answered:
+    """The answer by default, shown by ``say`` while it is made; by plain decoding where there is none to show it."""
+    started = time.monotonic()
+    finished: Finished | None = None
+    options: Options = {"model": model or None, "max_new_tokens": canvas(question.task), "videos": media["videos"]}
+    if say is None:
+        options["quality"] = "exact"
+    try:
+        shows = say is not None and not say.quiet
+        for event in client.stream(question.text, media["images"], snapshots=shows, **options):
+            if isinstance(event, Snapshot) and say is not None:
+                say.canvas(event)
+            elif isinstance(event, Finished):
+                finished = event
+    except MMServeError as raised:
+        return _Answered(total_ms=_since(started), error=f"{raised.code}: {raised.message}")
+    if finished is None:
+        return _Answered(total_ms=_since(started), error="UNAVAILABLE: the server ended the stream without an answer")
+    first = round(finished.times.first_token, 1)
+    return _Answered(finished.text, first, _since(started), finished.forwards, finished.usage.completion_tokens)
+
+
+def _since(started: float) -> float:
+    return round(1000 * (time.monotonic() - started), 1)
+
+
+def _totals(items: list[Item]) -> dict[str, float]:
+    """Both ways together: times, accuracy of plain decoding, and how many answers are the same."""
+    total, plain = sum(asked.total_ms for asked in items), sum(asked.plain_ms for asked in items)
+    return {
+        "plain_accuracy": round(sum(asked.plain_correct for asked in items) / len(items), 4),
+        "same": round(sum(asked.same for asked in items) / len(items), 4),
+        "total_ms": round(total, 1),
+        "plain_ms": round(plain, 1),
+        "speedup": round(plain / total, 2),
+        "forwards": sum(asked.forwards for asked in items),
+        "plain_forwards": sum(asked.plain_forwards for asked in items),
+    }
 
 
 def _save(folder: Path, name: str, media: Shown) -> None:
@@ -180,6 +232,9 @@ class _Teller:
             print(f"     no answer: {asked.error}")
             return
         verdict = "right" if asked.correct else f"WRONG, it is {asked.expected}"
+        same = "the same" if asked.same else "another answer"
         print(
-            f"     {asked.answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes]", flush=True
+            f"     {asked.answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes; "
+            f"plain decoding: {asked.plain_ms:.0f} ms, {asked.plain_forwards}, {same}]",
+            flush=True,
         )

@@ -29,7 +29,7 @@ from mmserve.client import (
     VisualCache,
 )
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.policies import ImageReuse, KvReduction
+from mmserve.rpc.policies import ImageReuse, KvReduction, Quality
 
 KV_REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
     "heavy_hitters": HeavyHitters,
@@ -58,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer (default 1)")
     parser.add_argument("--recompute", help="cache policy; `mmserve models` lists them (default the model's)")
     parser.add_argument("--commit", help="commit policy; `mmserve models` lists them (default the model's)")
+    parser.add_argument(
+        "--quality",
+        type=_quality,
+        metavar="exact|balanced|fast|NUMBER",
+        help="choose both policies by how close to plain decoding they were measured; a number is the least wanted, "
+        "plain decoding being 1 (default balanced)",
+    )
     parser.add_argument("--pruner", help="pruner of visual tokens; `mmserve models` lists them (default none)")
     amounts = parser.add_mutually_exclusive_group()
     amounts.add_argument("--keep-ratio", type=float, help="share of the visual tokens that --pruner keeps, in (0, 1]")
@@ -104,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         "n": arguments.n,
         "recompute": arguments.recompute,
         "commit": arguments.commit,
+        "quality": arguments.quality,
         "videos": [path.read_bytes() for path in arguments.video],
         "schema": _schema(arguments.schema),
         "regex": arguments.regex,
@@ -133,6 +141,17 @@ def run(arguments: argparse.Namespace) -> int:
         used = f"all of --max-new-tokens {arguments.max_new_tokens} were used"
         print(f"mmserve generate: {used}, and the answer may be cut off", file=sys.stderr)
     return 0
+
+
+def _quality(text: str) -> Quality:
+    """The number in ``text``, or the name that it is."""
+    try:
+        return float(text)
+    except ValueError:
+        names: dict[str, Quality] = {"exact": "exact", "balanced": "balanced", "fast": "fast"}
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"must be {', '.join(names)} or a number, not {text!r}") from None
+        return names[text]
 
 
 def _reduction(arguments: argparse.Namespace) -> KvReduction | None:

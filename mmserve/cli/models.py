@@ -6,7 +6,8 @@ import argparse
 from dataclasses import asdict
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
-from mmserve.client import ModelInfo
+from mmserve.client import Measured, ModelInfo
+from mmserve.core.tuning import QUALITIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +44,32 @@ def _paragraph(m: ModelInfo) -> str:
             f"  takes {m.max_tokens} tokens, {sees}, {watches}",
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",
             f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
+            *_defaults(m),
             *([f"  pruners: {', '.join(m.pruners)}"] if m.pruners else []),
             *([f"  K/V reductions: {', '.join(m.kv_reductions)}"] if m.kv_reductions else []),
             *([f"  image reuse: {', '.join(m.image_reuses)}"] if m.image_reuses else []),
         )
     )
+
+
+def _defaults(m: ModelInfo) -> list[str]:
+    """What each quality is decoded by, and where that is from, with its figures where it was measured."""
+    if m.tuning is None:
+        return []
+    from_where = {
+        "policy.json": "policy.json, measured on this model",
+        "literature": "the literature; `mmserve tune` measures what is best for this model",
+        "plain": "plain decoding, the only way known for this model",
+    }
+    lines = [f"  default policies from {from_where.get(m.tuning.source, m.tuning.source)}"]
+    for quality in QUALITIES:
+        pair = m.tuning.pair(quality)
+        lines.append(f"    {quality}: {pair}{_figures(m.tuning.figures(pair))}")
+    return lines
+
+
+def _figures(row: Measured | None) -> str:
+    if row is None:
+        return ""
+    accuracy = "" if row.accuracy is None else f", accuracy {row.accuracy:.1%}"
+    return f" (quality {row.quality:.3f}{accuracy}, {1 / row.time_ratio:.1f} x as fast, {row.forwards:.1f} forwards)"

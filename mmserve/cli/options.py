@@ -17,6 +17,9 @@ from mmserve.client import TLS, Client
 from mmserve.config import Config
 from mmserve.errors import ConfigError
 
+#: How long a command tries to reach a server that cannot be reached: somebody waits for it.
+_RECONNECT_SECONDS = 2.0
+
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """``--config``, ``--model``, ``--companion`` and ``--set``: what to serve and how."""
@@ -108,7 +111,7 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         if ":" not in arguments.server:
             raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
         tls = TLS(ca=arguments.tls_ca) if arguments.tls_ca else None
-        with Client(arguments.server, token=arguments.token, tls=tls) as client:
+        with Client(arguments.server, token=arguments.token, tls=tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
             yield client
         return
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server

@@ -4,33 +4,85 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
+import os
+import sys
+import threading
 
 from mmserve.cli.options import add_config, read_config
+from mmserve.config import Config
+from mmserve.models.names import HUB, local_folder, served_names
+from mmserve.observe.logs import FORMATS
+from mmserve.rpc.server import Server
+from mmserve.settle import settle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve serve``."""
     add_config(parser)
+    parser.add_argument(
+        "--log-format", choices=FORMATS, default="text", help="lines for people (the default), or a JSON object each"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; prints the address once requests are welcome."""
-    from mmserve.assembly import build_engines  # loads torch: `mmserve --help` need not wait for it
-    from mmserve.rpc.server import Server
-    from mmserve.settle import settle
-
+    """Serve; the port is bound before models load, and the address is printed once all of them serve."""
     settings = read_config(arguments)
-    engines = build_engines(settings)
+    names = served_names(settings.models)
+    for model in settings.models:
+        if not model.path.startswith(HUB):
+            local_folder(model.path)  # a folder that is not there is reported before anything listens
 
-    async def serve() -> None:
-        server = Server(settings, engines)
+    async def serve() -> _Loader:
+        server = Server(settings, loading=names)
         where = f"{settings.server.host}:{await server.start()}"
-        for engine in engines.values():
-            engine.warm()
-        settle()
-        await server.serve_until_signal(
-            lambda: print(f"mmserve serves {', '.join(engines)} on {where}", flush=True), lambda: read_config(arguments)
-        )
+        loader = _Loader(settings, server, f"mmserve serves {', '.join(names)} on {where}")
+        await server.serve_until_signal(loader.start, lambda: read_config(arguments))
+        return loader
 
-    asyncio.run(serve())
+    asyncio.run(serve()).close()
     return 0
+
+
+class _Loader:
+    """Loads the models on a thread, one after another, and gives each to ``server``; prints ``ready`` after the last.
+
+    Ends the server where a model cannot be loaded.
+    """
+
+    def __init__(self, settings: Config, server: Server, ready: str) -> None:
+        self._settings = settings
+        self._server = server
+        self._ready = ready
+        self._loop = asyncio.get_running_loop()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mmserve-load", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """After the server's end: raise what loading failed of, or end the process where it is not done."""
+        self._thread.join(0.5)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():  # a read of gigabytes cannot be interrupted, and nobody needs its result
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(0)
+
+    def _run(self) -> None:
+        try:
+            from mmserve.assembly import load_engines  # imports torch, which takes seconds
+
+            for engine in load_engines(self._settings):
+                if not asyncio.run_coroutine_threadsafe(self._server.add(engine), self._loop).result():
+                    return
+                engine.warm()
+            settle()
+            print(self._ready, flush=True)
+        except BaseException as error:  # noqa: BLE001 - raised again by ``close``, on the main thread
+            self._error = error
+            if not self._loop.is_closed():
+                asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)

@@ -7,14 +7,14 @@
         for event in client.stream("Tell me more.", commit=Threshold(0.9)):
             ...
 
-Every call has a deadline, and fails only with the errors of ``mmserve.errors``. What surely was not begun is tried
-again: while a server is full and says when it will not be, until the deadline would pass; a few times where it cannot
-be reached.
+Every call has a deadline, and fails only with the errors exported here. What the server has not begun to answer is
+tried again until the deadline: where it is full and reports when it will not be, and where it restarts or cannot be
+reached.
 """
 
 from mmserve.client.asynchronous import AsyncClient
 from mmserve.client.blocking import Client
-from mmserve.client.connection import TLS
+from mmserve.client.tls import TLS
 from mmserve.core.events import (
     Admitted,
     CommittedToken,
@@ -28,6 +28,23 @@ from mmserve.core.events import (
 )
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
+from mmserve.core.tuning import Measured, Pair, Tuning
+from mmserve.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FieldViolation,
+    Internal,
+    InvalidArgument,
+    MMServeError,
+    NotFound,
+    ResourceExhausted,
+    TLSError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
 from mmserve.rpc.options import Options
 from mmserve.rpc.outgoing_constraint import Hole, Template
 from mmserve.rpc.policies import (
@@ -62,10 +79,13 @@ __all__ = [
     "Admitted",
     "AsyncClient",
     "Blend",
+    "Cancelled",
     "Client",
     "CommittedToken",
     "Confident",
+    "ConfigError",
     "ConstraintStats",
+    "DeadlineExceeded",
     "Delta",
     "DkvDecode",
     "DkvGreedy",
@@ -76,27 +96,41 @@ __all__ = [
     "Event",
     "ExpectedAttention",
     "Factor",
+    "FailedPrecondition",
+    "FieldViolation",
     "Finished",
     "Guided",
     "HeavyHitters",
     "Hole",
     "ImagePart",
+    "Internal",
+    "InvalidArgument",
     "KvShare",
     "Learned",
     "LegoLink",
+    "MMServeError",
+    "Measured",
     "Message",
     "ModelInfo",
     "Ngram",
+    "NotFound",
     "Options",
+    "Pair",
     "RandomReuse",
+    "ResourceExhausted",
     "Result",
     "Scheduler",
     "SinkWindow",
     "Snapshot",
     "StageTimes",
+    "TLSError",
     "Template",
     "TextPart",
     "Threshold",
+    "Tuning",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
     "Usage",
     "VideoPart",
     "VisualCache",

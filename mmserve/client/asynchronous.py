@@ -22,7 +22,6 @@ from mmserve.rpc.options import BaseOptions, Chat, Image, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
 from mmserve.rpc.outgoing_constraint import Adapter
 from mmserve.rpc.result import Result, to_result
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
 
 T = TypeVar("T")
@@ -155,7 +154,7 @@ class AsyncClient(Base):
                     return
                 failure = None
             except grpc.RpcError as error:
-                failure = unready(error)
+                failure = unready(await self._failed(error))
             await asyncio.sleep(min(POLL_SECONDS, retries.remaining()))
         raise self._not_ready(failure, timeout)
 
@@ -178,13 +177,16 @@ class AsyncClient(Base):
             await asyncio.sleep(min(left, POLL_SECONDS))
             _raise_if_closed(self._closed)
 
+    async def _failed(self, error: grpc.RpcError) -> MMServeError:
+        return await asyncio.to_thread(self._failure, error)
+
     async def _unary(self, call: Callable[..., Any], timeout: float | None) -> Any:
         retries = self._retries(timeout)
         while True:
             try:
                 return await call(timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
-                pause = retries.delay(from_rpc_error(error))
+                pause = retries.delay(await self._failed(error))
             except asyncio.CancelledError:
                 _raise_if_closed(self._closed)
                 raise
@@ -204,7 +206,7 @@ class AsyncClient(Base):
                     yield from_response(response)
                 return
             except grpc.RpcError as error:
-                pause = retries.delay(from_rpc_error(error), started=started)
+                pause = retries.delay(await self._failed(error), started=started)
             except asyncio.CancelledError:
                 _raise_if_closed(self._closed)
                 raise

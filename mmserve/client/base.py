@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mmserve.client.connection import TLS, call_metadata, channel_credentials, channel_options
+from mmserve.client.address import parse_address
+from mmserve.client.connection import call_metadata, chosen_tls, chosen_token, open_channel
 from mmserve.client.retries import Retries
-from mmserve.errors import ConfigError, DeadlineExceeded, MMServeError, Unavailable
+from mmserve.client.tls import TLS, mistake
+from mmserve.errors import DeadlineExceeded, MMServeError, TLSError, Unavailable
 from mmserve.rpc.outgoing import UPLOAD_CHUNK
-from mmserve.rpc.status import from_rpc_error
+from mmserve.rpc.status import from_rpc_error, from_server
 from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc
 
 #: How often a server is asked whether it is ready, and how long it may take to say so (seconds).
 POLL_SECONDS = 0.1
 _CHECK_SECONDS = 5.0
+#: How often a connection that fails is looked at for a mistake about TLS (seconds).
+_LOOK_SECONDS = 1.0
 
 
 class Stubs:
@@ -33,20 +37,42 @@ class Stubs:
 
 
 class Base:
-    """What a client knows before its first call; ``timeout`` (seconds) is the deadline of calls that name none."""
+    """What a client knows before its first call.
+
+    target: HOST:PORT, grpc://HOST:PORT, or grpcs://HOST:PORT for TLS; default ``MMSERVE_SERVER`` of the environment,
+        else localhost:50051.
+    token: bearer token, printable ASCII; default ``MMSERVE_TOKEN`` of the environment, else none.
+    tls: True or ``TLS(…)`` for an encrypted connection; default not encrypted, unless the address is grpcs://.
+    timeout: seconds until a call fails that is given no timeout of its own; default 60.
+    reconnect_seconds: how long a call tries to reach a server that cannot be reached; default until its deadline.
+    allow_plaintext_token: whether the token may be sent unencrypted to another machine; default False.
+
+    Raises ``ConfigError``, a ``ValueError``, for what cannot be used.
+    """
 
     def __init__(
-        self, target: str, *, token: str | None = None, tls: TLS | bool | None = None, timeout: float = 60.0
+        self,
+        target: str | None = None,
+        *,
+        token: str | None = None,
+        tls: TLS | bool | None = None,
+        timeout: float = 60.0,
+        reconnect_seconds: float | None = None,
+        allow_plaintext_token: bool = False,
     ) -> None:
-        if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise ConfigError("a token must be printable ASCII")
-        self.target = target
+        self._address = parse_address(target)
+        self._tls = chosen_tls(self._address, tls)
+        self._token = chosen_token(
+            token, self._address, encrypted=self._tls is not None, allow_plaintext=allow_plaintext_token
+        )
+        self.target = self._address.target
         self.timeout = timeout
-        self._token = token
-        self._tls = tls
+        self.reconnect_seconds = reconnect_seconds
         self._opened: Stubs | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._looked: tuple[float, TLSError | None] | None = None
 
     def _open(self, library: Any) -> Stubs:
         """The stubs, over a channel of ``library`` (``grpc`` or ``grpc.aio``) that is made at the first call."""
@@ -54,17 +80,26 @@ class Base:
             if self._closed:
                 raise RuntimeError("this client is closed")
             if self._opened is None:
-                self._opened = Stubs(self._channel(library))
+                self._opened = Stubs(open_channel(library, self._address, self._tls))
             return self._opened
 
-    def _channel(self, library: Any) -> Any:
-        credentials, options = channel_credentials(self._tls), channel_options(self._tls)
-        if credentials is None:
-            return library.insecure_channel(self.target, options)
-        return library.secure_channel(self.target, credentials, options)
+    def _failure(self, error: Any) -> MMServeError:
+        """The error of a failed call: ``TLSError`` where client and server do not agree about TLS.
+
+        May block for as long as a server takes to answer a TLS handshake.
+        """
+        failure = from_rpc_error(error)
+        if not isinstance(failure, Unavailable) or from_server(error):
+            return failure
+        with self._looking:  # of many calls that fail together, one looks
+            if self._looked is None or time.monotonic() > self._looked[0] + _LOOK_SECONDS:
+                found = mistake(self._tls, self._address.host, self._address.port, failure.message)
+                self._looked = time.monotonic(), found
+            found = self._looked[1]
+        return failure if found is None else TLSError(f"{self.target}: {found.message}")
 
     def _retries(self, timeout: float | None) -> Retries:
-        return Retries(self.timeout if timeout is None else timeout)
+        return Retries(self.timeout if timeout is None else timeout, self.reconnect_seconds)
 
     def _metadata(self, label: str | None = None) -> list[tuple[str, str]]:
         return call_metadata(self._token, label)
@@ -86,11 +121,10 @@ def serving(reply: Any) -> bool:
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def unready(error: grpc.RpcError) -> MMServeError:
+def unready(failure: MMServeError) -> MMServeError:
     """What is wrong with a server that may yet come up; any other error is raised."""
-    failure = from_rpc_error(error)
-    if not isinstance(failure, Unavailable | DeadlineExceeded):
-        raise failure from error
+    if isinstance(failure, TLSError) or not isinstance(failure, Unavailable | DeadlineExceeded):
+        raise failure
     return failure
 
 

@@ -21,7 +21,6 @@ from mmserve.rpc.options import BaseOptions, Chat, Image, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
 from mmserve.rpc.outgoing_constraint import Adapter
 from mmserve.rpc.result import Result, to_result
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2, model_pb2
 
 T = TypeVar("T")
@@ -151,7 +150,7 @@ class Client(Base):
                     return
                 failure = None
             except grpc.RpcError as error:
-                failure = unready(error)
+                failure = unready(self._failure(error))
             time.sleep(min(POLL_SECONDS, retries.remaining()))
         raise self._not_ready(failure, timeout)
 
@@ -181,7 +180,7 @@ class Client(Base):
             try:
                 return call(timeout=retries.remaining(), metadata=self._metadata())
             except grpc.RpcError as error:
-                pause = retries.delay(from_rpc_error(error))
+                pause = retries.delay(self._failure(error))
             self._pause(pause)
 
     def _events(
@@ -198,7 +197,7 @@ class Client(Base):
                     yield from_response(response)
                 return
             except grpc.RpcError as error:
-                pause = retries.delay(from_rpc_error(error), started=started)
+                pause = retries.delay(self._failure(error), started=started)
             finally:
                 call.cancel()
             self._pause(pause)

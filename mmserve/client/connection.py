@@ -1,24 +1,45 @@
-"""The channel of a client: its address, its encryption, and what its calls carry."""
+"""The channel of a client: where to, how encrypted, and what its calls carry."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import os
 from typing import Any
 
-import grpc
-
+from mmserve.client.address import TOKEN_VARIABLE, Address
+from mmserve.client.tls import TLS, channel_credentials
+from mmserve.errors import ConfigError
 from mmserve.rpc import request_id
 
 
-@dataclass(frozen=True, kw_only=True)
-class TLS:
-    """How to trust the server (``ca``: PEM bytes or file, None = the system's) and who the client is (mTLS)."""
+def chosen_tls(address: Address, given: TLS | bool | None) -> TLS | None:
+    """The TLS of a channel; None = not encrypted. Raises ``ConfigError`` where the address says otherwise."""
+    if address.tls is False and given:
+        raise ConfigError(f"{address.target} was given as grpc://, which is not encrypted, and with tls: use grpcs://")
+    if address.tls and given is False:
+        raise ConfigError(f"{address.target} was given as grpcs://, which is encrypted, and with tls=False")
+    if isinstance(given, TLS):
+        return given
+    return TLS() if given or address.tls else None
 
-    ca: bytes | Path | None = None
-    certificate: bytes | Path | None = None
-    key: bytes | Path | None = None
-    server_name: str | None = None  # name in the server's certificate, where it is not the target's host
+
+def chosen_token(given: str | None, address: Address, *, encrypted: bool, allow_plaintext: bool) -> str | None:
+    """The token of a client's calls, ``given`` or from the environment; None = none.
+
+    Raises ``ConfigError`` for one that cannot be sent, or that could be read on the way.
+    """
+    token, source = given, "the token"
+    if token is None:
+        token, source = os.environ.get(TOKEN_VARIABLE) or None, f"the token in {TOKEN_VARIABLE}"
+    if token is None:
+        return None
+    if not (token and token.isascii() and token.isprintable()):
+        raise ConfigError("a token must be printable ASCII")
+    if not (encrypted or address.local or allow_plaintext):
+        raise ConfigError(
+            f"{source} would be sent to {address.target} unencrypted: use TLS (tls=…, or grpcs://), or, on a network "
+            "that you trust, allow_plaintext_token=True"
+        )
+    return token
 
 
 def call_metadata(token: str | None, label: str | None = None) -> list[tuple[str, str]]:
@@ -27,7 +48,15 @@ def call_metadata(token: str | None, label: str | None = None) -> list[tuple[str
     return [*pairs, (request_id.KEY, label)] if label else pairs
 
 
-def channel_options(tls: TLS | bool | None) -> list[tuple[str, int | str]]:
+def open_channel(library: Any, address: Address, tls: TLS | None) -> Any:
+    """A channel of ``library`` (``grpc`` or ``grpc.aio``)."""
+    options = _channel_options(tls)
+    if tls is None:
+        return library.insecure_channel(address.target, options)
+    return library.secure_channel(address.target, channel_credentials(tls), options)
+
+
+def _channel_options(tls: TLS | None) -> list[tuple[str, int | str]]:
     """Options of a client's channel; message sizes are the server's to limit."""
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", -1),
@@ -35,22 +64,11 @@ def channel_options(tls: TLS | bool | None) -> list[tuple[str, int | str]]:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 5_000),
+        # how long a server that is up again may go unnoticed
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.use_local_subchannel_pool", 1),  # one client's failed connection is not another's
     ]
-    if isinstance(tls, TLS) and tls.server_name:
+    if tls is not None and tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
-
-
-def channel_credentials(tls: TLS | bool | None) -> Any:
-    """The channel credentials for ``tls``; None = not encrypted."""
-    if not tls:
-        return None
-    chosen = tls if isinstance(tls, TLS) else TLS()
-    return grpc.ssl_channel_credentials(_pem(chosen.ca), _pem(chosen.key), _pem(chosen.certificate))
-
-
-def _pem(source: bytes | Path | None) -> bytes | None:
-    return source.read_bytes() if isinstance(source, Path) else source

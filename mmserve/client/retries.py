@@ -1,4 +1,4 @@
-"""When a call is worth another attempt: what surely was not begun, while there is time."""
+"""When a call is tried again: where the server has not begun to answer, while there is time."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import math
 import random
 import time
 
-from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted, Unavailable
+from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted, TLSError, Unavailable
 
-#: Attempts, one after another, at a server that cannot be reached or is ending. A full one is asked until the deadline.
-_UNAVAILABLE = 4
 #: Longer timeouts (seconds) are as good as none, and gRPC's clock would overflow.
 _LONGEST = 365 * 86_400.0
 _FIRST_DELAY = 0.1  # seconds; doubles with every attempt …
-_LAST_DELAY = 5.0  # … up to this
+_LAST_DELAY = 5.0  # … up to this, for a server that is full …
+_LAST_RECONNECT_DELAY = 0.5  # … or this, for one that cannot be reached
 
 
 class Retries:
     """How long one call of the user may still take, and whether a failed attempt is worth another."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, reconnect_seconds: float | None = None) -> None:
         if not (math.isfinite(timeout) and timeout > 0):
             raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
         self._begun = time.monotonic()
         self._deadline = self._begun + min(timeout, _LONGEST)
+        self._reconnect_seconds = math.inf if reconnect_seconds is None else reconnect_seconds
         self._attempts = 1
-        self._unavailable = 0  # of the last attempts, one after another
+        self._lost: float | None = None  # since when the server cannot be reached
         self._delay = _FIRST_DELAY
 
     def remaining(self) -> float:
@@ -35,16 +35,21 @@ class Retries:
     def delay(self, error: MMServeError, *, started: bool = False) -> float:
         """Seconds to wait before the next attempt, or raise ``error`` where there should be none.
 
-        Tried again are calls that the server surely did not begin to answer (``started`` false): while it is full and
-        says when it will not be, until the deadline would pass; where it cannot be reached, a few times. The error
-        raised at last says how often that was, and for how long.
+        Until the deadline, calls are tried again that the server did not begin to answer (``started`` false): where it
+        is full and reports when it will not be, and where it is ending or cannot be reached, for at most
+        ``reconnect_seconds``. The error raised at last has the number of attempts, and the time they took.
         """
+        lost = isinstance(error, Unavailable) and not isinstance(error, TLSError)
         full = isinstance(error, ResourceExhausted) and error.retry_after is not None
-        self._unavailable = self._unavailable + 1 if isinstance(error, Unavailable) else 0
+        now = time.monotonic()
+        self._lost = (now if self._lost is None else self._lost) if lost else None
         pause = self._delay * random.uniform(0.5, 1.0)  # not all who were refused together come back together
         if isinstance(error, ResourceExhausted) and error.retry_after is not None:
             pause += error.retry_after
-        if started or not (full or 0 < self._unavailable < _UNAVAILABLE) or pause >= self.remaining():
+        if self._lost is not None:
+            pause = min(pause, _LAST_RECONNECT_DELAY * random.uniform(0.5, 1.0))
+        given_up = self._lost is not None and now + pause > self._lost + self._reconnect_seconds
+        if started or not (full or lost) or given_up or pause >= self.remaining():
             raise self._told(error)
         self._attempts += 1
         self._delay = min(2 * self._delay, _LAST_DELAY)
@@ -52,7 +57,7 @@ class Retries:
 
     def _told(self, error: MMServeError) -> MMServeError:
         """``error`` with what was tried before it, where it is one that another attempt might not have met."""
-        if self._attempts == 1:
+        if self._attempts == 1 or isinstance(error, TLSError):
             return error
         text = f"{error.message} (tried {self._attempts} times in {time.monotonic() - self._begun:.1f} s)"
         if isinstance(error, ResourceExhausted):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mmserve.core.tuning import Pair, Tuning
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
@@ -12,7 +14,8 @@ class ModelInfo:
 
     Limits count tokens (``max_tokens``: prompt and answer of one request) and bytes; ``visual_tokens_per_image`` is
     0 where it depends on the image. A video is sampled at ``frames_per_video`` frames and may last
-    ``max_video_seconds``. Policies and pruners go by their registered names. ``kernels``: what runs each op,
+    ``max_video_seconds``. Policies and pruners go by their registered names; ``recompute_policy`` and ``commit_policy``
+    are those of requests that name none, and ``tuning`` says why. ``kernels``: what runs each op,
     ``triton`` or ``pytorch``, and how a ``decode_step`` runs, as ``cuda_graphs`` or ``eager``; empty where the network
     has attention of its own.
     """
@@ -43,6 +46,13 @@ class ModelInfo:
     kernels: dict[str, str] = field(default_factory=dict)
     kv_reductions: tuple[str, ...] = ()  # none but for next-token models
     image_reuses: tuple[str, ...] = ()  # none without images, and none where a network keeps its K/V to itself
+    tuning: Tuning | None = None  # None where a server of an earlier version says only the two names
+
+    @property
+    def policies(self) -> Tuning:
+        """``tuning``; where there is none, the named default alone."""
+        named = Pair.named(self.recompute_policy, self.commit_policy)
+        return self.tuning or Tuning(source="plain", plain=named, default=named)
 
 
 #: What a policy needs of a model besides the kind of its attention: whether it is for diffusion models, and the rest.

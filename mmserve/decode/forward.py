@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.embedding import deep_rows
@@ -20,35 +20,63 @@ from mmserve.decode.state import DeepStack
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
+from mmserve.models.packed import linears
 
 logger = logging.getLogger("mmserve.decode")
 
 #: Candidates for the smallest number of rows of a matrix product, and rows of the batch they are compared with.
-ROW_FLOORS = (8, 16, 32, 64)
+ROW_FLOORS = (1, 2, 4, 8, 16, 32, 64)
 PROBE_ROWS = 160
-
-
-def row_floor(model: LoadedModel) -> int:
-    """The ``floor_of`` the decoder's linear layers."""
-    modules = [m for m in model.decoder.modules() if isinstance(m, nn.Linear)]
-    return floor_of({(m.in_features, m.out_features): m for m in reversed(modules)}, model.dtype, model.device)
+#: The floor of models whose products and other steps are not all known here, and where no candidate passes.
+USUAL_FLOOR = 8
 
 
 @torch.inference_mode()
-def floor_of(products: Products, dtype: torch.dtype, device: torch.device) -> int:
-    """The number of rows from which on a row's result no longer depends, bit for bit, on how many are beside it.
+def row_floor(model: LoadedModel) -> int:
+    """The number of rows, a multiple of which a pass runs so that no row's bits depend on the others.
 
-    For few rows the CPU's libraries switch to other kernels that add in another order: with one thread below 4 rows,
-    with two below 12. That is not for this project to guess, so it is measured on the model's own weights.
+    Measured on the decoder's linear layers as they are run (see ``floor_of``), and on what is computed element by
+    element: whole vectors of the processor go through other code than what is left over at a tensor's end, so a pass
+    must end with a whole vector. On a GPU it is ``USUAL_FLOOR`` at least.
+    """
+    products = {(m.in_features, m.out_features): m for m in reversed(linears(model.decoder))}
+    if model.device.type != "cpu":
+        return floor_of(products, model.dtype, model.device)
+    least = next((f for f in ROW_FLOORS if _whole_vectors(model, f)), USUAL_FLOOR)
+    return floor_of(products, model.dtype, model.device, least=least)
+
+
+def _whole_vectors(model: LoadedModel, floor: int) -> bool:
+    """Whether multiples of ``floor`` rows come out of activations and of the rotary tables as they do beside others."""
+    c = model.decoder.config
+    widths = {c.intermediate_size, c.rotary_width or c.head_dim}
+    if c.moe is not None:
+        widths |= {c.moe.experts, c.moe.expert_size, c.moe.shared_size}
+    for width in sorted(widths):
+        for dtype in {torch.float32, model.dtype}:
+            x = torch.linspace(-8, 8, 8 * floor * width).to(dtype).view(-1, width)
+            if not _stable(F.silu, tuple(range(floor, len(x), floor)), x):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def floor_of(products: Products, dtype: torch.dtype, device: torch.device, *, least: int = USUAL_FLOOR) -> int:
+    """The number of rows, ``least`` or more, from which on a row's result no longer depends, bit for bit, on how many
+    are beside it.
+
+    For few rows the CPU's libraries switch to other kernels that add in another order: plain layers with one thread
+    below 4 rows, with two below 12; packed ones at a single row of more than 1,024 elements. That is not for this
+    project to guess, so it is measured on the model's own weights.
     """
     generator = torch.Generator().manual_seed(0)
-    for floor in ROW_FLOORS:
+    for floor in (f for f in ROW_FLOORS if f >= least):
         sizes = (*range(floor, 2 * floor + 8), PROBE_ROWS - 1)
         probes = (torch.randn(PROBE_ROWS, width, generator=generator).to(device, dtype) for width, _out in products)
         if all(_stable(product, sizes, x) for product, x in zip(products.values(), probes, strict=True)):
             return floor
     logger.warning("on %s the last bits of a result depend on the size of its batch", device)
-    return ROW_FLOORS[0]
+    return USUAL_FLOOR
 
 
 def _stable(product: Callable[[Tensor], Tensor], sizes: tuple[int, ...], x: Tensor) -> bool:

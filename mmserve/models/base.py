@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
 from mmserve.models.picture import VisionEncoder
+from mmserve.models.policy_file import PolicyFile
 
 
 class Attention(Enum):
@@ -150,6 +151,7 @@ class CanvasModel:
     dtype: torch.dtype
     device: torch.device
     vision: VisionEncoder | None = None
+    policies: PolicyFile | None = None
 
     @property
     def companion(self) -> None:
@@ -186,6 +188,7 @@ class LoadedModel:
 
     ``companion``: a causal model with the same tokens, that drafts or judges for this one.
     ``commit_filter``: what the commit policy ``learned`` asks, None where none was trained.
+    ``policies``: the default policies that were measured for it, None where none were.
     """
 
     spec: ModelSpec
@@ -196,6 +199,7 @@ class LoadedModel:
     device: torch.device
     companion: LoadedModel | None = None
     commit_filter: CommitFilter | None = None
+    policies: PolicyFile | None = None
 
     @property
     def position_axes(self) -> int:

@@ -20,6 +20,8 @@ from mmserve.errors import ConfigError
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 #: dtypes that weights are served in, by the name that configuration files use.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: The same by the name that safetensors has in its header; all others are refused alike.
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 #: Tensors that old checkpoints store although they follow from the configuration.
 COMPUTED = (".position_ids", ".inv_freq")
 
@@ -96,18 +98,18 @@ class Weights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that tensor ``name`` is stored in."""
-        return self._tensor(name).dtype
+        return self._stored(name, torch.device("meta")).dtype
 
     def shape(self, name: str) -> torch.Size:
         """The shape of tensor ``name``."""
-        return self._tensor(name).shape
+        return self._stored(name, torch.device("meta")).shape
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``.
+        """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``; nothing is read for "meta".
 
         Raises ``ConfigError`` when it is missing, of another shape, or not of floating point (quantised).
         """
-        stored = self._tensor(name)
+        stored = self._stored(name, device)
         if stored.shape != shape:
             raise ConfigError(
                 f"{self._place(name)}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
@@ -167,11 +169,16 @@ class Weights:
     def _place(self, name: str) -> Path:
         return self.folder / self._files[name]
 
-    def _tensor(self, name: str) -> Tensor:
+    def _stored(self, name: str, device: torch.device) -> Tensor:
+        """The tensor as it is stored; on "meta" only its shape and dtype, from the file's header."""
         if name not in self._files:
             raise ConfigError(f"{self.source} has no tensor {name}")
         try:
-            return self._file(self._files[name]).get_tensor(name)
+            file = self._file(self._files[name])
+            if device.type != "meta":
+                return file.get_tensor(name)
+            header = file.get_slice(name)
+            return torch.empty(header.get_shape(), dtype=_STORED.get(header.get_dtype(), torch.int8), device=device)
         except SafetensorError as error:
             raise ConfigError(f"{self._place(name)} has no readable tensor {name}: {error}") from error
 

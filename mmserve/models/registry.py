@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-from mmserve.config import BUNDLED, ModelConfig
+from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
+from mmserve.models.names import HUB, local_folder, served_name
+from mmserve.models.policy_file import load_policies
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -44,9 +46,6 @@ LOADERS = {
 }
 #: The same for a class in ``architectures``, where two models go by one ``model_type``.
 CLASSES = {"LlavaLladaForMaskedDiffusion": "mmserve.models.lavida"}
-HUB = "hub:"
-#: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.
-SHIPPED = {BUNDLED: "reference", f"{BUNDLED}-causal": "reference-causal"}
 
 
 def load_model(config: ModelConfig) -> Model:
@@ -54,27 +53,37 @@ def load_model(config: ModelConfig) -> Model:
 
     Only ``hub:owner/name`` may use the network. Raises ``ConfigError`` saying what is wrong and what is accepted.
     """
-    device = resolve_device(config.device)
-    folder, name = _locate(config.path)
+    return _load(config, resolve_device(config.device))
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raise ``ConfigError`` where ``load_model`` would, from the headers of its files: no weights are read."""
+    resolve_device(config.device)
+    _load(config, torch.device("meta"))
+
+
+def _load(config: ModelConfig, device: torch.device) -> Model:
+    folder = _locate(config.path)
     checkpoint = Checkpoint.open(folder)
     load = loader(checkpoint)
     target = Target(
-        name=config.name or name,
+        name=served_name(config),
         dtype=_resolve_dtype(config.dtype, checkpoint, device),
         device=device,
         hub=config.path.startswith(HUB),
     )
-    model = load(checkpoint, target)
+    file = load_policies(Path(config.policies) if config.policies else folder, required=bool(config.policies))
+    model = replace(load(checkpoint, target), policies=file)
     if isinstance(model, LoadedModel):
         model = replace(model, commit_filter=load_filter(folder))
     if not config.companion:
         return model
-    return accompany(model, load_model(ModelConfig(path=config.companion, dtype=config.dtype, device=config.device)))
+    return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device))
 
 
 def model_folder(path: str) -> Path:
     """The directory of the checkpoint that a configuration's ``path`` names; raises ``ConfigError``."""
-    return _locate(path)[0]
+    return _locate(path)
 
 
 def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
@@ -88,14 +97,6 @@ def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
         )
     function: Callable[[Checkpoint, Target], Model] = import_module(named[0] if named else LOADERS[architecture]).load
     return function
-
-
-def shipped_folder(path: str) -> Path:
-    """The directory of a model of ``SHIPPED``; raises ``ConfigError`` where this copy of the package has none."""
-    folder = Path(__file__).parent.parent / "assets" / SHIPPED[path]
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"this copy of mmserve has no model {path!r}; name a checkpoint directory or hub:owner/name")
-    return folder
 
 
 def resolve_device(device: str) -> torch.device:
@@ -122,19 +123,10 @@ def _resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> 
     return DTYPES[dtype]
 
 
-def _locate(path: str) -> tuple[Path, str]:
-    if path in SHIPPED:
-        return shipped_folder(path), SHIPPED[path]
-    if path.startswith(HUB):
-        # Imported here: nothing else in loading may reach the network.
-        from mmserve.models.towers import download
+def _locate(path: str) -> Path:
+    if not path.startswith(HUB):
+        return local_folder(path)
+    # Imported here: nothing else in loading may reach the network.
+    from mmserve.models.towers import download
 
-        repository = path.removeprefix(HUB)
-        return download(repository), repository.rpartition("/")[2]
-    folder = Path(path).expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"there is no model directory {folder}; {' and '.join(SHIPPED)} come with mmserve, and {HUB}owner/name is "
-            "downloaded"
-        )
-    return folder, folder.name
+    return download(path.removeprefix(HUB))

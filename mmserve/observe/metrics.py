@@ -21,10 +21,10 @@ from prometheus_client.registry import Collector
 from mmserve.core.events import Delta, Event, Finished
 from mmserve.core.stats import CacheStats, Stats
 from mmserve.errors import MMServeError
+from mmserve.observe import calls
+from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
 from mmserve.observe.tenants import TenantMetrics
 
-_PREFIX = "mmserve:"
-_MODEL = "model_name"
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 40)
@@ -32,7 +32,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _PER_FORWARD = (0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
-class Measured(Protocol):
+class Measured(Described, Protocol):
     """An engine that can be looked at."""
 
     def stats(self) -> Stats:
@@ -46,7 +46,10 @@ class Metrics:
     def __init__(self, engines: Mapping[str, Measured]) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+        add_build(self.registry)
+        self.registry.register(Models(engines))
         self.registry.register(_Held(engines))
+        self.calls = Calls(self.registry)
         timed = self._histograms(
             _SECONDS,
             time_to_first_token_seconds="From arrival to the first final text, a sample",
@@ -127,7 +130,7 @@ class Metrics:
 
     def _histograms(self, buckets: tuple[float, ...], **named: str) -> list[Histogram]:
         return [
-            Histogram(_PREFIX + name, text, (_MODEL,), buckets=buckets, registry=self.registry)
+            Histogram(PREFIX + name, text, (MODEL,), buckets=buckets, registry=self.registry)
             for name, text in named.items()
         ]
 
@@ -135,7 +138,7 @@ class Metrics:
         return {name: self._counter(name, text) for name, text in named.items()}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(_PREFIX + name, text, (_MODEL, *labels), registry=self.registry)
+        return Counter(PREFIX + name, text, (MODEL, *labels), registry=self.registry)
 
 
 class Watch:
@@ -153,6 +156,8 @@ class Watch:
         if isinstance(event, Finished):
             self._metrics.finished(self.model, event)
             self._metrics.tenants.finished(self.tenant, event)
+            calls.current().prompt_tokens += event.usage.prompt_tokens
+            calls.current().completion_tokens += event.usage.completion_tokens
         elif isinstance(event, Delta):
             now = time.monotonic()
             if event.sample in self._last:
@@ -206,11 +211,12 @@ class _Held(Collector):
         }
         for families, kind in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
             for name, (text, value) in families.items():
-                family = kind(_PREFIX + name, text, labels=(_MODEL,))
+                family = kind(PREFIX + name, text, labels=(MODEL,))
                 for model, of_model in stats.items():
                     family.add_metric((model,), value(of_model))
                 yield family
-        yield from _of_caches(next(iter(stats.values())))
+        if stats:  # none while all models are loading
+            yield from _of_caches(next(iter(stats.values())))
 
 
 def _of_caches(stats: Stats) -> Iterator[Metric]:
@@ -225,7 +231,7 @@ def _of_caches(stats: Stats) -> Iterator[Metric]:
         ("mm_cache_hits", "Those of them that were not made anew", hits),
         ("mm_cache_evictions", "Values that had to go", lambda c: c.evicted),
     ):
-        counter = CounterMetricFamily(_PREFIX + name, text, labels=("cache",))
+        counter = CounterMetricFamily(PREFIX + name, text, labels=("cache",))
         for of, cache in caches.items():
             counter.add_metric((of,), value(cache))
         yield counter
@@ -233,7 +239,7 @@ def _of_caches(stats: Stats) -> Iterator[Metric]:
         ("mm_cache_bytes", "Bytes of values in memory", lambda c: c.used_bytes),
         ("mm_cache_disk_bytes", "Bytes of values on disk", lambda c: c.disk_bytes),
     ):
-        gauge = GaugeMetricFamily(_PREFIX + name, text, labels=("cache",))
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=("cache",))
         for of, cache in caches.items():
             gauge.add_metric((of,), value(cache))
         yield gauge

@@ -13,6 +13,7 @@ import grpc
 
 from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import Unauthenticated
+from mmserve.observe import calls
 from mmserve.rpc.status import abort
 from mmserve.tenants import Accepted, token_digest
 
@@ -63,6 +64,7 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         tenant = None if token is None else self._tenant(token)
         if tenant is not None:
             _current.set(tenant)  # the handler runs in the same task, which is this call's alone
+            calls.current().tenant = tenant.name
             return await continuation(handler_call_details)
         reason = "missing" if token is None else "unknown"
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from mmserve.config import MediaConfig
-from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.info import ModelInfo
+from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Request
-from mmserve.core.stats import Stats
 from mmserve.encode.store import MediaStore
-from mmserve.errors import DeadlineExceeded, MMServeError, NotFound
+from mmserve.errors import DeadlineExceeded, MMServeError
+from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics, Watch
 from mmserve.rpc import convert, request_id
 from mmserve.rpc.auth import current_tenant
+from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
@@ -31,41 +31,10 @@ logger = logging.getLogger("mmserve.rpc")
 _LOGGED = 500
 
 
-class EngineLike(Protocol):
-    """What the server needs of an engine; every method may be called from any thread."""
-
-    @property
-    def info(self) -> ModelInfo:
-        """The model it runs."""
-
-    def start(self) -> None:
-        """Begin to serve."""
-
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
-        """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events."""
-
-    def stats(self) -> Stats:
-        """What it holds and has counted."""
-
-    def cancel(self, request_id: str, error: MMServeError | None = None) -> None:
-        """End a request with ``error`` (default ``Cancelled``); an unknown or ended one is ignored."""
-
-    def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the running ones, ``timeout`` seconds at most; fail the rest.
-
-        True if all ended by themselves. May be called again, with a shorter time, while a first call waits.
-        """
-
-    def stop(self) -> None:
-        """End its threads."""
-
-
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Answers ``Generate`` with the engine of the model that the request names."""
 
-    def __init__(
-        self, engines: Mapping[str, EngineLike], media: MediaStore, limits: MediaConfig, metrics: Metrics
-    ) -> None:
+    def __init__(self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics) -> None:
         self._engines = engines
         self._metrics = metrics
         self._media = media
@@ -74,7 +43,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
         """Stream the events of one request; a client that leaves cancels it."""
-        label = request_id.label_in(context.invocation_metadata())
+        label = calls.current().request_id
         own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
         with ExitStack() as held:
             async with errors_to_status(context, f"Generate {label}"):
@@ -95,8 +64,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """The request in ``message``, which is counted until ``held`` is closed, and who is to answer it."""
         tenant = current_tenant()
         watch.tenant = tenant.name
-        engine = find_engine(self._engines, message.model)
-        watch.model = engine.info.name
+        engine = self._engines.find(message.model)
+        watch.model = calls.current().model = engine.info.name
         request = convert.to_request(
             message,
             request_id=own,
@@ -147,15 +116,6 @@ def _summary(event: Finished) -> str:
         f"sample {event.sample}, {event.reason}, {usage.prompt_tokens} + {usage.completion_tokens} tokens, "
         f"{event.forwards} forwards, {times.total:.0f} ms (queue {times.queue:.0f}, first {times.first_token:.0f})"
     )
-
-
-def find_engine(engines: Mapping[str, EngineLike], name: str) -> EngineLike:
-    """The engine of model ``name``, the first one for an empty name; raises ``NotFound`` listing the known."""
-    if not name:
-        return next(iter(engines.values()))
-    if name not in engines:
-        raise NotFound(f"no model {name!r} here; there is {', '.join(engines)}")
-    return engines[name]
 
 
 def _deadline(context: Any) -> float | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from mmserve.config import MediaConfig
 from mmserve.encode.store import MediaStore
-from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted
+from mmserve.observe.inventory import Calls
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import media_pb2, media_pb2_grpc
@@ -26,9 +27,10 @@ _PATIENCE = 60.0
 class MediaService(media_pb2_grpc.MediaServiceServicer):
     """Takes uploads; those in progress hold together at most as many bytes as the store."""
 
-    def __init__(self, store: MediaStore, limits: MediaConfig) -> None:
+    def __init__(self, store: MediaStore, limits: MediaConfig, calls: Calls) -> None:
         self._store = store
         self._limits = limits
+        self._calls = calls
         self._in_progress = 0  # bytes of unfinished uploads
 
     async def UploadMedia(
@@ -36,7 +38,11 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
     ) -> media_pb2.UploadMediaResponse:
         """Store the joined chunks; refuses empty and too large items, more than the store can take, and who stalls."""
         async with errors_to_status(context, "UploadMedia"):
-            return await self._receive(chunks)
+            try:
+                return await self._receive(chunks)
+            except BaseException as error:
+                self._calls.upload_failed(error.code if isinstance(error, MMServeError) else "CANCELLED")
+                raise
         raise AssertionError("unreachable: an error ends the call")
 
     async def _receive(self, chunks: AsyncIterator[media_pb2.UploadMediaRequest]) -> media_pb2.UploadMediaResponse:
@@ -62,6 +68,7 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
         finally:
             self._in_progress -= size
             del received, chunk  # an error is yet to be sent, and has this frame in its traceback
+        self._calls.uploaded(size, deduplicated=stored.deduplicated)
         return media_pb2.UploadMediaResponse(media_id=stored.media_id, bytes=size, deduplicated=stored.deduplicated)
 
     def _check_room(self, size: int, more: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mmserve.rpc.convert import to_model_info
-from mmserve.rpc.generation import EngineLike, find_engine
+from mmserve.rpc.engines import Engines
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import model_pb2, model_pb2_grpc
 
@@ -14,20 +13,20 @@ from mmserve.v1 import model_pb2, model_pb2_grpc
 class ModelService(model_pb2_grpc.ModelServiceServicer):
     """Lists and describes the models, the default one first."""
 
-    def __init__(self, engines: Mapping[str, EngineLike]) -> None:
+    def __init__(self, engines: Engines) -> None:
         self._engines = engines
 
     async def ListModels(self, message: model_pb2.ListModelsRequest, context: Any) -> model_pb2.ListModelsResponse:
-        """Every model with its capabilities, limits and defaults."""
+        """Every model that is loaded, with its capabilities, limits and defaults; UNAVAILABLE while there is none."""
         async with errors_to_status(context, "ListModels"):
-            return model_pb2.ListModelsResponse(models=[to_model_info(e.info) for e in self._engines.values()])
+            return model_pb2.ListModelsResponse(models=[to_model_info(e.info) for e in self._engines.any_ready()])
         raise AssertionError("unreachable: an error ends the call")
 
     async def DescribeModel(
         self, message: model_pb2.DescribeModelRequest, context: Any
     ) -> model_pb2.DescribeModelResponse:
-        """One model; NOT_FOUND lists the known ones."""
+        """One model; NOT_FOUND lists the known ones, UNAVAILABLE says that it is loading."""
         async with errors_to_status(context, "DescribeModel"):
-            engine = find_engine(self._engines, message.model)
+            engine = self._engines.find(message.model)
             return model_pb2.DescribeModelResponse(model=to_model_info(engine.info))
         raise AssertionError("unreachable: an error ends the call")

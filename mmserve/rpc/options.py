@@ -11,7 +11,7 @@ import PIL.Image
 
 from mmserve.core.request import Message
 from mmserve.rpc.outgoing_constraint import ConstraintMode, Template
-from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Recompute
+from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Quality, Recompute
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
 Image = bytes | Path | PIL.Image.Image | str
@@ -40,6 +40,8 @@ class BaseOptions(TypedDict, total=False):
     block_length: tokens of a block of a diffusion model, at least 1; default the model's.
     recompute: recompute policy of a diffusion model, by name or class (``DkvDecode`` …); default the model's.
     commit: commit policy, by name or class (``Threshold`` …); default the model's.
+    quality: what both policies are chosen for where neither is named: ``exact`` (plain decoding), ``balanced`` (the
+        model's default), ``fast``, or the least share, in (0, 1], of plain decoding's accuracy; default ``balanced``.
     tokens: whether ``Result.tokens`` has the tokens of the answer and their log-probabilities; default False.
     videos: videos placed after the images, before the text of the last message; default none.
     regex: regular expression (ECMAScript) that the whole answer matches; default none.
@@ -72,6 +74,7 @@ class BaseOptions(TypedDict, total=False):
     block_length: int | None
     recompute: Recompute | None
     commit: Commit | None
+    quality: Quality | None
     tokens: bool
     videos: Sequence[Video]
     regex: str | None

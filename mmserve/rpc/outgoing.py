@@ -15,6 +15,7 @@ from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart
 from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument
 from mmserve.rpc import request_id
+from mmserve.rpc.default_policies import put_quality
 from mmserve.rpc.options import BaseOptions, Chat, Image, Video
 from mmserve.rpc.outgoing_constraint import Schema, put_constraint
 from mmserve.rpc.policies import put, put_policy
@@ -52,6 +53,7 @@ def build_request(
     put(request.diffusion, "diffusion.", **_named(options, ("steps", "block_length")))
     put_policy(request.diffusion, "recompute", options.get("recompute"), "diffusion.")
     put_policy(request.diffusion, "commit", options.get("commit"), "diffusion.")
+    put_quality(request.diffusion, options.get("quality"))
     put_constraint(
         request,
         {"schema": schema, **_named(options, ("regex", "choices", "grammar", "template"))},

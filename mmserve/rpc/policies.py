@@ -233,6 +233,8 @@ Commit = (
     | DraftModel
     | Scheduler
 )
+#: Plain decoding, the model's default, the fastest within three points; or the least that is wanted (plain = 1).
+Quality = Literal["exact", "balanced", "fast"] | float
 KvReduction = HeavyHitters | ExpectedAttention | SinkWindow | VisualCache
 ImageReuse = Blend | KvShare | LegoLink | RandomReuse
 Pruner = Literal[

@@ -9,6 +9,7 @@ from typing import Any
 from google.protobuf.message import Message as ProtoMessage
 
 from mmserve.core.request import Policy
+from mmserve.core.tuning import Pair
 
 #: Fields of ``DiffusionParams`` whose policy goes by another name.
 _POLICY_NAMES = {"no_cache": "none"}
@@ -79,6 +80,28 @@ def chosen_policy(message: ProtoMessage, oneof: str) -> Policy | None:
     policy = getattr(message, chosen)
     base = chosen_policy(policy, "base") if "base" in policy.DESCRIPTOR.oneofs_by_name else None
     return Policy(name=_POLICY_NAMES.get(chosen, chosen), options=_options(policy), base=base)
+
+
+def put_pair(message: ProtoMessage, pair: Pair) -> None:
+    """Choose the policies of ``pair`` in ``message``, a ``DiffusionParams``."""
+    for oneof, policy in (("recompute", pair.recompute), ("commit", pair.commit)):
+        _put(message, oneof, policy)
+
+
+def chosen_pair(message: ProtoMessage) -> Pair | None:
+    """What ``put_pair`` put there; None where a policy is missing."""
+    recompute, commit = (chosen_policy(message, oneof) for oneof in ("recompute", "commit"))
+    return None if recompute is None or commit is None else Pair(recompute, commit)
+
+
+def _put(message: ProtoMessage, oneof: str, policy: Policy) -> None:
+    fields = {_POLICY_NAMES.get(f.name, f.name): f.name for f in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
+    chosen = getattr(message, fields[policy.name])
+    chosen.SetInParent()
+    for name, value in policy.options.items():
+        setattr(chosen, name, value)
+    if policy.base is not None:
+        _put(chosen, "base", policy.base)
 
 
 def _options(policy: ProtoMessage) -> dict[str, float | str]:

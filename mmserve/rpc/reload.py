@@ -20,7 +20,7 @@ _FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_ke
 _FIXED = ("engine", "media", "encoder_cache", "schedulers")
 
 
-class Access:
+class Guard:
     """Who may call the server, and with which certificate it answers."""
 
     def __init__(self, config: Config, refused: Callable[[str], None]) -> None:

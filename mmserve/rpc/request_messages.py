@@ -15,7 +15,6 @@ from mmserve.core.request import (
     ImagePart,
     Message,
     Part,
-    Policy,
     Request,
     Sampling,
     Streaming,
@@ -25,6 +24,7 @@ from mmserve.core.request import (
 from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.rpc.constraint_messages import asked_constraint
+from mmserve.rpc.default_policies import asked_diffusion
 from mmserve.rpc.policy_messages import chosen_policy
 from mmserve.rpc.roles import ROLES
 from mmserve.rpc.violations import violations
@@ -49,7 +49,7 @@ def to_request(
     """
     if wrong := tuple(violations(message, info, limits)):
         raise InvalidArgument(*wrong)
-    diffusion = _diffusion(message.diffusion, info)
+    diffusion = asked_diffusion(message, info)
     _require_capabilities(message, diffusion, info)
     return Request(
         id=request_id,
@@ -95,15 +95,6 @@ def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
         max_new_tokens=sampling.max_new_tokens if sampling.HasField("max_new_tokens") else info.max_new_tokens,
         stop=tuple(sampling.stop),
         n=sampling.n if sampling.HasField("n") else 1,
-    )
-
-
-def _diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Diffusion:
-    return Diffusion(
-        steps=diffusion.steps,
-        block_length=diffusion.block_length,
-        recompute=chosen_policy(diffusion, "recompute") or Policy(name=info.recompute_policy),
-        commit=chosen_policy(diffusion, "commit") or Policy(name=info.commit_policy),
     )
 
 

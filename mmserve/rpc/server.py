@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from mmserve.config import Config, ServerConfig
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
-from mmserve.rpc.generation import EngineLike, GenerationService
+from mmserve.rpc.access import Access
+from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.generation import GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
 from mmserve.rpc.quotas import Quotas
-from mmserve.rpc.reload import Access, unfollowed
+from mmserve.rpc.reflection import add_reflection
+from mmserve.rpc.reload import Guard, unfollowed
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -46,27 +49,34 @@ _GOODBYE_SECONDS = 2.0
 
 
 class Server:
-    """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops."""
+    """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops.
 
-    def __init__(self, config: Config, engines: Mapping[str, EngineLike]) -> None:
-        if not engines:
+    ``loading``: names of models whose engines are given to ``add`` once the server listens. Until then their requests
+    end with UNAVAILABLE, and health says NOT_SERVING.
+    """
+
+    def __init__(
+        self, config: Config, engines: Mapping[str, EngineLike] = MappingProxyType({}), loading: Sequence[str] = ()
+    ) -> None:
+        if not engines and not loading:
             raise ConfigError("a server needs at least one model")
         self.config = config
-        self.engines = dict(engines)
+        self.engines = Engines((*engines, *loading))
+        self._given = dict(engines)
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
         self.port = 0
-        self._access = Access(config, self.metrics.tenants.refused)
+        self._guard = Guard(config, self.metrics.tenants.refused)
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another
-        self._threads = ThreadPoolExecutor(2 * len(self.engines), "mmserve-engine")
+        self._threads = ThreadPoolExecutor(2 * len(self.engines.names), "mmserve-engine")
 
     async def start(self) -> int:
-        """Start the engines, listen, and return the bound port; raises ``ConfigError`` where that is impossible."""
+        """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
         if self._grpc is not None:
             raise RuntimeError("a server starts once")
         self._grpc = self._build()
@@ -75,19 +85,39 @@ class Server:
         try:
             if self.config.server.metrics_port:
                 self._scraped = Endpoint(self.metrics.registry, self.config.server)
-                self._access.endpoint = self._scraped
-            for engine in self.engines.values():
+                self._guard.endpoint = self._scraped
+            for name, engine in self._given.items():
                 await self._for_all([engine], "start")
                 started.append(engine)
+                self.engines.add(name, engine)
             await self._grpc.start()
         except BaseException:
             await self._for_all(started, "stop")
             await self._grpc.stop(None)
             await self._close_endpoint()
             raise
-        self._health.set(SERVING)
-        logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
+        if loading := ", ".join(self.engines.loading):
+            logger.info("listening on %s:%d, loading %s", self.config.server.host, self.port, loading)
+        self._announce()
         return self.port
+
+    async def add(self, engine: EngineLike) -> bool:
+        """Start an engine and serve its model; health says SERVING once no model is loading any more.
+
+        Returns False, with the engine stopped, where the server ends already.
+        """
+        await self._for_all([engine], "start")
+        if self._ending is not None:
+            await self._for_all([engine], "stop")
+            return False
+        self.engines.add(engine.info.name, engine)
+        self._announce()
+        return True
+
+    def _announce(self) -> None:
+        if not self.engines.loading:
+            self._health.set(SERVING)
+            logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
 
     async def drain(self) -> None:
         """End in order: health says NOT_SERVING, new requests are refused, running ones get ``drain_seconds``."""
@@ -114,7 +144,7 @@ class Server:
 
     def _read(self, read: Callable[[], Config]) -> tuple[Config, Callable[[], None]]:
         config = read()
-        return config, self._access.read(config)
+        return config, self._guard.read(config)
 
     async def serve_until_signal(
         self, ready: Callable[[], None] = lambda: None, read: Callable[[], Config] | None = None
@@ -196,22 +226,29 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        interceptors = [self._access.auth, Quotas(self.metrics.tenants.limited), Incoming()]
+        interceptors = [
+            Access(self.metrics, log=config.access_log),
+            self._guard.auth,
+            Quotas(self.metrics.tenants.limited),
+            Incoming(),
+        ]
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        media_pb2_grpc.add_MediaServiceServicer_to_server(MediaService(self.media, self.config.media), server)
+        media_pb2_grpc.add_MediaServiceServicer_to_server(
+            MediaService(self.media, self.config.media, self.metrics.calls), server
+        )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflection.enable_server_reflection((*SERVICES, health, reflection.SERVICE_NAME), server)
+        add_reflection((*SERVICES, health), server)
         return server
 
     def _bind(self) -> int:
         config = self.config.server
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:
-            certificates = self._access.certificates
+            certificates = self._guard.certificates
             if certificates is None:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
             return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))

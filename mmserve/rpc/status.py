@@ -89,6 +89,11 @@ def from_rpc_error(error: Any) -> MMServeError:
     return from_status(status_pb2.Status(code=code.value[0], message=error.details() or ""))
 
 
+def from_server(error: Any) -> bool:
+    """Whether the server sent the status of ``error``, rather than gRPC finding that it cannot be reached."""
+    return any(key == DETAILS_KEY for key, _value in error.trailing_metadata() or ())
+
+
 async def abort(context: Any, error: MMServeError) -> NoReturn:
     """End the call of ``context`` with the status of ``error``; always raises."""
     status = to_status(error)

@@ -10,6 +10,7 @@ from mmserve.core.info import ModelInfo
 from mmserve.encode.store import is_media_id
 from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
+from mmserve.rpc.default_policies import wrong_quality
 from mmserve.rpc.policy_messages import wrong_policy
 from mmserve.rpc.roles import ROLES
 from mmserve.rpc.vision_messages import wrong_vision
@@ -110,6 +111,7 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
             yield f"diffusion.{name}", "must be at least 1"
     if diffusion.block_length > 1 and not info.diffusion:
         yield "diffusion.block_length", "must be 1: the model decodes one token after another"
+    yield from wrong_quality(diffusion)
     for kind in ("recompute", "commit"):
         yield from wrong_policy(diffusion, kind, "diffusion")
 

@@ -1,3 +1,4 @@
+from mmserve.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -98,13 +99,43 @@ class ModelLimits(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., max_images: _Optional[int] = ..., visual_tokens_per_image: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_videos: _Optional[int] = ..., frames_per_video: _Optional[int] = ..., max_video_seconds: _Optional[float] = ..., max_video_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelDefaults(_message.Message):
-    __slots__ = ("max_new_tokens", "block_length", "recompute_policy", "commit_policy")
+    __slots__ = ("max_new_tokens", "block_length", "recompute_policy", "commit_policy", "policy_source", "balanced", "exact", "fast", "curve", "measured_json")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_POLICY_FIELD_NUMBER: _ClassVar[int]
     COMMIT_POLICY_FIELD_NUMBER: _ClassVar[int]
+    POLICY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BALANCED_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    FAST_FIELD_NUMBER: _ClassVar[int]
+    CURVE_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_JSON_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     block_length: int
     recompute_policy: str
     commit_policy: str
-    def __init__(self, max_new_tokens: _Optional[int] = ..., block_length: _Optional[int] = ..., recompute_policy: _Optional[str] = ..., commit_policy: _Optional[str] = ...) -> None: ...
+    policy_source: str
+    balanced: _generation_pb2.DiffusionParams
+    exact: _generation_pb2.DiffusionParams
+    fast: _generation_pb2.DiffusionParams
+    curve: _containers.RepeatedCompositeFieldContainer[MeasuredPolicies]
+    measured_json: str
+    def __init__(self, max_new_tokens: _Optional[int] = ..., block_length: _Optional[int] = ..., recompute_policy: _Optional[str] = ..., commit_policy: _Optional[str] = ..., policy_source: _Optional[str] = ..., balanced: _Optional[_Union[_generation_pb2.DiffusionParams, _Mapping]] = ..., exact: _Optional[_Union[_generation_pb2.DiffusionParams, _Mapping]] = ..., fast: _Optional[_Union[_generation_pb2.DiffusionParams, _Mapping]] = ..., curve: _Optional[_Iterable[_Union[MeasuredPolicies, _Mapping]]] = ..., measured_json: _Optional[str] = ...) -> None: ...
+
+class MeasuredPolicies(_message.Message):
+    __slots__ = ("policies", "quality", "accuracy", "agreement", "same", "time_ratio", "forwards")
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    SAME_FIELD_NUMBER: _ClassVar[int]
+    TIME_RATIO_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    policies: _generation_pb2.DiffusionParams
+    quality: float
+    accuracy: float
+    agreement: float
+    same: float
+    time_ratio: float
+    forwards: float
+    def __init__(self, policies: _Optional[_Union[_generation_pb2.DiffusionParams, _Mapping]] = ..., quality: _Optional[float] = ..., accuracy: _Optional[float] = ..., agreement: _Optional[float] = ..., same: _Optional[float] = ..., time_ratio: _Optional[float] = ..., forwards: _Optional[float] = ...) -> None: ...

@@ -237,7 +237,7 @@ def test_serve_refuses_a_broken_configuration(tmp_path: Path, capsys: pytest.Cap
     text, why = BROKEN[kind]
     path = tmp_path / "broken.toml"
     path.write_text(text)
-    assert main(["serve", "--config", str(path)]) == 1
+    assert main(["serve", "--config", str(path), "--set", "server.port=0"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("mmserve serve: ") and why in err and err.count("\n") == 1
 

@@ -17,7 +17,7 @@ from mmserve.client import EarlyCommit, Learned, Result
 from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.commit_filter import FILTER
-from mmserve.models.registry import shipped_folder
+from mmserve.models.names import shipped_folder
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.train_filter.__main__ import main
 

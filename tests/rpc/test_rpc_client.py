@@ -17,6 +17,7 @@ from mmserve.client import AsyncClient, Client, DkvDecode, Threshold
 from mmserve.core.events import Admitted, Delta, Finished, Snapshot
 from mmserve.core.request import ImagePart, Message, Policy, TextPart, VideoPart
 from mmserve.errors import (
+    BY_CODE,
     Cancelled,
     DeadlineExceeded,
     FailedPrecondition,
@@ -39,8 +40,15 @@ def test_public_names() -> None:
     commit += ["DraftModel", "Guided", "Scheduler"]
     commit += ["ExpectedAttention", "HeavyHitters", "SinkWindow", "VisualCache"]
     reuse = ["Blend", "KvShare", "LegoLink", "RandomReuse"]
+    errors = [
+        *(kind.__name__ for kind in BY_CODE.values()),
+        "MMServeError",
+        "TLSError",
+        "ConfigError",
+        "FieldViolation",
+    ]
     others = ["AsyncClient", "Client", "ModelInfo", "Result"]
-    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *others])
+    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *errors, *others])
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -258,7 +266,6 @@ def test_full_is_tried_again_when_the_server_says(address: str, engine: EchoEngi
         (ResourceExhausted("full"), 1),
         (ResourceExhausted("full", retry_after=3600), 1),
         (FailedPrecondition("not now"), 1),
-        (Unavailable("draining"), 4),
     ],
 )
 def test_how_often_a_refusal_is_tried(address: str, engine: EchoEngine, error: Exception, attempts: int) -> None:
@@ -291,8 +298,8 @@ def test_wait_ready() -> None:
         client.wait_ready(5)
 
 
-def test_nobody_there_is_unavailable_after_some_attempts() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+def test_nobody_there_is_unavailable() -> None:
+    with Client("127.0.0.1:1", reconnect_seconds=0.2) as client, pytest.raises(Unavailable, match="tried"):
         client.models()
     with Client("127.0.0.1:1", timeout=0.3) as client, pytest.raises((Unavailable, DeadlineExceeded)):
         client.upload(PNG)
@@ -358,10 +365,10 @@ def test_asyncio_cancelled_task_and_closed_client(engine: EchoEngine) -> None:
 
 def test_asyncio_nobody_there() -> None:
     async def main() -> None:
-        async with AsyncClient("127.0.0.1:1", timeout=2.0) as client:
+        async with AsyncClient("127.0.0.1:1", timeout=0.5) as client:
             with pytest.raises(Unavailable):
                 await client.wait_ready(0.2)
-            with pytest.raises(Unavailable):
+            with pytest.raises((Unavailable, DeadlineExceeded)):
                 await client.generate("x")
 
     asyncio.run(main())

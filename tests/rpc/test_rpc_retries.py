@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
-from echo_server import EchoEngine, served, threaded
+from echo_server import EchoEngine, config, served, threaded
 
 from mmserve.client import AsyncClient, Client
 from mmserve.client.retries import Retries
-from mmserve.errors import Cancelled, DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted, Unavailable
+from mmserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    MMServeError,
+    ResourceExhausted,
+    TLSError,
+    Unavailable,
+)
 
 FULL = ResourceExhausted("full", retry_after=0.01)
 
@@ -108,17 +120,21 @@ def test_pauses_are_the_servers_and_a_bounded_random_part() -> None:
 
 
 def test_what_is_tried_again() -> None:
-    assert len(attempts(Retries(60.0), Unavailable("nobody there"))) == 3
-    for error in (ResourceExhausted("for good"), DeadlineExceeded("late"), InvalidArgument.of("x", "is wrong")):
+    nobody = attempts(Retries(60.0), Unavailable("nobody there"))
+    assert len(nobody) == 99 and max(nobody) <= 0.5, "a server that is up again is noticed soon"
+    assert attempts(Retries(60.0, reconnect_seconds=0.0), Unavailable("nobody there")) == []
+    assert len(attempts(Retries(60.0, reconnect_seconds=0.0), FULL, 5)) == 5
+    for error in (
+        ResourceExhausted("for good"),
+        DeadlineExceeded("late"),
+        InvalidArgument.of("x", "is wrong"),
+        TLSError("no TLS there"),
+    ):
         assert attempts(Retries(60.0), error) == []
     with pytest.raises(ResourceExhausted):
         Retries(60.0).delay(FULL, started=True)
     with pytest.raises(ResourceExhausted):
         Retries(1.0).delay(ResourceExhausted("full", retry_after=1.0))
-    retries = Retries(60.0)
-    for _ in range(4):  # a server that answers is there again
-        assert len(attempts(retries, Unavailable("restarting"), 3)) == 3
-        retries.delay(FULL)
 
 
 def test_other_errors_stay_what_they_are() -> None:
@@ -131,3 +147,65 @@ def test_other_errors_stay_what_they_are() -> None:
     late.delay(FULL)
     with pytest.raises(DeadlineExceeded, match=r"late \(tried 2 times in \d\.\d s\)"):
         late.delay(DeadlineExceeded("late"))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@contextmanager
+def begun_later(port: int, seconds: float) -> Iterator[list[float]]:
+    """A server that listens on ``port`` after ``seconds``; yields a list that gets the time when it does."""
+    up: list[float] = []
+    ended = threading.Event()
+
+    def serve() -> None:
+        time.sleep(seconds)
+        with threaded(EchoEngine(), config({"port": port})):
+            up.append(time.monotonic())
+            ended.wait()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield up
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_calls_wait_for_a_server_that_restarts() -> None:
+    """For longer than four attempts take, and they are answered soon after it is up again, not seconds later."""
+    port = free_port()
+    with Client(f"127.0.0.1:{port}") as client:
+        with threaded(EchoEngine(), config({"port": port})):
+            assert client.generate("before").text == "before"
+        with begun_later(port, 2.5) as up, ThreadPoolExecutor() as pool:
+            calls = [
+                pool.submit(lambda: client.generate("x").text),
+                pool.submit(lambda: list(client.stream("x"))[-1]),
+                pool.submit(client.models),
+                pool.submit(lambda: asyncio.run(asked_with_asyncio(port))),
+            ]
+            assert all(call.result(30) for call in calls)
+            assert time.monotonic() - up[0] < 3.0
+
+
+async def asked_with_asyncio(port: int) -> str:
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        return (await client.generate("x")).text
+
+
+def test_a_request_the_server_refuses_as_it_ends_is_tried_again(address: str, engine: EchoEngine) -> None:
+    engine.refusals = [Unavailable("draining")] * 6
+    with Client(address) as client:
+        assert client.generate("x").text == "x"
+    assert len(engine.requests) == 7
+
+
+def test_a_call_gives_up_after_reconnect_seconds() -> None:
+    with Client(f"127.0.0.1:{free_port()}", reconnect_seconds=0.3) as client:
+        for call in (client.models, lambda: client.generate("x")):
+            with pytest.raises(Unavailable, match=r"tried [2-9] times in 0\.\d s"):
+                call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mmserve.core.tuning import ACCOMPANIED, DRAFTING, UNPENALISED
 from mmserve.decode.commit.base import Candidates, Commit
 from mmserve.decode.commit.confident import Confident
 from mmserve.decode.commit.draft_model import DraftModel
@@ -49,17 +50,10 @@ DIFFUSION_COMMIT = (
 )
 #: A next-token model commits one token a step, whatever its confidence, unless it has a draft to judge.
 CAUSAL_COMMIT = ("low_confidence", "threshold", "ngram", "draft_model")
-#: Those that draft: of the positions they run some may be run again with other tokens.
-DRAFTING = frozenset({"ngram", "draft_model"})
 #: Where open positions hold random tokens, each step accepts some and draws the rest anew (``decode/renoising.py``).
 RENOISING_COMMIT = ("entropy_bound",)
-#: Policies for which the model needs a companion.
-ACCOMPANIED = frozenset({"guided", "draft_model"})
 #: Policies that ask a filter trained for the model: models without one do not have them.
 FILTERED = frozenset({"learned"})
-#: Policies that judge tokens which stand on the canvas already: a penalty on what stands there would judge them by
-#: their own presence.
-UNPENALISED = frozenset({"edit", "ngram", "guided", "draft_model", "scheduler"})
 
 __all__ = [
     "ACCOMPANIED",

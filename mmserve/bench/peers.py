@@ -1,0 +1,289 @@
+"""Next-token decoding beside other engines: ``mmserve bench peers``.
+
+The same prompts, greedily, so many tokens each, through this project's engine (admission, scheduling, stages and
+events included), through transformers' ``generate`` and, where an interpreter that has it is named, through vLLM. The
+engines take turns, batch size by batch size, so that noise falls on all alike. Without ``--model`` a random LLaMA of
+15 M parameters is made for the occasion (32,000 tokens, 288 wide, 6 layers, head tied to the embedding).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mmserve.bench import vllm_peer
+from mmserve.bench.settings import measured_config
+from mmserve.config import EngineConfig, resolve
+from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
+from mmserve.engine import Engine
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.models.registry import load_model, model_folder, shipped_folder
+
+NEW_TOKENS = 48
+BATCHES = (1, 4, 16)
+#: Seconds until an answer is given up.
+_PATIENCE = 300.0
+
+
+class Peer(Protocol):
+    """An engine under test."""
+
+    def answer(self, count: int) -> tuple[float, list[list[int]]]:
+        """Seconds for the first ``count`` prompts together, and the tokens of each answer."""
+        ...
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row of figures for each batch size and engine: milliseconds a token (median and quartiles over the rounds)."""
+    threads = arguments.threads
+    torch.set_num_threads(threads)
+    settings = measured_config(arguments)
+    with ExitStack() as stack:
+        path = settings.models[0].path
+        if not arguments.model:
+            path = str(random_llama(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+        model = load_model(replace(settings.models[0], path=path))
+        if not isinstance(model, LoadedModel) or not model.spec.causal:
+            raise ConfigError(f"{model.spec.name!r} is no next-token model: bench peers takes none but those")
+        config = resolve(replace(settings.engine, torch_threads=threads))
+        ours = stack.enter_context(_ours(model, config, max(BATCHES)))
+        folder = model_folder(path)
+        engines: dict[str, Peer] = {
+            "mmserve": ours,
+            "transformers": Transformers(folder, model.dtype, ours.prompts, model.spec.banned_ids),
+        }
+        versions = {"transformers": version("transformers")}
+        if arguments.vllm_python is not None:
+            vllm = stack.enter_context(_vllm(arguments.vllm_python, folder, model.dtype, ours.prompts, threads))
+            engines["vllm"], versions["vllm"] = vllm, vllm.version
+        rows = [row for size in BATCHES for row in _measured(engines, size, arguments.repeats, progress)]
+    return {
+        "rows": rows,
+        "settings": {
+            "model": model.spec.name,
+            "parameters": model.parameters,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "new_tokens": NEW_TOKENS,
+            "prompt_tokens": [len(ids) for ids in ours.prompts],
+            "torch_threads": threads,
+            "stages": config.stages,
+            "repeats": arguments.repeats,
+            "versions": versions,
+        },
+    }
+
+
+def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Callable[[str], None]) -> Iterator[Any]:
+    """The rows of one batch size; ``times_X`` is the median over rounds of the engine's time over that of X."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    tokens: dict[str, list[list[int]]] = {}
+    for name, engine in engines.items():
+        _seconds, tokens[name] = engine.answer(size)  # warm-up
+    for repeat in range(repeats):
+        progress(f"batch {size}: round {repeat + 1} of {repeats}")
+        for name, engine in engines.items():
+            seconds, again = engine.answer(size)
+            times[name].append(1000 * seconds / (size * NEW_TOKENS))
+            if again != tokens[name]:
+                raise RuntimeError(f"{name} gave other tokens to the same prompts")
+    for name in engines:
+        low, middle, high = statistics.quantiles(times[name], n=4) if repeats > 1 else times[name] * 3
+        yield {
+            "measured": f"{name} at {size}",
+            "engine": name,
+            "batch": size,
+            "ms_per_token": round(middle, 3),
+            "ms_per_token_quartiles": [round(low, 3), round(high, 3)],
+            "same_tokens": round(_agreement(tokens["mmserve"], tokens[name]), 4),
+            **{
+                f"times_{other}": round(
+                    statistics.median(mine / its for mine, its in zip(times[name], times[other], strict=True)), 3
+                )
+                for other in engines
+                if other != name
+            },
+        }
+
+
+def _agreement(one: list[list[int]], other: list[list[int]]) -> float:
+    """The share of answers that are the same, token for token."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+class Ours:
+    """The engine of this project, asked as its gRPC servicer asks it."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self._engine, self._asked = engine, 0
+        requests = [self._request(index) for index in range(count)]
+        self.prompts: list[list[int]] = [encoded.ids.tolist() for encoded in engine.stages.encoder.encode(requests)]
+
+    def _request(self, index: int) -> Request:
+        self._asked += 1
+        words = " ".join(f"{word} {index}" for word in ("circle", "square", "red", "left of", "green"))
+        return Request(
+            id=f"{index}-{self._asked}",
+            model=self._engine.info.name,
+            messages=(Message("user", (TextPart(words),)),),
+            sampling=Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS),
+            diffusion=Diffusion(recompute=Policy(name="last")),
+            streaming=Streaming(tokens=True),
+        )
+
+    def answer(self, count: int) -> tuple[float, list[list[int]]]:
+        """See ``Peer``."""
+        requests = [self._request(index) for index in range(count)]
+        ended: list[Event | None] = [None] * count
+        left, done = threading.Semaphore(0), range(count)
+
+        def sink(index: int) -> Callable[[Event], None]:
+            def take(event: Event) -> None:
+                if isinstance(event, Finished | Failed):
+                    ended[index] = event
+                    left.release()
+
+            return take
+
+        begun = time.perf_counter()
+        for index, request in enumerate(requests):
+            self._engine.submit(request, sink(index))
+        for _each in done:
+            if not left.acquire(timeout=_PATIENCE):
+                raise RuntimeError("the engine gave no answer")
+        seconds = time.perf_counter() - begun
+        return seconds, [_tokens(event) for event in ended]
+
+
+def _tokens(event: Event | None) -> list[int]:
+    if not isinstance(event, Finished):
+        raise RuntimeError(f"the engine failed: {event}")
+    return [token.id for token in event.tokens]
+
+
+@contextmanager
+def _ours(model: LoadedModel, config: EngineConfig, count: int) -> Iterator[Ours]:
+    from mmserve.config import MediaConfig
+    from mmserve.settle import settle
+
+    engine = Engine(model, config, MediaConfig())
+    engine.start()
+    settle()
+    try:
+        yield Ours(engine, count)
+    finally:
+        engine.stop()
+
+
+class Transformers:
+    """transformers' own greedy ``generate`` over the same ids, padded on the left where prompts differ in length."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, prompts: list[list[int]], banned: Sequence[int]) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self._model.generation_config.eos_token_id = None
+        self._prompts, self._banned = prompts, list(banned) or None
+
+    @torch.inference_mode()
+    def answer(self, count: int) -> tuple[float, list[list[int]]]:
+        """See ``Peer``."""
+        prompts = self._prompts[:count]
+        longest = max(map(len, prompts))
+        begun = time.perf_counter()
+        made = self._model.generate(
+            input_ids=torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts]),
+            attention_mask=torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+            suppress_tokens=self._banned,
+        )
+        seconds = time.perf_counter() - begun
+        return seconds, made[:, longest:].tolist()
+
+
+class Vllm:
+    """vLLM in a process of its own (``vllm_peer.py``), which reports its own time."""
+
+    def __init__(self, process: subprocess.Popen[str], prompts: list[list[int]]) -> None:
+        self._process, self._prompts = process, prompts
+        self.version = str(self._line()["ready"])
+
+    def answer(self, count: int) -> tuple[float, list[list[int]]]:
+        """See ``Peer``."""
+        assert self._process.stdin is not None
+        asked = {"prompts": self._prompts[:count], "new_tokens": NEW_TOKENS}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        told = self._line()
+        return float(told["seconds"]), told["tokens"]
+
+    def _line(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ConfigError("vLLM ended; run `PYTHON mmserve/bench/vllm_peer.py MODEL float32 1024` to see why")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+@contextmanager
+def _vllm(python: Path, folder: Path, dtype: torch.dtype, prompts: list[list[int]], threads: int) -> Iterator[Vllm]:
+    script = Path(vllm_peer.__file__).read_text(encoding="utf-8")  # run as a file, its folder would be importable
+    name, most = str(dtype).removeprefix("torch."), max(map(len, prompts)) + NEW_TOKENS
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(
+        [str(python), "-c", script, str(folder), name, str(most)],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield Vllm(process, prompts)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def random_llama(folder: Path) -> Path:
+    """A checkpoint of 15 M random parameters in transformers' layout, with the bundled model's tokenizer."""
+    tokenizer = shipped_folder("bundled-causal")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=288,
+            intermediate_size=768,
+            num_hidden_layers=6,
+            num_attention_heads=6,
+            num_key_value_heads=6,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            initializer_range=0.1,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+    return folder

@@ -1,0 +1,54 @@
+"""What a configured model is called and where its files are, known without loading anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmserve.config import BUNDLED, ModelConfig
+from mmserve.errors import ConfigError
+
+HUB = "hub:"
+#: Models shipped with the package: their path in a configuration, and their folder of ``assets``, also their name.
+SHIPPED = {BUNDLED: "reference", f"{BUNDLED}-causal": "reference-causal"}
+
+
+def served_name(model: ModelConfig) -> str:
+    """The name by which requests ask for ``model``."""
+    if model.name:
+        return model.name
+    if model.path in SHIPPED:
+        return SHIPPED[model.path]
+    if model.path.startswith(HUB):
+        return model.path.rpartition("/")[2].removeprefix(HUB)
+    return Path(model.path).expanduser().resolve().name
+
+
+def served_names(models: Sequence[ModelConfig]) -> tuple[str, ...]:
+    """The names of ``models`` in their order; raises ``ConfigError`` where two have the same."""
+    names = tuple(map(served_name, models))
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ConfigError(f"two models are named {name!r}; give one another name under [[models]]")
+    return names
+
+
+def local_folder(path: str) -> Path:
+    """The directory of a model that is not on the hub; raises ``ConfigError`` where there is none."""
+    if path in SHIPPED:
+        return shipped_folder(path)
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no model directory {folder}; {' and '.join(SHIPPED)} come with mmserve, and {HUB}owner/name is "
+            "downloaded"
+        )
+    return folder
+
+
+def shipped_folder(path: str) -> Path:
+    """The directory of a model of ``SHIPPED``; raises ``ConfigError`` where this copy of the package has none."""
+    folder = Path(__file__).parent.parent / "assets" / SHIPPED[path]
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"this copy of mmserve has no model {path!r}; name a checkpoint directory or hub:owner/name")
+    return folder

@@ -1,0 +1,125 @@
+"""``policy.json`` beside a checkpoint: which policies decode it by default, and how they were measured.
+
+``mmserve tune`` writes it. Where a file is wrong, ``ConfigError`` says how to mend it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmserve.core.request import Policy
+from mmserve.core.tuning import Measured, Pair
+from mmserve.errors import ConfigError
+
+POLICY_FILE = "policy.json"
+FORMAT = 1
+_REMEDY = "write it anew with `mmserve tune`, or remove it"
+_ROW = {
+    "quality": float,
+    "agreement": float,
+    "same": float,
+    "time_ratio": float,
+    "forwards": float,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFile:
+    """What a file says: plain decoding, the default, and every pair that was measured."""
+
+    path: Path
+    plain: Pair
+    default: Pair
+    curve: tuple[Measured, ...]
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+def load_policies(path: Path, *, required: bool = False) -> PolicyFile | None:
+    """The file at ``path``, or in the model's folder there; None where there is none and none is ``required``.
+
+    Raises ``ConfigError`` for a file that cannot be read or that has another form.
+    """
+    path = path / POLICY_FILE if path.is_dir() else path
+    if not path.is_file():
+        if required:
+            raise ConfigError(f"there is no policy file {path}: `mmserve tune --out {path}` writes one")
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable as JSON ({error}): {_REMEDY}") from error
+    try:
+        return _file(path, data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is not a policy file of this version: {why}; {_REMEDY}") from error
+
+
+def save_policies(path: Path, plain: Pair, default: Pair, curve: list[Measured], measured: dict[str, Any]) -> None:
+    """Write a file that ``load_policies`` reads."""
+    data = {
+        "format": FORMAT,
+        "plain": _pair_data(plain),
+        "default": _pair_data(default),
+        "measured": measured,
+        "curve": [row_data(row) for row in curve],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def row_data(row: Measured) -> dict[str, Any]:
+    """A measured pair as the file has it."""
+    return {**_pair_data(row.pair), "accuracy": row.accuracy, **{name: getattr(row, name) for name in _ROW}}
+
+
+def _file(path: Path, data: Any) -> PolicyFile:
+    if data["format"] != FORMAT:
+        raise ValueError(f"its format is {data['format']!r}, not {FORMAT}")
+    return PolicyFile(
+        path=path,
+        plain=_pair(data["plain"]),
+        default=_pair(data["default"]),
+        curve=tuple(_row(row) for row in data["curve"]),
+        measured=dict(data.get("measured", {})),
+    )
+
+
+def _row(data: Any) -> Measured:
+    numbers = {name: _number(name, data[name]) for name in _ROW}
+    if numbers["time_ratio"] <= 0:
+        raise ValueError(f"time_ratio must be above 0, not {numbers['time_ratio']}")
+    accuracy = None if data.get("accuracy") is None else _number("accuracy", data["accuracy"])
+    return Measured(pair=_pair(data), accuracy=accuracy, **numbers)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _pair(data: Any) -> Pair:
+    return Pair(_policy(data["recompute"]), _policy(data["commit"]))
+
+
+def _policy(data: Any) -> Policy:
+    """``{"name": "threshold", "confidence": 0.9}``; ``base`` is a policy itself."""
+    options = dict(data)
+    name, base = options.pop("name"), options.pop("base", None)
+    if not isinstance(name, str) or not all(isinstance(value, int | float | str) for value in options.values()):
+        raise ValueError(f"a policy is a name and its numbers, not {data!r}")
+    return Policy(name=name, options=options, base=None if base is None else _policy(base))
+
+
+def _pair_data(pair: Pair) -> dict[str, Any]:
+    return {"recompute": _policy_data(pair.recompute), "commit": _policy_data(pair.commit)}
+
+
+def _policy_data(policy: Policy) -> dict[str, Any]:
+    base = {} if policy.base is None else {"base": _policy_data(policy.base)}
+    return {"name": policy.name, **policy.options, **base}

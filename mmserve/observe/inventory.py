@@ -1,0 +1,109 @@
+"""Metrics about a server as a whole: what it is built of, which models it serves, how its calls end.
+
+Names of the call metrics and their labels are those of go-grpc-middleware, which dashboards for gRPC servers read.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import mmserve
+from mmserve.core.info import ModelInfo
+
+PREFIX = "mmserve:"
+MODEL = "model_name"
+#: Packages whose versions decide what a server computes.
+_BUILT_OF = ("torch", "triton", "transformers", "grpcio")
+_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120, 600)
+
+
+class Described(Protocol):
+    """An engine that says which model it runs."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What clients are told of its model."""
+        ...
+
+
+class Calls:
+    """Counts of calls by method and status, of uploads, and times of calls."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("grpc_service", "grpc_method")
+        self._handled = Counter(
+            "grpc_server_handled", "Calls by the status that they ended with", (*labels, "grpc_code"), registry=registry
+        )
+        self._seconds = Histogram(
+            "grpc_server_handling_seconds",
+            "From a call's arrival to its status",
+            labels,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._uploads = Counter(
+            PREFIX + "media_uploads", "Uploads by what became of them", ("result",), registry=registry
+        )
+        self._upload_bytes = Counter(
+            PREFIX + "media_upload_bytes", "Bytes of uploads that were accepted", registry=registry
+        )
+
+    def handled(self, method: str, code: str, seconds: float) -> None:
+        """Count a call of ``/service/method``, or of a method that is none (""): a client's word is no label."""
+        service, _, name = method.removeprefix("/").rpartition("/")
+        self._handled.labels(service or "unknown", name or "unknown", code).inc()
+        self._seconds.labels(service or "unknown", name or "unknown").observe(seconds)
+
+    def uploaded(self, size: int, *, deduplicated: bool) -> None:
+        """Count an upload of ``size`` bytes that was accepted."""
+        self._uploads.labels("deduplicated" if deduplicated else "stored").inc()
+        self._upload_bytes.inc(size)
+
+    def upload_failed(self, code: str) -> None:
+        """Count an upload that ended with an error's ``code``."""
+        self._uploads.labels(code).inc()
+
+
+class Models(Collector):
+    """What each loaded model is, read when it is asked for."""
+
+    def __init__(self, engines: Mapping[str, Described]) -> None:
+        self._engines = engines
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the names are known without asking an engine that has not started."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after another, a sample each model."""
+        described = InfoMetricFamily(PREFIX + "model", "A loaded model", labels=(MODEL,))
+        parameters = GaugeMetricFamily(PREFIX + "model_parameters", "Parameters of a loaded model", labels=(MODEL,))
+        for name, engine in self._engines.items():
+            info = engine.info
+            kernels = {f"kernel_{op}": path for op, path in info.kernels.items()}
+            what = {"architecture": info.architecture, "dtype": info.dtype, "device": info.device, **kernels}
+            described.add_metric((name,), what)
+            parameters.add_metric((name,), info.parameters)
+        yield described
+        yield parameters
+
+
+def add_build(registry: CollectorRegistry) -> None:
+    """Register the versions of mmserve, Python and what decides results."""
+    versions = {name: found for name in _BUILT_OF if (found := _version(name))}
+    info = Info(PREFIX + "build", "Versions of the server and of what it is built of", registry=registry)
+    info.info({"version": mmserve.__version__, "python": platform.python_version(), **versions})
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # Triton is not installed on every platform
+        return ""

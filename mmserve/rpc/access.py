@@ -1,0 +1,126 @@
+"""Every call is counted and timed, and written to the access log as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from mmserve.observe import calls
+from mmserve.observe.calls import Call
+from mmserve.observe.metrics import Metrics
+from mmserve.rpc import request_id
+
+logger = logging.getLogger("mmserve.access")
+
+#: Calls that come every second by themselves: written at DEBUG unless they fail.
+_ROUTINE = "/grpc.health.v1.Health/"
+_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+#: By (request streams, response streams).
+_MAKE = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class Access(grpc.aio.ServerInterceptor):
+    """Watches every call from its arrival to its status; the first of the interceptors, so that refusals count too.
+
+    ``log``: whether a line is written for each.
+    """
+
+    def __init__(self, metrics: Metrics, *, log: bool) -> None:
+        self._metrics = metrics
+        self._log = log
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """The method's own handler, watched; ``observe.calls.current()`` is the call from here on."""
+        metadata = handler_call_details.invocation_metadata
+        call = Call(handler_call_details.method, request_id=request_id.label_in(metadata))
+        calls.begin(call)
+        handler = await continuation(handler_call_details)
+        if handler is None:  # gRPC itself answers
+            self._ended(call, "UNIMPLEMENTED", known=False)
+            return None
+        return self._watched(handler, call)
+
+    def _watched(self, handler: Any, call: Call) -> Any:
+        answer = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def one(request: Any, context: Any) -> Any:
+            with self._watch(call, context):
+                result = await answer(request, context)
+                return result if handler.response_streaming else serialize(result)  # here, so that its size is known
+
+        async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+            with self._watch(call, context):
+                async for message in answer(request, context):
+                    yield message
+
+        def parse(data: bytes) -> Any:
+            call.received += len(data)
+            return data if handler.request_deserializer is None else handler.request_deserializer(data)
+
+        def serialize(message: Any) -> bytes:
+            data = message if handler.response_serializer is None else handler.response_serializer(message)
+            call.sent += len(data)
+            return bytes(data)
+
+        make = _MAKE[handler.request_streaming, handler.response_streaming]
+        written = serialize if handler.response_streaming else None
+        return make(many if inspect.isasyncgenfunction(answer) else one, parse, written)
+
+    @contextmanager
+    def _watch(self, call: Call, context: Any) -> Iterator[None]:
+        calls.begin(call)
+        call.peer = context.peer()
+        try:
+            yield
+        except asyncio.CancelledError:
+            late = (context.time_remaining() or 1.0) <= 0
+            self._ended(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
+            raise
+        except BaseException:
+            self._ended(call, _code(context) if context.code() else "UNKNOWN")
+            raise
+        self._ended(call, _code(context))
+
+    def _ended(self, call: Call, code: str, *, known: bool = True) -> None:
+        seconds = time.monotonic() - call.started
+        self._metrics.calls.handled(call.method if known else "", code, seconds)
+        if not self._log:
+            return
+        fields = {
+            "method": call.method,
+            "peer": call.peer,
+            "tenant": call.tenant,
+            "model": call.model,
+            "code": code,
+            "ms": round(1000 * seconds, 1),
+            "received_bytes": call.received,
+            "sent_bytes": call.sent,
+            "prompt_tokens": call.prompt_tokens,
+            "completion_tokens": call.completion_tokens,
+            "request_id": call.request_id,
+        }
+        routine = code == "OK" and call.method.startswith(_ROUTINE)
+        text = " ".join(f"{name}={_plain(str(value))}" for name, value in fields.items() if value != "")
+        logger.log(logging.DEBUG if routine else logging.INFO, "%s", text, extra={"fields": fields})
+
+
+def _code(context: Any) -> str:
+    code = context.code() or 0
+    return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code, "UNKNOWN")
+
+
+def _plain(value: str) -> str:
+    """``value`` without what would break a line or its fields: a method's name is its client's word."""
+    return "".join(c if c.isprintable() and not c.isspace() else c.encode("unicode_escape").decode() for c in value)

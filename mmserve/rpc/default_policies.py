@@ -1,0 +1,90 @@
+"""The policies of a request: those that it names, and the model's for those that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Diffusion, Policy
+from mmserve.core.tuning import ACCOMPANIED, BALANCED, DRAFTING, EXACT, FAST, QUALITIES, UNPENALISED
+from mmserve.errors import InvalidArgument
+from mmserve.rpc.policy_messages import chosen_policy
+from mmserve.v1 import generation_pb2 as pb
+
+#: ``Quality`` of messages, and how the rest of the server calls it.
+_QUALITIES = {pb.QUALITY_EXACT: EXACT, pb.QUALITY_BALANCED: BALANCED, pb.QUALITY_FAST: FAST}
+_SAMPLED = (pb.CONSTRAINT_SAMPLING_AWRS, pb.CONSTRAINT_SAMPLING_ASAP)
+
+
+def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
+    """What is wrong with the quality asked for, as fields and what each must be."""
+    wanted = diffusion.WhichOneof("wanted")
+    if wanted is None:
+        return
+    path = f"diffusion.{wanted}"
+    if wanted == "quality" and diffusion.quality not in _QUALITIES:
+        yield path, "must be QUALITY_EXACT, QUALITY_BALANCED or QUALITY_FAST"
+    if wanted == "min_quality" and not 0 < diffusion.min_quality <= 1:
+        yield path, f"must be in (0, 1], not {diffusion.min_quality}"
+    named = [name for name in ("recompute", "commit") if diffusion.WhichOneof(name)]
+    if named:
+        yield path, f"must not be set with a policy that is named, as {' and '.join(named)} here: choose one way"
+    if diffusion.HasField("steps") and (wanted != "quality" or diffusion.quality != pb.QUALITY_EXACT):
+        yield path, "must be QUALITY_EXACT, or not be set, with steps, which say how many tokens a step commits"
+
+
+def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
+    """How ``message``, in which nothing is wrong, is to be decoded by the model of ``info``.
+
+    Each policy that is not named is the model's for the quality asked for, or, where the rest of the request does not
+    go with that, plain decoding's.
+    """
+    asked, tuning = message.diffusion, info.policies
+    pair = tuning.pair(_quality(asked))
+    recompute, commit = pair.recompute, pair.commit
+    if not info.diffusion and (message.HasField("kv_reduction") or message.HasField("image_reuse")):
+        recompute = tuning.plain.recompute
+    if not _leaves_room(message, commit):
+        commit = tuning.plain.commit
+    return Diffusion(
+        steps=asked.steps,
+        block_length=asked.block_length,
+        recompute=chosen_policy(asked, "recompute") or recompute,
+        commit=chosen_policy(asked, "commit") or commit,
+    )
+
+
+def _quality(diffusion: pb.DiffusionParams) -> str | float:
+    match diffusion.WhichOneof("wanted"):
+        case "quality":
+            return _QUALITIES[diffusion.quality]
+        case "min_quality":
+            return diffusion.min_quality
+    return BALANCED
+
+
+def _leaves_room(message: pb.GenerateRequest, commit: Policy) -> bool:
+    """Whether what ``message`` asks for can be had with ``commit``; see ``Capabilities.check`` for the reasons."""
+    names = {commit.name, *([commit.base.name] if commit.base is not None else [])}
+    penalty = message.sampling.repetition_penalty if message.sampling.HasField("repetition_penalty") else 1.0
+    return not (
+        message.diffusion.HasField("steps")
+        or (penalty != 1 and names & UNPENALISED)
+        or (message.HasField("kv_reduction") and names & DRAFTING)
+        or (message.HasField("image_reuse") and names & (DRAFTING | ACCOMPANIED))
+        or message.constraint.sampling in _SAMPLED
+    )
+
+
+def put_quality(diffusion: pb.DiffusionParams, quality: str | float | None) -> None:
+    """Ask for ``quality``: one of its names, or the least that is wanted; raises ``InvalidArgument``."""
+    if quality is None:
+        return
+    numbers = {name: number for number, name in _QUALITIES.items()}
+    if isinstance(quality, str) and quality in numbers:
+        diffusion.quality = numbers[quality]
+    elif isinstance(quality, int | float) and not isinstance(quality, bool):
+        diffusion.min_quality = quality
+    else:
+        names = ", ".join(map(repr, QUALITIES))
+        raise InvalidArgument.of("diffusion.quality", f"must be {names} or a number in (0, 1], not {quality!r}")

@@ -1,0 +1,97 @@
+"""The engines of one server: the models that serve, and the names of those that are still loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from mmserve.core.events import Event
+from mmserve.core.info import ModelInfo
+from mmserve.core.request import Request
+from mmserve.core.stats import Stats
+from mmserve.errors import MMServeError, NotFound, Unavailable
+
+
+class EngineLike(Protocol):
+    """What the server needs of an engine; every method may be called from any thread."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model it runs."""
+
+    def start(self) -> None:
+        """Begin to serve."""
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
+        """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events."""
+
+    def stats(self) -> Stats:
+        """What it holds and has counted."""
+
+    def cancel(self, request_id: str, error: MMServeError | None = None) -> None:
+        """End a request with ``error`` (default ``Cancelled``); an unknown or ended one is ignored."""
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the running ones, ``timeout`` seconds at most; fail the rest.
+
+        True if all ended by themselves. May be called again, with a shorter time, while a first call waits.
+        """
+
+    def stop(self) -> None:
+        """End its threads."""
+
+
+class Engines(Mapping[str, EngineLike]):
+    """Model name to engine, for the models that serve; the order is that of ``names``, whose first is the default.
+
+    May be read from any thread while an engine is added.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._serving: dict[str, EngineLike] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every model of the server, loaded or not."""
+        return self._names
+
+    @property
+    def loading(self) -> tuple[str, ...]:
+        """Models that do not serve yet."""
+        return tuple(name for name in self._names if name not in self._serving)
+
+    def add(self, name: str, engine: EngineLike) -> None:
+        """Serve a started engine as model ``name``, which is one of ``names``."""
+        if name not in self._names:
+            raise ValueError(f"{name!r} is none of this server's models: {self._names}")
+        self._serving[name] = engine
+
+    def find(self, name: str) -> EngineLike:
+        """The engine of model ``name``, of the default model for an empty name.
+
+        Raises ``NotFound``, which lists the known models, or ``Unavailable`` while the model is loading.
+        """
+        wanted = name or self._names[0]
+        engine = self._serving.get(wanted)
+        if engine is not None:
+            return engine
+        if wanted in self._names:
+            raise Unavailable(f"the model {wanted!r} is loading; try again in a few seconds")
+        raise NotFound(f"no model {name!r} here; there is {', '.join(self._names)}")
+
+    def any_ready(self) -> list[EngineLike]:
+        """Every engine that serves; raises ``Unavailable`` where there is none yet."""
+        ready = list(self.values())
+        if not ready:
+            raise Unavailable(f"the server is loading {', '.join(self._names)}; try again in a few seconds")
+        return ready
+
+    def __getitem__(self, name: str) -> EngineLike:
+        return self._serving[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._names if name in self._serving])
+
+    def __len__(self) -> int:
+        return len(self._serving)

@@ -27,7 +27,7 @@ from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.reflection import add_reflection
-from mmserve.rpc.reload import Guard, unfollowed
+from mmserve.rpc.reload import Guard, Load, Replacement, unfollowed
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -72,8 +72,10 @@ class Server:
         self._scraped: Endpoint | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another
-        self._threads = ThreadPoolExecutor(2 * len(self.engines.names), "mmserve-engine")
+        # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another; engines that
+        # replace others on SIGHUP need theirs, too
+        self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + 4, "mmserve-engine")
+        self._replacement = Replacement(self.engines, config, self._elsewhere)
 
     async def start(self) -> int:
         """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
@@ -127,17 +129,18 @@ class Server:
         """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` under way."""
         if self._ending is not None and not self._ending.done():
             logger.warning("stopping at once")
-            await self._for_all(self.engines.values(), "drain", 0.0)
+            await self._for_all([*self.engines.values(), *self._replacement.leaving], "drain", 0.0)
         await self._end(0.0)
 
-    async def reload(self, read: Callable[[], Config]) -> None:
+    async def reload(self, read: Callable[[], Config], load: Load | None = None) -> None:
         """Follow the configuration that ``read`` gives: its tokens, tenants and certificates as they are now.
 
         Connections and requests under way go on. Raises ``ConfigError`` where something cannot be used: then everything
-        stays as it was.
+        stays as it was. Models that are new are then loaded by ``load``, in the background (``Replacement``).
         """
-        config, apply = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, read)
+        config, apply = await self._elsewhere(self._read, read)
         apply()
+        self._replacement.begin(config, load)
         for what in unfollowed(self.config, config):
             logger.warning("%s of the configuration differs from what the server runs with: restart it for that", what)
         logger.info("tokens, tenants and certificates are read again")
@@ -147,12 +150,15 @@ class Server:
         return config, self._guard.read(config)
 
     async def serve_until_signal(
-        self, ready: Callable[[], None] = lambda: None, read: Callable[[], Config] | None = None
+        self,
+        ready: Callable[[], None] = lambda: None,
+        read: Callable[[], Config] | None = None,
+        load: Load | None = None,
     ) -> None:
         """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
         ``ready`` is called when signals are watched. On SIGHUP, ``reload`` follows the configuration that ``read``
-        gives, by default the one that the server began with: its files are read again.
+        gives, by default the one that the server began with: its files are read again. ``load`` loads its new models.
         """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -164,7 +170,7 @@ class Server:
         ready()
         tasks = [
             asyncio.create_task(self._obey(signals)),
-            asyncio.create_task(self._follow(hangups, read or (lambda: self.config))),
+            asyncio.create_task(self._follow(hangups, read or (lambda: self.config), load)),
         ]
         try:
             await self._ended.wait()
@@ -175,11 +181,11 @@ class Server:
             for number in (*watched, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
-    async def _follow(self, hangups: asyncio.Event, read: Callable[[], Config]) -> None:
+    async def _follow(self, hangups: asyncio.Event, read: Callable[[], Config], load: Load | None) -> None:
         while await hangups.wait():
             hangups.clear()
             try:
-                await self.reload(read)
+                await self.reload(read, load)
             except ConfigError as error:
                 logger.error("SIGHUP: the configuration stays as it was: %s", error)
             except Exception:
@@ -201,14 +207,16 @@ class Server:
 
     async def _shut_down(self, seconds: float) -> None:
         self._health.set(NOT_SERVING)
+        self._replacement.cancel()
+        engines = [*self.engines.values(), *self._replacement.leaving]
         try:
-            ended = await self._for_all(self.engines.values(), "drain", seconds)
+            ended = await self._for_all(engines, "drain", seconds)
             if not all(ended):
                 logger.warning("requests were still running after %s seconds and were cancelled", seconds)
         finally:
             self._health.close()
             await self._grpc.stop(_GOODBYE_SECONDS)
-            await self._for_all(self.engines.values(), "stop")
+            await self._for_all(engines, "stop")
             await self._close_endpoint()
             self._threads.shutdown(wait=False)
             self._ended.set()
@@ -220,9 +228,11 @@ class Server:
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines, side by side."""
-        loop = asyncio.get_running_loop()
-        calls = (loop.run_in_executor(self._threads, getattr(engine, method), *args) for engine in engines)
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*(self._elsewhere(getattr(engine, method), *args) for engine in engines))
+
+    async def _elsewhere(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a blocking function on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
     def _build(self) -> Any:
         config = self.config.server

@@ -8,18 +8,18 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from certificates import self_signed
-from echo_server import EchoEngine, config
+from echo_server import EchoEngine, config, model_info
 
 from mmserve.client import TLS, Client
-from mmserve.config import Config, EngineConfig
-from mmserve.errors import ConfigError, MMServeError, Unauthenticated
+from mmserve.config import Config, EngineConfig, ModelConfig
+from mmserve.errors import ConfigError, MMServeError, NotFound, Unauthenticated
 from mmserve.rpc.server import Server
 from mmserve.tenants import TenantConfig
 
@@ -182,3 +182,53 @@ def test_a_configuration_that_cannot_be_read_changes_nothing(engine: EchoEngine,
         accepted(address, "any")
 
     served_while(config(), engine, work, read=read)
+
+
+def models(*names: str) -> Config:
+    return replace(config(), models=tuple(ModelConfig(path=f"/models/{name}", name=name) for name in names))
+
+
+def test_models_are_replaced_while_requests_run(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:
+    """The new one is served before the old one goes, and what the old one has under way comes to its end."""
+    loaded: list[EchoEngine] = []
+
+    def load(settings: Config) -> Iterator[EchoEngine]:
+        for model in settings.models:
+            loaded.append(EchoEngine(model_info(model.name)))
+            yield loaded[-1]
+
+    engine.pause = 0.02
+
+    def work(address: str) -> None:
+        with Client(address, timeout=10) as client:
+            stream = iter(client.stream("a b c d e f g h i j k l m n o p q r s t"))
+            next(stream)
+            hang_up(log, "serving one, two")
+            assert [m.name for m in client.models()] == ["one", "two"]
+            assert client.generate("x", model="two").text == "x"
+            with pytest.raises(NotFound, match="no model 'echo' here; there is one, two"):
+                client.generate("x", model="echo")
+            assert list(stream)[-1].text == "a b c d e f g h i j k l m n o p q r s t"
+            hang_up(log, "are read again")  # nothing differs any more
+            assert len(loaded) == 2
+        assert engine.calls[0] == "start" and engine.calls[-1] == "stop"
+
+    served_while(models("echo"), engine, work, read=lambda: models("one", "two"), load=load)
+    assert [e.calls[-1] for e in loaded] == ["stop", "stop"]
+
+
+def test_a_model_that_cannot_be_loaded_changes_nothing(engine: EchoEngine, log: pytest.LogCaptureFixture) -> None:
+    started: list[EchoEngine] = []
+
+    def load(settings: Config) -> Iterator[EchoEngine]:
+        started.append(EchoEngine(model_info("one")))
+        yield started[0]
+        raise ConfigError("there is no model directory /models/two")
+
+    def work(address: str) -> None:
+        hang_up(log, "[[models]] stay as they were: there is no model directory /models/two")
+        with Client(address) as client:
+            assert [m.name for m in client.models()] == ["echo"]
+
+    served_while(models("echo"), engine, work, read=lambda: models("echo", "one", "two"), load=load)
+    assert started[0].calls == ["start", "stop"]

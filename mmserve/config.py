@@ -80,13 +80,16 @@ class MediaConfig:
     """Limits on what is decoded and kept."""
 
     max_item_bytes: int = 32 << 20
-    max_pixels: int = 64_000_000
+    max_pixels: int = 25_000_000  # of an image, or of a clip's frame (a camera's 24 megapixels)
     max_side: int = 16_384  # pixels
     max_images: int = 16  # a request
     max_videos: int = 2  # a request
     max_video_seconds: float = 60.0
-    max_video_pixels: int = 15_000_000_000  # all frames of a video together (a minute of 3840 x 2160 at 30 a second)
-    max_sampled_pixels: int = 540_000_000  # its frames that are looked at, together (64 of 3840 x 2160, 2 GB)
+    max_video_pixels: int = 4_000_000_000  # all frames of a video together (a minute of 1920 x 1080 at 30 a second)
+    max_sampled_pixels: int = 134_000_000  # its frames that are looked at, together (64 of 1920 x 1080)
+    decode_workers: int = 2  # processes that decode images and videos, an item each at a time
+    decode_seconds: float = 10.0  # of processor time that an item may take
+    decode_bytes: int = 512 << 20  # decoded pixels held at once, 4 bytes each, of all requests
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
     live_bytes: int = 1 << 30  # files and long texts of all requests under way; more is refused with RESOURCE_EXHAUSTED
 
@@ -112,7 +115,8 @@ class ModelConfig:
     name: str = ""  # "" = the directory's name
     dtype: str = "auto"  # auto = the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto = the first GPU if there is one
-    policies: str = ""  # file that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one
+    # File that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one; "off" = none.
+    policies: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +163,17 @@ def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
 
 def load(path: Path) -> Config:
     """Read a TOML file; raises ``ConfigError`` naming the file, the key and what is accepted."""
+    return from_mapping(read(path), source=str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, unchecked; raises ``ConfigError`` where it cannot be read or is not TOML."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_mapping(data, source=str(path))
 
 
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
@@ -306,6 +314,7 @@ _LEAST = (
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
+    ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
     (

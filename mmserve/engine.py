@@ -26,6 +26,7 @@ from mmserve.core.stats import Stats
 from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.decoding import Decoders
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -52,6 +53,8 @@ _LONGEST_WAIT = 3600.0
 #: The stage of a request that a worker holds.
 _RUNNING = {
     "constrain": Stage.CONSTRAINING,
+    "load": Stage.LOADING,
+    "tokenize": Stage.ENCODING,
     "encode": Stage.ENCODING,
     "prefill": Stage.PREFILLING,
     "decode": Stage.STEPPING,
@@ -61,7 +64,7 @@ _RUNNING = {
 class Engine:
     """Serves requests to one model. ``config`` must be resolved (``mmserve.config.resolve``).
 
-    ``cache``: of media, shared with other engines; None = one of its own.
+    ``cache`` of media, and ``decoders`` of files: shared with other engines; None = one of its own.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class Engine:
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
         cache: EncoderCache | None = None,
+        decoders: Decoders | None = None,
     ) -> None:
         self.config, self.media = config, media
-        self.stages = Stages(model, config, media, schedulers, cache)
+        self.stages = Stages(model, config, media, schedulers, cache, decoders)
         if config.pages * config.page_size < self.stages.capabilities.max_tokens:
             raise ConfigError(
                 f"[engine] pages × page_size is {config.pages * config.page_size}, less than one request of "
@@ -104,7 +108,7 @@ class Engine:
         """Start the engine's thread and its workers."""
         threads = self.config.torch_threads
         for name in WORKERS:
-            inline = self.config.stages == "inline" and name != "constrain"  # that one only waits for another process
+            inline = self.config.stages == "inline" and WORKERS[name] == 1  # the others wait for other processes
             self._workers[name] = InlineWorker() if inline else ThreadWorker(name, threads, WORKERS[name])
         self._refusal = ""
         self._thread.start()
@@ -179,6 +183,7 @@ class Engine:
         self.stages.close()
         for worker in self._workers.values():
             worker.stop()
+        self.stages.stop()
 
     def stats(self) -> Stats:
         """A snapshot of counters; values may be a moment old."""
@@ -218,6 +223,9 @@ class Engine:
         self._served = plan.served
         for request in plan.constrain:  # a job each: none waits for another's grammar
             self._run("constrain", (request,), self._constrain)
+        for request in plan.load:  # the same
+            self._run("load", (request,), self._load)
+        self._run("tokenize", plan.tokenize, self._encode)
         self._run("encode", plan.encode, self._encode)
         self._run("prefill", plan.prefill, self._prefill)
         self._run("decode", plan.decode, self._decode)
@@ -227,6 +235,7 @@ class Engine:
         failed = Failed(Internal.logged(error, "the engine's loop", logger))
         for record in list(self._records.values()):
             told, record.call.failed = record.doomed, True
+            record.call.cancellation.cancel(failed.error)
             if not record.held:  # else its worker's report ends it
                 if record.stage not in TERMINAL:
                     self._advance(record, Stage.FAILED)
@@ -263,6 +272,7 @@ class Engine:
             prefill_tokens=c.prefill_tokens,
             decode_tokens=c.decode_tokens,
             constrain=WORKERS["constrain"] - self._busy["constrain"],
+            load=WORKERS["load"] - self._busy["load"],
             served=self._served,
         )
 
@@ -294,6 +304,10 @@ class Engine:
     def _constrain(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
         return lambda: self.stages.constrain(requests)
+
+    def _load(self, records: list[Record]) -> Callable[[], list[Any]]:
+        [record] = records
+        return lambda: self.stages.load([record.request], record.call.cancellation)
 
     def _encode(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
@@ -336,7 +350,9 @@ class Engine:
                     self._fail_record(record, _typed(error, record))
             elif name == "constrain":
                 self._advance(record, Stage.CONSTRAINED)
-            elif name == "encode":
+            elif name == "load":
+                self._advance(record, Stage.LOADED)
+            elif name in ("tokenize", "encode"):
                 record.usage, record.keys = outcome.usage, outcome.keys
                 self._advance(record, Stage.ENCODED)
                 del self._records[record.request.id]
@@ -385,6 +401,7 @@ class Engine:
         if record.call.failed:
             return
         record.call.failed = True
+        record.call.cancellation.cancel(error)
         for each in list(record.call.records):
             if not each.held:
                 self._advance(each, Stage.FAILED)

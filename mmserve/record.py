@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mmserve.constraint.limits import CHILDREN
+from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
 from mmserve.core.plan import Entry
@@ -17,8 +18,11 @@ from mmserve.schedule.fair import aged
 from mmserve.stages import Answer
 
 Sink = Callable[[Event], None]
-#: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process.
-WORKERS = {"constrain": CHILDREN, "encode": 1, "prefill": 1, "decode": 1}
+#: Requests whose media are read at once; how many files are decoded at once is up to ``[media] decode_workers``.
+LOADS = 8
+#: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process,
+#: and so do media.
+WORKERS = {"constrain": CHILDREN, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass(eq=False)
@@ -30,6 +34,7 @@ class Call:
     arrived: float
     failed: bool = False  # the client has its error; workers may still hold some of its records
     records: list[Record] = field(default_factory=list, repr=False)  # those that have not ended
+    cancellation: Cancellation = field(default_factory=Cancellation)  # ends what workers do for it, where they look
 
 
 @dataclass(eq=False)
@@ -123,14 +128,15 @@ class Record:
     def _times(self, now: float) -> StageTimes:
         total = now - self.call.arrived
         first = (self.first_token or now) - self.call.arrived
-        run = [self.run[name] for name in ("encode", "prefill", "decode")]  # waiting for a grammar is waiting
+        encode = self.run["load"] + self.run["tokenize"] + self.run["encode"]
+        run = [encode, self.run["prefill"], self.run["decode"]]  # waiting for a grammar is waiting
         seconds = (total - sum(run), *run, total, first)
         return StageTimes(*(round(1000 * s, 3) for s in seconds))
 
 
 def open_call(request: Request, sink: Sink, arrived: float) -> Record:
     """The first record of a request that comes in; ``arrived`` is on the monotonic clock (seconds)."""
-    call = Call(request.id, sink, arrived)
+    call = Call(request.id, sink, arrived, cancellation=Cancellation(request.deadline))
     record = Record(request, call)
     call.records.append(record)
     return record

@@ -15,6 +15,7 @@ import torch
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import Template
 from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo
@@ -29,7 +30,8 @@ from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Encoded, Stepped
 from mmserve.decoders import decoder_for
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.encoder import Encoder
+from mmserve.encode.decoding import DecodePool, Decoders
+from mmserve.encode.encoder import Encoder, LoadedPrompt
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.store import KVStore
@@ -78,11 +80,21 @@ class Stages:
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
         cache: EncoderCache | None = None,
+        decoders: Decoders | None = None,
     ) -> None:
         self.model = model
         offered = Offered.by(model, schedulers)
         self.capabilities = Capabilities(model, engine, media, offered)
-        self.encoder = Encoder(model, media, max_tokens=self.capabilities.max_tokens, cache=cache)
+        self._decoders = decoders or DecodePool(media)
+        self._decoders.open()
+        self.encoder = Encoder(
+            model,
+            media,
+            max_tokens=self.capabilities.max_tokens,
+            cache=cache,
+            decoders=self._decoders,
+        )
+        self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
         self.decoder: Any = decoder_for(model, engine, offered, self.encoder.cache.kv)
         # Chunks that begin within a page would make its last bits depend on where a request began to run.
@@ -111,9 +123,23 @@ class Stages:
         """Make each request's constraint ready, or say why it cannot be kept."""
         return run_isolated(self._admit, batch)
 
+    def load(self, batch: list[Request], cancellation: Cancellation) -> list[BaseException | None]:
+        """Read the media of a request, which ``cancellation`` ends between two frames."""
+
+        def load(requests: list[Request]) -> list[None]:
+            [request] = requests
+            self._loaded[request.id] = self.encoder.load(request, cancellation.check), cancellation
+            return [None]
+
+        return run_isolated(load, batch)
+
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
         """Encode each request, once for all of its samples; what the engine must know of its prompt."""
-        outcomes = run_isolated(self._encoded, batch)
+        together = self.model.device.type != "cpu"  # only there does that save time
+        batches = [batch] if together else [[request] for request in batch]
+        outcomes = [outcome for each in batches for outcome in run_isolated(self._encoded, each)]
+        for request in batch:
+            self._unload(request.id)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[int | BaseException | None]:
@@ -180,6 +206,7 @@ class Stages:
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
         self._admitted.pop(request, None)
+        self._unload(request)
         self.to_prefill.drop(request)
         self.to_decode.drop(request)
         self._prefilling.pop(request, None)
@@ -198,10 +225,14 @@ class Stages:
         """End what runs beside the stages, and what waits for it; from any thread, and more than once."""
         self._admission.close()
 
+    def stop(self) -> None:
+        """Give back what decodes media; after the last request."""
+        self._decoders.close()
+
     @property
     def held(self) -> int:
         """Requests of which anything is kept."""
-        waiting = len(self._admitted) + self.to_prefill.waiting + self.to_decode.waiting
+        waiting = len(self._admitted) + len(self._loaded) + self.to_prefill.waiting + self.to_decode.waiting
         return waiting + len(self._prefilling) + len(self._decoding)
 
     @property
@@ -219,12 +250,27 @@ class Stages:
         return [None] * len(batch)
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
+        found = [self._loaded.get(request.id) for request in batch]
+        loaded = [one[0] for one in found if one is not None]
+
+        def check() -> None:
+            for one in found:
+                if one is not None:
+                    one[1].check()
+
+        check()
+        whole = loaded if len(loaded) == len(batch) else None
         return [
             replace(one, span_keys=self.decoder.blender.keys(one, request.tenant.cache))
             if reused(reuse_of(request), one)
             else one
-            for request, one in zip(batch, self.encoder.encode(batch), strict=True)
+            for request, one in zip(batch, self.encoder.encode(batch, whole, check), strict=True)
         ]
+
+    def _unload(self, request: RequestId) -> None:
+        found = self._loaded.pop(request, None)
+        if found is not None:
+            found[0].close()
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.attention_rows import Kept, plot
-from mmserve.bench.settings import measured_config
+from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Client, Options
 from mmserve.config import Config, EngineConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
@@ -105,9 +105,10 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         wanted = variant.engine(config.engine)
         made = [_logits(model, wanted, p, floor, decoding=variant.row.get("stage") == "decode") for p in prompts]
         figures = _differences(exact, made)
-        options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
         with BackgroundServer(replace(config, engine=wanted)) as server, Client(server.address) as client:
             client.wait_ready()
+            recompute, commit = measured_policies(arguments, client.describe())
+            options: Options = {"recompute": recompute, "commit": commit}
             asked = {"tasks": tasks, "limit": arguments.limit, "seed": arguments.seed, "options": options}
             answers = evaluate(server.address, **asked, progress=lambda _text: None)
         by_task = {row.task: row.accuracy for row in answers}

@@ -21,7 +21,7 @@ import jsonschema_rs
 from mmserve.assembly import BackgroundServer
 from mmserve.bench import search
 from mmserve.bench.schemas import SCHEMAS
-from mmserve.bench.settings import measured_config
+from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Client, Options, Result
 from mmserve.core.info import ModelInfo
 from mmserve.errors import ConfigError
@@ -82,12 +82,13 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         with BackgroundServer(measured_config(arguments)) as server, Client(server.address, timeout=600) as client:
             client.wait_ready()
             model = client.describe()
-            answered = _ask_all(client, asked, model, _policies(arguments), progress)
+            recompute, commit = measured_policies(arguments, model)
+            answered = _ask_all(client, asked, model, {"recompute": recompute, "commit": commit}, progress)
         report["rows"] = [_row(variant, answers) for variant, answers in answered.items()]
         report["settings"] |= {
             "model": model.name,
-            "recompute": arguments.recompute or model.recompute_policy,
-            "commit": arguments.commit or model.commit_policy,
+            "recompute": recompute,
+            "commit": commit,
             "prefix_cache": False,
         }
     if "search" in parts:
@@ -105,10 +106,6 @@ def _scenes(arguments: argparse.Namespace) -> Iterator[Asked]:
 def _documents(arguments: argparse.Namespace) -> Iterator[Asked]:
     for wanted in SCHEMAS[: arguments.limit]:
         yield Asked("schemas", f"Give JSON with {wanted.name}.", NOTHING, wanted.schema, DOCUMENT_CANVAS)
-
-
-def _policies(arguments: argparse.Namespace) -> Options:
-    return {"recompute": arguments.recompute, "commit": arguments.commit}
 
 
 def _ask_all(

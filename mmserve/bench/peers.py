@@ -34,7 +34,8 @@ from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, 
 from mmserve.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
-from mmserve.models.registry import load_model, model_folder, shipped_folder
+from mmserve.models.names import shipped_folder
+from mmserve.models.registry import load_model, model_folder
 
 NEW_TOKENS = 48
 BATCHES = (1, 4, 16)

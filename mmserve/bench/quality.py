@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.settings import measured_config
+from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Client, Options
 from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import evaluate
@@ -24,7 +24,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     with BackgroundServer(measured_config(arguments)) as server:
         with Client(server.address) as client:
             model = client.describe()
-        options: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+        recompute, commit = measured_policies(arguments, model)
+        options: Options = {"recompute": recompute, "commit": commit}
         if arguments.block_length:
             options["block_length"] = arguments.block_length
         rows = evaluate(
@@ -34,8 +35,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         "rows": [asdict(row) for row in rows],
         "settings": {
             "model": model.name,
-            "recompute": arguments.recompute or model.recompute_policy,
-            "commit": arguments.commit or model.commit_policy,
+            "recompute": recompute,
+            "commit": commit,
             "block_length": arguments.block_length or model.block_length,
             "seed": arguments.seed,
         },

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.settings import measured_config
+from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
@@ -109,21 +109,23 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         for setting in chosen:
             distances[setting].append(_distance(exact, logits.of(one, setting)))
     progress(f"logits of {len(items)} items compared")
-    decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
     answers: dict[Setting, list[Result]] = {setting: [] for setting in chosen}
     times: dict[Setting, list[float]] = {setting: [] for setting in chosen}
     with BackgroundServer(config) as server, Client(server.address, timeout=600) as client:
         client.wait_ready()
-        described = client.describe()
-        cold = [_ask(client, one, Blend(0.0)).times.prefill for one in items]  # which keeps what the others find
+        recompute, commit = measured_policies(arguments, client.describe())
+        decoding: Options = {"recompute": recompute, "commit": commit}
+        cold = [
+            _ask(client, one, Blend(0.0), decoding).times.prefill for one in items
+        ]  # which keeps what the others find
         for i, one in enumerate(items):
             progress(f"{i} of {len(items)} items, {len(chosen)} times each")
             for setting in chosen:
                 answers[setting].append(_ask(client, one, setting.reuse, decoding))
         for one in _long(arguments.seed):
-            _ask(client, one, Blend(0.0))
+            _ask(client, one, Blend(0.0), decoding)
             for setting in chosen:
-                times[setting].append(_ask(client, one, setting.reuse).times.first_token)
+                times[setting].append(_ask(client, one, setting.reuse, decoding).times.first_token)
     asked = [one.question for one in items]
     rows = [
         {
@@ -141,8 +143,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "model": model.spec.name,
             "tasks": tasks,
             "items": len(items),
-            "recompute": arguments.recompute or described.recompute_policy,
-            "commit": arguments.commit or described.commit_policy,
+            "recompute": recompute,
+            "commit": commit,
             "seed": arguments.seed,
             "pictures_of_long_prompts": MANY,
             "long_prompts": LONG_PROMPTS,
@@ -184,8 +186,8 @@ def _long(seed: int) -> Iterator[Item]:
         yield Item(question, Message("user", (TextPart("Look.\n"), *pictures, TextPart(question.text))), 1)
 
 
-def _ask(client: Client, one: Item, reuse: ImageReuse | None, decoding: Options | None = None) -> Result:
-    options: Options = {"max_new_tokens": one.new_tokens, "image_reuse": reuse, **(decoding or {})}
+def _ask(client: Client, one: Item, reuse: ImageReuse | None, decoding: Options) -> Result:
+    options: Options = {"max_new_tokens": one.new_tokens, "image_reuse": reuse, **decoding}
     return client.generate([one.message], **options)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmserve.assembly import BackgroundServer
 from mmserve.bench.scoring import decoder_shares, scored_by, tower_shares
-from mmserve.bench.settings import measured_config
+from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import (
     Blend,
     Client,
@@ -114,7 +114,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         if not isinstance(model, LoadedModel) or model.vision is None:
             raise ConfigError(f"{described.name} takes no images")
         settings = _chosen(arguments.pruners, _settings(described.pruners), described.kv_reductions)
-        decoding: Options = {"recompute": arguments.recompute, "commit": arguments.commit}
+        recompute, commit = measured_policies(arguments, described)
+        decoding: Options = {"recompute": recompute, "commit": commit}
         _ask(client, *asked[0], decoding)  # warm-up
         answers: dict[Setting | Reduced, list[Answer]] = defaultdict(list)
         with ThreadPoolExecutor(arguments.concurrent) as pool:
@@ -139,9 +140,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         "kv_reductions": [
             _reduced_row(s, answers[s], answers[settings[0]]) for s in settings if isinstance(s, Reduced)
         ],
-        "again": _again(config, asked[:AGAIN]),
+        "again": _again(config, asked[:AGAIN], decoding),
         "again_reusing": {
-            name: _again(config, asked[:AGAIN], rule)
+            name: _again(config, asked[:AGAIN], decoding, rule)
             for name, rule in REUSING.items()
             if name in described.image_reuses
         },
@@ -149,8 +150,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "model": described.name,
             "tasks": tasks,
             "items": len(asked),
-            "recompute": arguments.recompute or described.recompute_policy,
-            "commit": arguments.commit or described.commit_policy,
+            "recompute": recompute,
+            "commit": commit,
             "concurrent": arguments.concurrent,
             "seed": arguments.seed,
             "prefix_cache": False,
@@ -241,13 +242,15 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
     return {name: one.share for name, one in found.items()}
 
 
-def _again(config: Config, asked: Sequence[tuple[Any, Question]], reuse: ImageReuse | None = None) -> dict[str, Any]:
+def _again(
+    config: Config, asked: Sequence[tuple[Any, Question]], decoding: Options, reuse: ImageReuse | None = None
+) -> dict[str, Any]:
     """The first request with a picture against the second, the same; one denoising step: the time to the first token is
     that of encode and prefill. Both caches are on: next-token models spare the prompt's prefill, too; where both ask
     for a ``reuse`` of K/V, the first makes the picture's, the second finds them. A third one is answered in full.
-    Policies are the model's defaults."""
+    """
     first, second, right = [], [], []
-    options: Options = {"image_reuse": reuse}
+    options: Options = {**decoding, "image_reuse": reuse}
     briefly: Options = {**options, "steps": 1}
     cached = replace(config.engine, prefix_cache=True)
     with BackgroundServer(replace(config, engine=cached, encoder_cache=EncoderCacheConfig())) as server:

@@ -1,4 +1,4 @@
-"""The command line: ``mmserve serve | demo | generate | models | bench``.
+"""The command line: ``mmserve serve | demo | generate | models | tune | bench | completion``.
 
 Answers and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = done, 1 = failed, 2 = wrong usage.
 """
@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from importlib import import_module
+from types import ModuleType
 
 import mmserve
 from mmserve.errors import ConfigError, MMServeError
@@ -21,12 +22,14 @@ COMMANDS = {
     "demo": "mmserve.cli.demo",
     "generate": "mmserve.cli.generate",
     "models": "mmserve.cli.models",
+    "tune": "mmserve.cli.tune",
     "bench": "mmserve.cli.bench",
+    "completion": "mmserve.cli.completion",
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+    """The parser of every command, and the commands' modules by name."""
     parser = argparse.ArgumentParser(prog="mmserve", description=mmserve.__doc__)
     parser.add_argument("--version", action="version", version=f"mmserve {mmserve.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -36,6 +39,12 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         command.add_argument("-v", "--verbose", action="store_true", help="log more")
+    return parser, modules
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    parser, modules = build_parser()
     arguments = parser.parse_args(argv)
     form = getattr(arguments, "log_format", "text")
     configure(logging.DEBUG if arguments.verbose else _level(arguments.command), form)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
-from mmserve.cli.screen import CanvasLine
+from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Options, Snapshot
 from mmserve.errors import ConfigError, MMServeError
 from mmserve.reference.evaluate import Shown, canvas, item, shown
@@ -233,8 +233,9 @@ class _Teller:
             return
         verdict = "right" if asked.correct else f"WRONG, it is {asked.expected}"
         same = "the same" if asked.same else "another answer"
+        answer = asked.answer or empty_note("end")
         print(
-            f"     {asked.answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes; "
+            f"     {answer}   [{verdict}; {asked.total_ms:.0f} ms, {asked.forwards} forward passes; "
             f"plain decoding: {asked.plain_ms:.0f} ms, {asked.plain_forwards}, {same}]",
             flush=True,
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
-from mmserve.cli.screen import CanvasLine
+from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import (
     Blend,
     ExpectedAttention,
@@ -137,6 +137,10 @@ def run(arguments: argparse.Namespace) -> int:
                 done.append(event)
     screen.clear()
     _tell(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
+    for event in done if not arguments.json else ():
+        if not event.text:
+            which = f"sample {event.sample}: " if len(done) > 1 else ""
+            print(f"{which}{empty_note(event.reason)}", file=sys.stderr)
     if any(event.reason == "length" for event in done) and not arguments.json:
         used = f"all of --max-new-tokens {arguments.max_new_tokens} were used"
         print(f"mmserve generate: {used}, and the answer may be cut off", file=sys.stderr)

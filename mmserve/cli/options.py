@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from mmserve.errors import ConfigError
 
 #: How long a command tries to reach a server that cannot be reached: somebody waits for it.
 _RECONNECT_SECONDS = 2.0
+#: Variable of the environment that holds the bearer token for ``--server``.
+TOKEN_VARIABLE = "MMSERVE_TOKEN"
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -46,11 +49,18 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def read_config(arguments: argparse.Namespace) -> Config:
     """The configuration that ``--config``, ``--model``, ``--companion`` and ``--set`` name together."""
+    if arguments.config is not None:
+        config.load(arguments.config)  # its own errors first
+    data, source = read_tables(arguments)
+    return config.from_mapping(data, source=source)
+
+
+def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The same as nested mappings, unchecked, and what to call their source in errors."""
     data: dict[str, Any] = {}
     source = "command line"
     if arguments.config is not None:
-        config.load(arguments.config)  # its own errors first
-        data, source = tomllib.loads(arguments.config.read_text(encoding="utf-8")), str(arguments.config)
+        data, source = config.read(arguments.config), str(arguments.config)
     if arguments.model:
         data["models"] = [{"path": path} for path in arguments.model]
     if arguments.companion:
@@ -64,7 +74,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
         if not isinstance(values, dict):
             raise ConfigError(f"--set takes a key of a table, and {table!r} is none: not {_shown(override)!r}")
         values[key] = _value(value)
-    return config.from_mapping(data, source=source)
+    return data, source
 
 
 def _shown(override: str) -> str:
@@ -99,8 +109,43 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="ask this server instead of starting one here; --model is then the name of one of its models",
     )
-    parser.add_argument("--token", help="bearer token for --server")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the bearer token for --server; without it, the environment's {TOKEN_VARIABLE}",
+    )
+    parser.add_argument("--token", action=_NoToken, help=argparse.SUPPRESS)
+    parser.add_argument("--tls", action="store_true", help="use TLS, and trust the system's certificate authorities")
     parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="certificate authority (PEM) that --server is of")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="the client's own certificate (PEM), for mTLS")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of --tls-cert (PEM)")
+
+
+class _NoToken(argparse.Action):
+    """Refuses a token on the command line, and does not repeat it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(
+            "a token on the command line can be read by every user of the machine: use --token-file or the "
+            f"environment's {TOKEN_VARIABLE}"
+        )
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    if arguments.token_file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    return str(arguments.token_file.read_text(encoding="utf-8", errors="surrogateescape").strip())
+
+
+def _tls(arguments: argparse.Namespace) -> TLS | bool:
+    if bool(arguments.tls_cert) != bool(arguments.tls_key):
+        raise ConfigError("--tls-cert and --tls-key go together")
+    files = {"ca": arguments.tls_ca, "certificate": arguments.tls_cert, "key": arguments.tls_key}
+    for file in files.values():
+        if file is not None:
+            file.read_bytes()  # an error names the file, before anything is asked
+    return TLS(**files) if any(files.values()) else bool(arguments.tls)
 
 
 @contextmanager
@@ -110,8 +155,8 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         _refuse_settings(arguments)
         if ":" not in arguments.server:
             raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
-        tls = TLS(ca=arguments.tls_ca) if arguments.tls_ca else None
-        with Client(arguments.server, token=arguments.token, tls=tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
+        token, tls = _token(arguments), _tls(arguments)
+        with Client(arguments.server, token=token, tls=tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
             yield client
         return
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server

@@ -6,6 +6,11 @@ import shutil
 import sys
 
 
+def empty_note(reason: str) -> str:
+    """What is shown in place of an empty answer that ended for ``reason``."""
+    return f"(the answer is empty: {'the model ended at once' if reason == 'end' else f'finish reason {reason!r}'})"
+
+
 class CanvasLine:
     """Shows a canvas in place on a terminal; elsewhere it shows nothing (``live`` is False)."""
 

@@ -9,10 +9,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mmserve.cli.options import add_config, read_config
+from mmserve.check import check
+from mmserve.cli.options import add_config, print_json, read_config, read_tables
 from mmserve.config import Config
+from mmserve.errors import ConfigError
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
 from mmserve.rpc.engines import EngineLike
@@ -29,10 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format", choices=FORMATS, default="text", help="lines for people (the default), or a JSON object each"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="do not serve: report every problem of the configuration, ports, certificates and models (exit code 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="with --check: print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve; the port is bound before models load, and the address is printed once all of them serve."""
+    if arguments.check:
+        return _check(arguments)
+    if arguments.json:
+        raise ConfigError("--json is for --check; --log-format json makes the log one of JSON objects")
     settings = read_config(arguments)
     names = served_names(settings.models)
     for model in settings.models:
@@ -48,6 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     asyncio.run(serve()).close()
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Print what is in order and what is not; exit code 0 where everything is in order."""
+    findings = list(check(*read_tables(arguments)))
+    problems = [finding for finding in findings if finding.problem]
+    if arguments.json:
+        print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})
+        return 1 if problems else 0
+    for finding in findings:
+        print(f"{finding.part}: {finding.problem or 'ok'}")
+    return 1 if problems else 0
 
 
 class _Loader:

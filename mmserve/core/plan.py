@@ -44,7 +44,7 @@ class Served:
 class Budgets:
     """What may be used now."""
 
-    idle: frozenset[str]  # stages whose worker is free: "constrain", "encode", "prefill", "decode"
+    idle: frozenset[str]  # stages whose worker is free: "constrain", "load", "tokenize", "encode", "prefill", "decode"
     free_pages: int
     handover: int  # requests that may wait behind constrain, for prefill, and for decode
     max_running: int  # requests that may hold pages
@@ -52,6 +52,7 @@ class Budgets:
     prefill_tokens: int
     decode_tokens: int
     constrain: int = 1  # requests whose constraints may be begun now
+    load: int = 1  # requests whose media may be begun now
     served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue so far
 
 
@@ -60,6 +61,8 @@ class Plan:
     """Which requests each idle stage takes next, in order; empty = nothing to do."""
 
     constrain: tuple[RequestId, ...] = ()
+    load: tuple[RequestId, ...] = ()
+    tokenize: tuple[RequestId, ...] = ()
     encode: tuple[RequestId, ...] = ()
     prefill: tuple[RequestId, ...] = ()
     decode: tuple[RequestId, ...] = ()

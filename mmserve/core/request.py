@@ -137,7 +137,9 @@ class Stage(Enum):
 
     QUEUED = auto()
     CONSTRAINING = auto()
-    CONSTRAINED = auto()  # its constraint can be kept; waits for encode
+    CONSTRAINED = auto()  # its constraint can be kept; waits for encode, or for its media to be read
+    LOADING = auto()  # its media are being decoded
+    LOADED = auto()  # waits for encode
     ENCODING = auto()
     ENCODED = auto()  # waits for prefill
     PREFILLING = auto()
@@ -149,14 +151,16 @@ class Stage(Enum):
 
 
 #: Stages in which a worker holds the request's state: nobody else may touch it until the worker returns.
-RUNNING = frozenset({Stage.CONSTRAINING, Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
+RUNNING = frozenset({Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
 TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED})
 
 #: The life of a request. A running stage ends in the next waiting one, or in failure; prefill may take several turns.
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
-    Stage.QUEUED: frozenset({Stage.CONSTRAINING, Stage.ENCODING, Stage.FAILED}),
+    Stage.QUEUED: frozenset({Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.FAILED}),
     Stage.CONSTRAINING: frozenset({Stage.CONSTRAINED, Stage.FAILED}),
-    Stage.CONSTRAINED: frozenset({Stage.ENCODING, Stage.FAILED}),
+    Stage.CONSTRAINED: frozenset({Stage.LOADING, Stage.ENCODING, Stage.FAILED}),
+    Stage.LOADING: frozenset({Stage.LOADED, Stage.FAILED}),
+    Stage.LOADED: frozenset({Stage.ENCODING, Stage.FAILED}),
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
     Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.FAILED}),
     Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done

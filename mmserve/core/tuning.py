@@ -12,6 +12,8 @@ EXACT, BALANCED, FAST = "exact", "balanced", "fast"
 QUALITIES = (EXACT, BALANCED, FAST)
 #: Least quality (1 = as good as plain decoding) of the pairs that a named quality may choose from.
 FLOORS = {BALANCED: 0.99, FAST: 0.97}
+#: Share by which times of two pairs may differ by chance.
+NOISE = 0.1
 
 #: Commit policies that draft: of the positions they run some may be run again with other tokens.
 DRAFTING = frozenset({"ngram", "draft_model"})
@@ -91,8 +93,14 @@ class Tuning:
 
 
 def fastest(curve: Sequence[Measured], floor: float) -> Measured | None:
-    """The pair of least time whose quality is at least ``floor``; None where no pair's is."""
-    return min((row for row in curve if row.quality >= floor), key=lambda row: row.time_ratio, default=None)
+    """The pair of least time whose quality is at least ``floor``; None where no pair's is.
+
+    Times no further apart than ``NOISE`` count as equal: then the pair closest to plain decoding is taken.
+    """
+    good = [row for row in curve if row.quality >= floor]
+    least = min((row.time_ratio for row in good), default=0.0)
+    close = [row for row in good if row.time_ratio <= least * (1 + NOISE)]
+    return max(close, key=lambda row: (row.quality, row.agreement, -row.time_ratio), default=None)
 
 
 def _written(policy: Policy) -> str:

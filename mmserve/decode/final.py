@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmserve.core.canvas import Canvas
+from mmserve.core.canvas import Canvas, among
 from mmserve.decode.commit import Candidates
 from mmserve.decode.companion import heard
 from mmserve.decode.constrained.step import Chosen, chosen
@@ -32,7 +32,7 @@ def _closed(canvas: Canvas, final: Chosen, spec: ModelSpec) -> Chosen:
 
     Log-probabilities are those of the tokens up to the end.
     """
-    ends = np.flatnonzero(np.isin(final.tokens, list(spec.end_ids)))
+    ends = np.flatnonzero(among(final.tokens, spec.end_ids))
     if not len(ends):
         return final
     first, positions, tokens = ends[0], final.positions, final.tokens

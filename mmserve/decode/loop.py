@@ -16,7 +16,7 @@ from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.blending import Blender, take_on
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
-from mmserve.decode.commit.base import Partial, Proposing
+from mmserve.decode.commit.base import Partial, is_partial, is_proposing
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.best import Best, Ranked
@@ -29,7 +29,7 @@ from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits
 from mmserve.decode.passes import Passes
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
-from mmserve.decode.recompute.base import Watching
+from mmserve.decode.recompute.base import is_watching
 from mmserve.decode.repairing import AskingRows, Repairer
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
@@ -224,13 +224,13 @@ class DiffusionDecoder:
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
         spec, sampling = self.model.spec, request.sampling
-        if isinstance(commit, Partial) and (constrained is None or constrained.sampled is None):
+        if is_partial(commit) and (constrained is None or constrained.sampled is None):
             return self._in_part(commit, request, p, logits, constrained)
         best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
-        if isinstance(commit, Proposing):
+        if is_proposing(commit):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
         else:
-            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores)
+            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores, commit.reads)
         if constrained is not None and best is not None:
             constrained.ranked = best.ranked()
         return found
@@ -247,7 +247,8 @@ class DiffusionDecoder:
             targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
             best = None if constrained is None else constrained.best_of(targets - first, causal=spec.causal)
             parts.extend([] if best is None else [best])
-            return candidates(rows, targets, p.canvas, request.sampling, spec.banned_ids, best, self._scores)
+            sampling, banned = request.sampling, spec.banned_ids
+            return candidates(rows, targets, p.canvas, sampling, banned, best, self._scores, commit.reads)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):
@@ -316,14 +317,14 @@ class DiffusionDecoder:
         watching = [
             (d, Watch(d.canvas, d.prefilled.pages, d.prefilled.embeddings, positions))
             for d in undecided
-            if isinstance(d.recompute, Watching) and len(positions := d.recompute.watched(d.canvas))
+            if is_watching(d.recompute) and len(positions := d.recompute.watched(d.canvas))
         ]
         if watching:
             changes = value_changes(
                 self.model, self.store, [watch for _d, watch in watching], self._floor, sparse=self._sparse
             )
             for (d, _watch), moved in zip(watching, changes, strict=True):
-                assert isinstance(d.recompute, Watching)
+                assert is_watching(d.recompute)
                 d.rows = d.recompute.rows(d.canvas, moved)
         for d in undecided:
             if d.rows is None:

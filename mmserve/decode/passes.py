@@ -99,18 +99,30 @@ class Passes:
             rows = np.union1d(rows, targets[: len(drafted)])
         if spec.causal:
             targets = targets[: len(drafted) + 1]
-        targets = targets[np.isin(targets, rows) | np.isin(targets - spec.logit_shift, rows)]
+        targets = targets[_within(targets, rows) | _within(targets - spec.logit_shift, rows)]
         wanted = targets - spec.logit_shift
         visible = int(wanted[-1]) + 1 if spec.causal else canvas.size
         if spec.attention is Attention.BLOCK_CAUSAL:
             visible = canvas.block_end
-        return Pass(canvas, pages, embeddings, np.union1d(rows[rows < visible], wanted), targets, wanted, visible)
+        rows = rows[rows < visible]
+        if not _within(wanted, rows).all():
+            rows = np.union1d(rows, wanted)
+        return Pass(canvas, pages, embeddings, rows, targets, wanted, visible)
 
     def _draft(self, canvas: Canvas, commit: Commit) -> np.ndarray:
         """The policy's draft up to the first token that the model cannot generate, such as an image's placeholder."""
         drafted = commit.draft(canvas)
+        if not len(drafted):
+            return drafted
         impossible = np.isin(drafted, self.model.spec.banned_ids) | (drafted >= self.model.decoder.config.vocab_size)
         return drafted[: int(np.argmax(impossible))] if impossible.any() else drafted
+
+
+def _within(positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Bool ``[n]``: which of ``positions`` are among ``rows``, which ascend."""
+    if not len(rows):
+        return np.zeros(len(positions), dtype=bool)
+    return rows[np.minimum(rows.searchsorted(positions), len(rows) - 1)] == positions
 
 
 def _own(rows: np.ndarray, taken: Taken | None) -> np.ndarray:

@@ -17,6 +17,7 @@ from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.decode.commit.base import ENTROPY, GAP
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 
@@ -55,13 +56,17 @@ class CountedNoise:
         return torch.from_numpy(mixed.view(np.int64)).to(device)
 
 
-def scored(scores: Scores, logits_nV: Tensor, banned: tuple[int, ...], draw: Draw | None) -> tuple[Tensor, ...]:
-    """Tokens, confidence, gap and entropy ``[n]`` of the rows, greedy without a ``draw``.
+def scored(
+    scores: Scores, logits_nV: Tensor, banned: tuple[int, ...], draw: Draw | None, reads: frozenset[str]
+) -> tuple[Tensor | None, ...]:
+    """Tokens, confidence, gap and entropy ``[n]`` of the rows, greedy without a ``draw``; the last two are None unless
+    ``reads`` names them.
 
     Where no token has a number for a logit, it is token 0, which nothing speaks for.
     """
     found = scores(logits_nV, banned=_ids(banned, logits_nV.device), draw=draw)
-    return found.tokens.clamp_min(0), found.token_log_probs.exp(), found.gap, found.entropy
+    gap, entropy = (found.gap if GAP in reads else None), (found.entropy if ENTROPY in reads else None)
+    return found.tokens.clamp_min(0), found.token_log_probs.exp(), gap, entropy
 
 
 @lru_cache(maxsize=16)

@@ -22,6 +22,8 @@ from mmserve.core.stats import CacheStats
 from mmserve.encode.disk import DiskCache
 
 Entry = Mapping[str, Tensor]
+#: How often who waits for another's value looks whether it is still wanted (seconds).
+_GLANCE = 0.05
 
 
 @dataclass
@@ -56,21 +58,56 @@ class TensorCache:
         keys: Sequence[bytes],
         make: Callable[[list[int]], Sequence[Entry]],
         fits: Callable[[int, Entry], bool],
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[list[Entry]]:
         """The value under each of ``keys``; none of them is dropped before the context ends, and none may be changed.
 
         ``make`` makes the values of the keys at these indices, which nobody has; ``fits`` says whether a value that
         was found is one that the key at this index can have. What ``make`` raises is raised here, and nobody else is
-        the worse for it: who waits for the same value makes it.
+        the worse for it: who waits for the same value makes it. ``check`` is called while others' values are waited
+        for, and raises to end that.
         """
         held: list[bytes] = []
         try:
-            found = self._find(keys, make, fits, held)
+            found = self._find(keys, make, fits, held, check)
             yield [found[key] for key in keys]
         finally:
             with self._lock:
                 for key in held:
                     self._kept[key].references -= 1
+
+    @contextmanager
+    def found(self, keys: Sequence[bytes], fits: Callable[[int, Entry], bool]) -> Iterator[list[Entry | None]]:
+        """What there is under ``keys``, in memory or on disk, held as by ``lease``; None where there is nothing.
+
+        Who goes on to ``lease`` what is missing is counted once for each key.
+        """
+        held: list[bytes] = []
+        try:
+            yield [self._take(i, key, fits, held) for i, key in enumerate(keys)]
+        finally:
+            with self._lock:
+                for key in held:
+                    self._kept[key].references -= 1
+
+    def _take(self, i: int, key: bytes, fits: Callable[[int, Entry], bool], held: list[bytes]) -> Entry | None:
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and fits(i, kept.entry):
+                self._count["lookups"] += 1
+                self._count["hits"] += 1
+                self._kept.move_to_end(key)
+                kept.references += 1
+                held.append(key)
+                return kept.entry
+        stored = self._disk.get(key) if self._disk is not None and kept is None else None
+        if stored is None or not fits(i, stored):
+            return None
+        with self._lock:
+            self._count["lookups"] += 1
+            self._count["disk_hits"] += 1
+        self._keep(key, stored, held)
+        return stored
 
     def peek(self, key: bytes) -> Entry | None:
         """What is kept in memory under ``key``, for a look at it now."""
@@ -90,6 +127,7 @@ class TensorCache:
         make: Callable[[list[int]], Sequence[Entry]],
         fits: Callable[[int, Entry], bool],
         held: list[bytes],
+        check: Callable[[], None],
     ) -> dict[bytes, Entry]:
         """All values. Others' are only waited for by who has none to make: no two can wait for each other."""
         index: dict[bytes, int] = {}
@@ -105,7 +143,8 @@ class TensorCache:
                 found.update(self._make(mine, index, make, fits, held))
             elif others:
                 key, making = others[0]
-                making.done.wait()
+                while not making.done.wait(_GLANCE):
+                    check()
                 if making.entry is not None and fits(index[key], making.entry):
                     found[key] = making.entry
                     self._join(key, making.entry, held)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,9 @@ from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.state import Encoded, Span
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.decoding import Check, Decoders
 from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
-from mmserve.encode.visual import VISUAL, Media, Viewer, Visual
+from mmserve.encode.visual import VISUAL, Loaded, Media, Viewer, Visual
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.attended import shown_by
 from mmserve.models.base import LoadedModel, Model
@@ -41,31 +43,71 @@ class _Rows:
     clip: bool = False
 
 
+@dataclass(frozen=True)
+class LoadedPrompt:
+    """A request's prompt before its visual tokens are made: the chat's ids (int64), one for each of ``media``."""
+
+    ids: np.ndarray
+    media: Loaded
+
+    def close(self) -> None:
+        """Give back what caches hold for it."""
+        self.media.close()
+
+
 class Encoder:
     """Encode of one model, and of its companion where a request's policy asks for it; holds no state of any request."""
 
-    def __init__(self, model: Model, media: MediaConfig, *, max_tokens: int, cache: EncoderCache | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        media: MediaConfig,
+        *,
+        max_tokens: int,
+        cache: EncoderCache | None = None,
+        decoders: Decoders | None = None,
+    ) -> None:
         self.model, self.max_tokens = model, max_tokens
         self.cache = cache or EncoderCache.of(EncoderCacheConfig())
-        self._viewer = Viewer(model, media, self.cache)
+        self._viewer = Viewer(model, media, self.cache, decoders)
         self._look = PromptLook(model) if shown_by(model) and isinstance(model, LoadedModel) else None
 
     @torch.inference_mode()
-    def encode(self, batch: list[Request]) -> list[Encoded]:
-        """Each request's prompt with its visual tokens; typed errors for bad media, and for prompts too long, which no
-        tower is run for where their lengths can be known before."""
-        media = [self._media(request) for request in batch]
-        prompts = [self._prompt(request) for request in batch]
-        asked = list(zip(batch, prompts, media, strict=True))
+    def load(self, request: Request, check: Check = lambda: None) -> LoadedPrompt:
+        """A request's prompt with its media read, before any tower runs; to be closed after ``encode``.
+
+        Raises typed errors for bad media, for prompts too long as soon as that is known, and what ``check`` raises,
+        which is called between frames.
+        """
+        media, prompt = self._media(request), self._prompt(request)
 
         def admit(rows: list[int]) -> None:
-            left = iter(rows)
-            for request, prompt, items in asked:
-                self._check_room(request, prompt, [next(left) for _ in items])
+            self._check_room(request, prompt, rows)
 
-        with self._viewer.view([item for items in media for item in items], admit) as visuals:
+        return LoadedPrompt(prompt, self._viewer.load(media, admit, check))
+
+    @torch.inference_mode()
+    def encode(
+        self, batch: list[Request], loaded: Sequence[LoadedPrompt] | None = None, check: Check = lambda: None
+    ) -> list[Encoded]:
+        """Each request's prompt with its visual tokens; typed errors for bad media, and for prompts too long, which no
+        tower is run for where their lengths can be known before.
+
+        ``loaded``: what ``load`` returned for each; None = they are loaded now. ``check`` is called between two items.
+        """
+        with ExitStack() as stack:
+            if loaded is None:
+                loaded = [stack.enter_context(closing(self.load(request, check))) for request in batch]
+            asked = list(zip(batch, loaded, strict=True))
+
+            def admit(rows: list[int]) -> None:
+                left = iter(rows)
+                for request, one in asked:
+                    self._check_room(request, one.ids, [next(left) for _ in one.media.items])
+
+            visuals = stack.enter_context(self._viewer.view([one.media for one in loaded], admit, check))
             seen = iter(visuals)
-            return [self._splice(r, ids, [(i, next(seen)) for i in items]) for r, ids, items in asked]
+            return [self._splice(r, one.ids, [(i, next(seen)) for i in one.media.items]) for r, one in asked]
 
     def _companion(self, request: Request) -> LoadedModel | None:
         """The companion, if the request's policy asks for it."""

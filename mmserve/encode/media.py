@@ -16,6 +16,7 @@ from PIL import TiffImagePlugin as _tiff  # noqa: F401
 from PIL import WebPImagePlugin as _webp  # noqa: F401
 
 from mmserve.config import MediaConfig
+from mmserve.encode.watch import UNWATCHED, Watch
 from mmserve.errors import InvalidArgument
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -37,6 +38,7 @@ _DAMAGE = (
     zlib.error,
     Image.DecompressionBombError,
 )
+OUT_OF_MEMORY = "needs more memory to decode than a decoder may take; send it smaller"
 #: The others are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and goes on.
 _TIFF_COMPRESSIONS = ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg")
 _PILLOW = re.compile(r"PIL\.")
@@ -72,7 +74,7 @@ _UPRIGHT = {
 }
 
 
-def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> Image.Image:
+def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image", watch: Watch = UNWATCHED) -> Image.Image:
     """The picture in a PNG, JPEG, WebP, GIF, BMP or TIFF file, upright, in mode RGB, without metadata.
 
     The first frame of an animation; transparency over white; 12- and 16-bit grey scaled to 8 bits; colour profiles
@@ -84,7 +86,7 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
     if not data:
         raise InvalidArgument.of(field, "is empty (0 bytes)")
     if len(data) > limits.max_item_bytes:
-        raise InvalidArgument.of(field, f"has {len(data)} bytes; the limit is {limits.max_item_bytes}")
+        raise InvalidArgument.of(field, too_large(len(data), limits))
     check_size(_early_size(data), limits, field)
     try:
         image = Image.open(BytesIO(data), formats=FORMATS)
@@ -102,14 +104,23 @@ def decode_image(data: bytes, limits: MediaConfig, *, field: str = "image") -> I
         raise InvalidArgument.of(field, f"is a TIFF compressed as {image.info.get('compression')!r}; send PNG instead")
     if image.format == "TIFF" and not _whole(image):
         raise InvalidArgument.of(field, "is a damaged or cut off TIFF image: parts of it are missing")
+    watch.reserve(image.width * image.height)
     try:
         image.load()
         upright = _upright(_rgb(image), _orientation(image))
+    except MemoryError:
+        raise InvalidArgument.of(field, OUT_OF_MEMORY) from None
     except _DAMAGE as error:
         raise InvalidArgument.of(field, f"is a damaged or cut off {image.format} image: {error}") from None
     check_size(upright.size, limits, field)
     upright.info = {}
+    watch.check()
     return upright
+
+
+def too_large(size: int, limits: MediaConfig) -> str:
+    """What is wrong with a file of ``size`` bytes."""
+    return f"has {size} bytes; the limit is {limits.max_item_bytes} {named('max_item_bytes')}"
 
 
 def _silence_pillow() -> None:
@@ -138,6 +149,11 @@ def _early_size(data: bytes) -> tuple[int, int] | None:
     return width & 0x3FFF, height & 0x3FFF
 
 
+def named(setting: str) -> str:
+    """Which setting of the server a refusal is about."""
+    return f"([media] {setting} of the server)"
+
+
 def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) -> None:
     """Raise ``InvalidArgument`` where ``size`` (width and height in pixels, None = not known yet) is beyond limits."""
     if size is None:
@@ -146,9 +162,12 @@ def check_size(size: tuple[int, int] | None, limits: MediaConfig, field: str) ->
     if width < 1 or height < 1:
         raise InvalidArgument.of(field, f"has no pixels ({width} x {height})")
     if max(size) > limits.max_side:
-        raise InvalidArgument.of(field, f"is {width} x {height} pixels; the limit is {limits.max_side} a side")
+        raise InvalidArgument.of(
+            field, f"is {width} x {height} pixels; the limit is {limits.max_side} a side {named('max_side')}"
+        )
     if width * height > limits.max_pixels:
-        raise InvalidArgument.of(field, f"has {width} x {height} pixels; the limit is {limits.max_pixels} in all")
+        why = f"the limit is {limits.max_pixels} in all {named('max_pixels')}"
+        raise InvalidArgument.of(field, f"has {width} x {height} pixels; {why}")
 
 
 def _whole(image: ImageFile.ImageFile) -> bool:

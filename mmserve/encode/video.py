@@ -19,7 +19,8 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from mmserve.config import MediaConfig
-from mmserve.encode.media import STILL_BRANDS, check_size
+from mmserve.encode.media import OUT_OF_MEMORY, STILL_BRANDS, check_size, named, too_large
+from mmserve.encode.watch import UNWATCHED, Watch
 from mmserve.errors import InvalidArgument
 
 CONTAINERS = ("MP4", "MOV", "Matroska", "WebM", "AVI")
@@ -43,7 +44,22 @@ class Clip:
 
 
 def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float = 0.0, field: str = "video") -> Clip:
-    """At most ``frames`` frames of an MP4, MOV, Matroska, WebM or AVI file, spread evenly over its time.
+    """All that ``read_video`` yields."""
+    seconds, images = zip(*read_video(data, limits, frames=frames, rate=rate, field=field), strict=True)
+    return Clip(images, seconds)
+
+
+def read_video(
+    data: bytes,
+    limits: MediaConfig,
+    *,
+    frames: int,
+    rate: float = 0.0,
+    field: str = "video",
+    watch: Watch = UNWATCHED,
+) -> Iterator[tuple[float, Image.Image]]:
+    """At most ``frames`` frames of an MP4, MOV, Matroska, WebM or AVI file, spread evenly over its time, each with the
+    seconds since the first frame of the file.
 
     Of a short one there are ``rate`` a second, one at least (0 = no fewer). Which frames is ``spread``'s choice. Only
     what they need is decoded: packets are read once, and decoding goes on from where it is unless a keyframe lies
@@ -58,7 +74,7 @@ def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float =
     if not data:
         raise InvalidArgument.of(field, "is empty (0 bytes)")
     if len(data) > limits.max_item_bytes:
-        raise InvalidArgument.of(field, f"has {len(data)} bytes; the limit is {limits.max_item_bytes}")
+        raise InvalidArgument.of(field, too_large(len(data), limits))
     demuxer = _demuxer(data)
     if demuxer is None:
         raise InvalidArgument.of(field, f"is {_looks_like(data)}, not a readable {', '.join(CONTAINERS)} video")
@@ -70,7 +86,9 @@ def decode_video(data: bytes, limits: MediaConfig, *, frames: int, rate: float =
             stream = next((s for s in container.streams.video if not s.disposition & Disposition.attached_pic), None)
             if stream is None:
                 raise InvalidArgument.of(field, "has no video stream")
-            return _read(container, stream, limits, frames, rate, field)
+            yield from _read(container, stream, limits, frames, rate, field, watch)
+    except (MemoryError, av.error.MemoryError):
+        raise InvalidArgument.of(field, OUT_OF_MEMORY) from None
     except _DAMAGE as error:
         raise InvalidArgument.of(field, f"is a damaged or unknown video: {_reason(error)}") from None
 
@@ -143,8 +161,8 @@ class _Timeline:
 class _Decoder:
     """Frames of one stream by their times, which must be asked for in ascending order."""
 
-    def __init__(self, stream: VideoStream, timeline: _Timeline) -> None:
-        self.timeline = timeline
+    def __init__(self, stream: VideoStream, timeline: _Timeline, watch: Watch) -> None:
+        self.timeline, self._watch = timeline, watch
         self._context = stream.codec_context
         keys = [(p.pts, i) for i, p in enumerate(timeline.packets) if p.is_keyframe and p.pts is not None]
         self._keys = sorted(keys) if timeline.ordered else []
@@ -194,6 +212,7 @@ class _Decoder:
             return False
         self._last, self._rank = frame, self._rank + 1
         self.decoded += 1
+        self._watch.check()
         if frame.pts is not None:
             self._reached = max(self._reached, frame.pts)
         return True
@@ -210,8 +229,14 @@ class _Decoder:
 
 
 def _read(
-    container: InputContainer, stream: VideoStream, limits: MediaConfig, count: int, rate: float, field: str
-) -> Clip:
+    container: InputContainer,
+    stream: VideoStream,
+    limits: MediaConfig,
+    count: int,
+    rate: float,
+    field: str,
+    watch: Watch,
+) -> Iterator[tuple[float, Image.Image]]:
     context = stream.codec_context
     if context is None or stream.time_base is None:
         raise InvalidArgument.of(field, "is compressed in a way that this server cannot decode")
@@ -221,22 +246,26 @@ def _read(
     timeline = _Timeline.of(container, stream, limits, field)
     seconds = float((timeline.end - timeline.times[0]) * stream.time_base)
     if seconds > limits.max_video_seconds:
-        raise InvalidArgument.of(field, f"lasts {seconds:.1f} seconds; the limit is {limits.max_video_seconds:g}")
+        why = f"the limit is {limits.max_video_seconds:g} {named('max_video_seconds')}"
+        raise InvalidArgument.of(field, f"lasts {seconds:.1f} seconds; {why}")
     pixels = len(timeline.packets) * context.width * context.height
     if pixels > limits.max_video_pixels:
         raise InvalidArgument.of(
             field,
             f"has {len(timeline.packets)} frames of {context.width} x {context.height} pixels; "
-            f"the limit is {limits.max_video_pixels} pixels in all",
+            f"the limit is {limits.max_video_pixels} pixels in all {named('max_video_pixels')}",
         )
     context.thread_type = "SLICE"  # frame threads may deadlock where decoding stops early
-    decoder = _Decoder(stream, timeline)
-    found: dict[int, Image.Image] = {}
+    context.thread_count = 1  # a clip takes one core, and no more than its share of the time
     if rate:
         count = min(count, max(1, round(rate * seconds)))
     wanted = spread(timeline.times, timeline.end, count)
-    _check_sampled(len(wanted) * context.width * context.height, limits, field)
+    sampled = len(wanted) * context.width * context.height
+    _check_sampled(sampled, limits, field)
+    watch.reserve(sampled)
+    decoder = _Decoder(stream, timeline, watch)
     held = 0
+    found: set[int] = set()
     for index in wanted:
         frame = decoder.at(index)
         if frame is None:
@@ -246,17 +275,20 @@ def _read(
         check_size((frame.width, frame.height), limits, field)
         held += frame.width * frame.height  # which a stream may change on its way
         _check_sampled(held, limits, field)
+        if held > sampled:
+            watch.reserve(held - sampled)
+            sampled = held
         shown = frame.pts if timeline.ordered and frame.pts is not None else timeline.times[index]
-        found.setdefault(shown, _upright(frame))
+        if shown not in found:
+            found.add(shown)
+            yield float((shown - timeline.times[0]) * stream.time_base), _upright(frame)
     if not found:
         raise InvalidArgument.of(field, _NO_PACKETS)
-    base = stream.time_base
-    return Clip(tuple(found.values()), tuple(float((time - timeline.times[0]) * base) for time in found))
 
 
 def _check_sampled(pixels: int, limits: MediaConfig, field: str) -> None:
     if pixels > limits.max_sampled_pixels:
-        why = f"the limit is {limits.max_sampled_pixels}: send it smaller"
+        why = f"the limit is {limits.max_sampled_pixels} {named('max_sampled_pixels')}: send it smaller"
         raise InvalidArgument.of(field, f"has {pixels} pixels in the frames that are looked at; {why}")
 
 

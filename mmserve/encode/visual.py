@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount
 from mmserve.encode.cache import EncoderCache, Entry
+from mmserve.encode.decoding import Check, Decode, Decoders, InPlace
 from mmserve.encode.keys import digest, media_digest, settings_digest, software, weights_digest
-from mmserve.encode.media import decode_image
 from mmserve.encode.places import axis_places
-from mmserve.encode.video import decode_video
+from mmserve.encode.wire import MediaFile
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import Model
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, VisionEncoder
@@ -81,36 +81,78 @@ class _Eye:
         return cls(model, vision, digest(settings_digest(settings["processor"]), software()), tokens)
 
 
+@dataclass
+class Loaded:
+    """A request's media once they are read: what towers take of each, or its tokens where the cache has them."""
+
+    items: Sequence[Media]
+    keys: Sequence[bytes] = ()
+    entries: Sequence[Entry | None] = ()  # tokens of each item, None = not there
+    prepared: dict[int, list[Prepared]] = field(default_factory=dict)  # pixels of the others, for each eye
+    _held: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """Give back what caches hold for it."""
+        self._held.close()
+        self.prepared, self.entries = {}, ()
+
+
 class Viewer:
     """The towers of a model and its companion over a cache; holds no state of any request."""
 
-    def __init__(self, model: Model, media: MediaConfig, cache: EncoderCache) -> None:
+    def __init__(self, model: Model, media: MediaConfig, cache: EncoderCache, decoders: Decoders | None = None) -> None:
         self.media, self.cache = media, cache
+        self._decoders = decoders or InPlace(media)
         self._eye = _Eye.of(model)
         self._second = _Eye.of(model.companion) if model.companion is not None else None
 
-    @contextmanager
-    def view(self, items: Sequence[Media], admit: Callable[[list[int]], None]) -> Iterator[list[Visual]]:
-        """The visual tokens of each item, which stay in the cache until the context ends.
+    def load(self, items: Sequence[Media], admit: Callable[[list[int]], None], check: Check = lambda: None) -> Loaded:
+        """Read a request's items: each is decoded and prepared once, whoever else has the same, and kept until closed.
 
-        Before anything goes through a tower, ``admit`` is told how many rows of the prompt each item will be, 0 where
-        somebody else is making it: what it raises is raised here. On a CPU, what stands beside an item has no say in
-        its tokens. Raises ``InvalidArgument`` for bad media.
+        As items are read, ``admit`` is told how many rows of the prompt each will be, 0 where that is not known yet:
+        what it raises is raised here, and so is what ``check`` raises, which is called between frames. Raises
+        ``InvalidArgument`` for bad media.
         """
-        keys = [self._key(item) for item in items]
+        loaded = Loaded(items, [self._key(item) for item in items])
+        try:
+            fits = self._fitting(items)
+            loaded.entries = loaded._held.enter_context(self.cache.tokens.found(loaded.keys, fits))
+            self._read(loaded, admit, check)
+        except BaseException:
+            loaded.close()
+            raise
+        return loaded
+
+    @contextmanager
+    def view(
+        self, loaded: Sequence[Loaded], admit: Callable[[list[int]], None], check: Check = lambda: None
+    ) -> Iterator[list[Visual]]:
+        """The visual tokens of each item of ``loaded``, which stay in the cache until the context ends.
+
+        Before anything goes through a tower, ``admit`` is told how many rows of the prompt each item will be: what it
+        raises is raised here. On a CPU, what stands beside an item has no say in its tokens, and ``check`` is called
+        between two items.
+        """
+        flat = [(one, i) for one in loaded for i in range(len(one.items))]
+        missing = [(one, i) for one, i in flat if one.entries[i] is None]
+        keys, items = [one.keys[i] for one, i in missing], [one.items[i] for one, i in missing]
 
         def make(chosen: list[int]) -> list[Entry]:
-            prepared = {i: self._prepared(items[i]) for i in chosen}
-            rows = {keys[i]: self._rows(items[i], prepared[i]) for i in chosen}
-            admit([rows[key] if key in rows else self._rows_found(key) for key in keys])
-            return self._make([items[i] for i in chosen], [prepared[i] for i in chosen])
+            admit([self._rows_of(one, i) for one, i in flat])
+            of_chosen = [missing[n] for n in chosen]
+            return self._make([items[n] for n in chosen], [one.prepared[i] for one, i in of_chosen], check)
 
+        with self.cache.tokens.lease(keys, make, self._fitting(items), check) as entries:
+            made = iter(entries)
+            found = [one.entries[i] for one, i in flat]
+            yield [self._visual(next(made) if entry is None else entry) for entry in found]
+
+    def _fitting(self, items: Sequence[Media]) -> Callable[[int, Entry], bool]:
         def fits(i: int, entry: Entry) -> bool:
             kinds = [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])]
             return fitting(entry, kinds, axes=self._axes)
 
-        with self.cache.tokens.lease(keys, make, fits) as entries:
-            yield [self._visual(entry) for entry in entries]
+        return fits
 
     @property
     def _axes(self) -> int:
@@ -140,17 +182,18 @@ class Viewer:
         ids, places, grid = (entry[name].numpy() for name in ("ids", "places", "grid"))
         return Visual(tokens[0], ids, places, grid, beside, where)
 
-    def _rows_found(self, key: bytes) -> int:
-        """Rows of the prompt that an item in the cache is before it is pruned; 0 where it is not there yet."""
-        entry = self.cache.tokens.peek(key)
-        return len(entry["ids"]) if entry is not None and "ids" in entry else 0
-
-    def _rows(self, item: Media, prepared: list[Prepared]) -> int:
-        """The same of one whose pixels are there."""
+    def _rows_of(self, loaded: Loaded, i: int) -> int:
+        """Rows of the prompt that an item is before it is pruned; 0 while it is not loaded."""
+        entry = loaded.entries[i]
+        if entry is not None:
+            return len(entry["ids"])
+        if i not in loaded.prepared:
+            return 0
         assert self._eye is not None
-        return len(_ids(self._eye.vision.pieces(prepared[0], clip=item.clip), self._eye.model.tokenizer))
+        pieces = self._eye.vision.pieces(loaded.prepared[i][0], clip=loaded.items[i].clip)
+        return len(_ids(pieces, self._eye.model.tokenizer))
 
-    def _make(self, items: list[Media], prepared: list[list[Prepared]]) -> list[Entry]:
+    def _make(self, items: list[Media], prepared: list[list[Prepared]], check: Check) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
         images of one size that are asked for the same evidence go together: there that saves time."""
         batches: dict[object, list[int]] = defaultdict(list)
@@ -160,6 +203,7 @@ class Viewer:
             batches[i if alone else None, _needs(item), shapes].append(i)
         entries: dict[int, Entry] = {}
         for batch in batches.values():
+            check()
             pictures = self._pictures([items[i] for i in batch], [prepared[i] for i in batch])
             for i, of_each_eye in zip(batch, pictures, strict=True):
                 entries[i] = self._entry(items[i], of_each_eye)
@@ -174,30 +218,49 @@ class Viewer:
             by_eye.append(eye.vision.see(batch, wanted, clip=items[0].clip))
         return [list(of_item) for of_item in zip(*by_eye, strict=True)]
 
-    def _prepared(self, item: Media) -> list[Prepared]:
-        """What each eye takes of an item."""
-        decoded: list[tuple[Sequence[Image.Image], Sequence[float]]] = []  # once for all of them
-        found: list[Prepared] = []
-        for eye in self._eyes(item):
-            frames = eye.vision.frames_per_video if item.clip else 1
+    def _read(self, loaded: Loaded, admit: Callable[[list[int]], None], check: Check) -> None:
+        """Fill ``loaded.prepared``."""
+        missing = [i for i, entry in enumerate(loaded.entries) if entry is None]
+        asked = [(i, eye) for i in missing for eye in self._eyes(loaded.items[i])]
+        keys = [self._pixel_key(loaded.items[i], eye) for i, eye in asked]
 
-            def make(_chosen: list[int], eye: _Eye = eye, frames: int = frames) -> list[Entry]:
-                if not decoded:
-                    decoded.append(self._decode(item, frames, eye.vision.frames_per_second))
-                pictures, seconds = decoded[0]
-                try:
-                    if item.clip:
-                        return [eye.vision.prepare_clip(pictures, seconds)]
-                    prepare = eye.vision.prepare_among if item.among else eye.vision.prepare
-                    return [prepare(pictures[0])]
-                except CannotPrepare as error:
-                    raise InvalidArgument.of(item.path, str(error)) from error
+        def make(chosen: list[int]) -> list[Entry]:
+            """Each file is decoded once for all eyes; those of an item are one after another in ``asked``."""
+            of_item: dict[int, list[_Eye]] = defaultdict(list)
+            for n in chosen:
+                of_item[asked[n][0]].append(asked[n][1])
+            works = [partial(self._prepare, loaded.items[i], eyes) for i, eyes in of_item.items()]
+            made: list[Entry] = []
+            with closing(self._decoders.map(works, check)) as results:
+                for i, prepared in zip(of_item, results, strict=True):
+                    made += prepared
+                    if len(prepared) == len(self._eyes(loaded.items[i])):
+                        loaded.prepared[i] = prepared
+                    admit([self._rows_of(loaded, n) for n in range(len(loaded.items))])
+            return made
 
-            sampling = f"{frames} {eye.vision.frames_per_second}"
-            key = digest(self._file(item), sampling.encode(), eye.pixels)
-            with self.cache.pixels.lease([key], make, _are_pixels) as entries:
-                found += entries
-        return found
+        lease = self.cache.pixels.lease(keys, make, _are_pixels, check)
+        found: dict[int, list[Prepared]] = defaultdict(list)
+        for (i, _eye), entry in zip(asked, loaded._held.enter_context(lease), strict=True):
+            found[i].append(entry)
+        loaded.prepared = dict(found)
+
+    def _pixel_key(self, item: Media, eye: _Eye) -> bytes:
+        frames = eye.vision.frames_per_video if item.clip else 1
+        return digest(self._file(item), f"{frames} {eye.vision.frames_per_second}".encode(), eye.pixels)
+
+    def _prepare(self, item: Media, eyes: list[_Eye], decode: Decode) -> list[Prepared]:
+        """What each of ``eyes`` takes of an item."""
+        first = eyes[0].vision
+        frames = first.frames_per_video if item.clip else 1
+        decoded = decode(MediaFile(item.data, item.clip, item.path, frames, first.frames_per_second))
+        try:
+            if item.clip:
+                return [eye.vision.prepare_clip(decoded.frames, decoded.seconds) for eye in eyes]
+            [image] = decoded.frames
+            return [eye.vision.prepare_among(image) if item.among else eye.vision.prepare(image) for eye in eyes]
+        except CannotPrepare as error:
+            raise InvalidArgument.of(item.path, str(error)) from error
 
     def _entry(self, item: Media, pictures: list[Picture]) -> Entry:
         """What is left of an item, by each eye; what the first one's tokens lose, the others' lose, too."""
@@ -218,12 +281,6 @@ class Viewer:
                 raise FailedPrecondition("the model and its companion make different numbers of visual tokens of this")
             entry["beside"] = _pruned(pictures[1], plans)[0]
         return entry
-
-    def _decode(self, item: Media, frames: int, rate: float) -> tuple[Sequence[Image.Image], Sequence[float]]:
-        if item.clip:
-            clip = decode_video(item.data, self.media, frames=frames, rate=rate, field=item.path)
-            return clip.frames, clip.seconds
-        return [decode_image(item.data, self.media, field=item.path)], [0.0]
 
 
 def fitting(entry: Entry, kinds: Sequence[tuple[torch.dtype, int]], *, axes: int = 1) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ class PagePool:
         self.total, self.unit = total, unit
         self.lookups = 0  # pages asked for with ``share``, and
         self.hits = 0  # those of them that it found
-        self._blank = list(range(total - 1, -1, -1))
+        self._blank = list(range(total))  # ascending
         self._references: dict[int, int] = {}  # of the pages that are handed out
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
@@ -54,12 +55,27 @@ class PagePool:
         return pages
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """``count`` pages of nobody else's; ``ValueError`` where there are too few (the scheduler asks first)."""
+        """``count`` pages of nobody else's; ``ValueError`` where there are too few (the scheduler asks first).
+
+        Pages that follow one another where there is such a run: on a CPU those are read where they are, and others
+        copied together in each layer of each pass.
+        """
         if count > self.free:
             raise ValueError(f"{count} pages wanted, {self.free} free")
-        pages = tuple(self._blank.pop() if self._blank else self._evict() for _ in range(count))
+        start = self._run(count)
+        pages = self._blank[start : start + count]
+        del self._blank[start : start + count]
+        pages += [self._evict() for _ in range(count - len(pages))]
         self._references.update(dict.fromkeys(pages, 1))
-        return pages
+        return tuple(pages)
+
+    def _run(self, count: int) -> int:
+        """Where in ``_blank`` the first ``count`` pages begin that follow one another; 0 where there are none."""
+        if not count:
+            return 0
+        blank = self._blank
+        last = range(count - 1, len(blank))
+        return next((i - count + 1 for i in last if blank[i] - blank[i - count + 1] == count - 1), 0)
 
     def publish(self, page: int, key: bytes) -> None:
         """Let others share a page, whose K/V is final; nothing changes where another page has that key already.
@@ -84,7 +100,7 @@ class PagePool:
             if page in self._key_of:
                 self._idle[page] = None
             else:
-                self._blank.append(page)
+                insort(self._blank, page)
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)

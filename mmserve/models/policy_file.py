@@ -16,6 +16,8 @@ from mmserve.core.tuning import Measured, Pair
 from mmserve.errors import ConfigError
 
 POLICY_FILE = "policy.json"
+#: What a configuration names instead of a file where none is to be read.
+NO_FILE = "off"
 FORMAT = 1
 _REMEDY = "write it anew with `mmserve tune`, or remove it"
 _ROW = {

@@ -16,7 +16,7 @@ from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 from mmserve.models.names import HUB, local_folder, served_name
-from mmserve.models.policy_file import load_policies
+from mmserve.models.policy_file import NO_FILE, PolicyFile, load_policies
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -72,13 +72,20 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
         device=device,
         hub=config.path.startswith(HUB),
     )
-    file = load_policies(Path(config.policies) if config.policies else folder, required=bool(config.policies))
-    model = replace(load(checkpoint, target), policies=file)
+    model = replace(load(checkpoint, target), policies=_policies(config, folder))
     if isinstance(model, LoadedModel):
         model = replace(model, commit_filter=load_filter(folder))
     if not config.companion:
         return model
     return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device))
+
+
+def _policies(config: ModelConfig, folder: Path) -> PolicyFile | None:
+    if config.policies == NO_FILE:
+        return None
+    return load_policies(
+        Path(config.policies).expanduser() if config.policies else folder, required=bool(config.policies)
+    )
 
 
 def model_folder(path: str) -> Path:

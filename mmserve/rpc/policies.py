@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from mmserve.core.request import Policy
 from mmserve.errors import InvalidArgument
 
 
@@ -278,6 +279,15 @@ _POLICIES: dict[type, str] = {
 }
 #: Policies whose message goes by another name.
 _POLICY_FIELDS = {"none": "no_cache"}
+
+
+def named(policy: Policy) -> Any:
+    """``policy`` as ``generate`` takes it: its name, or its class with its numbers; ``KeyError`` where it has none."""
+    if not policy.options and policy.base is None:
+        return policy.name
+    kinds = {name: kind for kind, name in _POLICIES.items()}
+    base = {} if policy.base is None else {"base": named(policy.base)}
+    return kinds[policy.name](**policy.options, **base)
 
 
 def put_policy(message: Any, oneof: str, policy: Any, path: str) -> None:

@@ -4,7 +4,8 @@ First come, first served at every stage, each bounded by its budget, and fair be
 that is begun goes before a tenant's new ones. A batch always takes at least its first request, so nothing can be too
 large to run. Of a next-token model's prompt that is longer than the budget a batch takes a chunk, and decode has its
 turn between two. Decode batches take whoever waited longest since their last step. A constrained request is encoded
-once its grammar is there; those behind it do not wait for that.
+once its grammar is there; those after it do not wait for that. Nor does text wait for media: a request with media is
+encoded once these are read, one without is tokenized.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ _Taken = list[tuple[Entry, int]]
 
 def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
     """What each idle stage does next, given all live requests in order of arrival."""
-    stages = {"constrain": _constrain, "encode": _encode, "prefill": _prefill, "decode": _decode}
+    stages = {
+        "constrain": _constrain,
+        "load": _load,
+        "tokenize": _tokenize,
+        "encode": _encode,
+        "prefill": _prefill,
+        "decode": _decode,
+    }
     taken = {name: plan(entries, budgets) if name in budgets.idle else [] for name, plan in stages.items()}
     served = {name: charged(budgets.served.get(name, Served()), each) for name, each in taken.items()}
     return Plan(**{name: tuple(entry.id for entry, _cost in each) for name, each in taken.items()}, served=served)
@@ -35,13 +43,29 @@ def _constrain(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     return _ordered(waiting, budgets, "constrain")[: min(budgets.constrain, max(0, room))]
 
 
+def _load(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
+    """Those that are read side by side begin in order; one whose media are slow may be overtaken."""
+    room = budgets.handover - _count(entries, Stage.LOADING, Stage.LOADED)
+    waiting = [(e, e.images) for e in entries if e.images and _startable(e)]
+    return _ordered(waiting, budgets, "load")[: min(budgets.load, max(0, room))]
+
+
+def _tokenize(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
+    tokenizing = sum(e.stage is Stage.ENCODING and not e.images for e in entries)
+    room = budgets.handover - tokenizing - _count(entries, Stage.ENCODED)
+    queued = [(e, 1) for e in entries if not e.images and _startable(e)]
+    return _fill(_ordered(queued, budgets, "tokenize")[: max(0, room)], budgets.encode_batch)
+
+
 def _encode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
-    room = budgets.handover - _count(entries, Stage.ENCODING, Stage.ENCODED)
-    queued = [(e, max(1, e.images)) for e in entries if _ready_to_encode(e)]
-    return _fill(_ordered(queued, budgets, "encode")[: max(0, room)], budgets.encode_batch)
+    encoding = sum(e.stage is Stage.ENCODING and e.images > 0 for e in entries)
+    room = budgets.handover - encoding - _count(entries, Stage.ENCODED)
+    loaded = [(e, e.images) for e in entries if e.stage is Stage.LOADED]
+    return _fill(_ordered(loaded, budgets, "encode")[: max(0, room)], budgets.encode_batch)
 
 
-def _ready_to_encode(entry: Entry) -> bool:
+def _startable(entry: Entry) -> bool:
+    """Whether nothing is left that comes before a request's media and text."""
     return entry.stage is Stage.CONSTRAINED or (entry.stage is Stage.QUEUED and not entry.constrained)
 
 

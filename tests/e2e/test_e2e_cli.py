@@ -168,7 +168,8 @@ def test_what_is_wrong_is_said_before_a_server_is_started(
     for flag in ("--image", "--video"):
         assert main(["generate", "x", flag, str(tmp_path / "none")]) == 1
         assert "No such file" in capsys.readouterr().err
-    assert main(["models", "--server", "localhost:1", "--token", "ä"]) == 1
+    monkeypatch.setenv("MMSERVE_TOKEN", "ä")
+    assert main(["models", "--server", "localhost:1"]) == 1
     assert capsys.readouterr().err == "mmserve models: a token must be printable ASCII\n"
 
 

@@ -53,11 +53,15 @@ def test_any_other_token_opens_nothing(guarded: Running, token: str | None) -> N
     assert guarded.engine.stats().live == 0
 
 
-def test_models_of_a_guarded_server_need_its_token(guarded: Running) -> None:
-    good = command("models", "--server", guarded.address, "--token", "second", "--json")
+def test_models_of_a_guarded_server_need_its_token(
+    guarded: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "token").write_text("second\n")
+    good = command("models", "--server", guarded.address, "--token-file", str(folder / "token"), "--json")
     assert good.returncode == 0, good.stderr
     assert [m["name"] for m in json.loads(good.stdout)["models"]] == ["reference"]
-    bad = command("models", "--server", guarded.address, "--token", "third")
+    monkeypatch.setenv("MMSERVE_TOKEN", "third")
+    bad = command("models", "--server", guarded.address)
     assert (bad.returncode, bad.stdout) == (1, "")
     assert bad.stderr.count("\n") == 1 and "bearer token" in bad.stderr
 

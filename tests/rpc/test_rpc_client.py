@@ -47,7 +47,7 @@ def test_public_names() -> None:
         "ConfigError",
         "FieldViolation",
     ]
-    others = ["AsyncClient", "Client", "ModelInfo", "Result"]
+    others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *errors, *others])
 
 

@@ -251,7 +251,7 @@ def test_the_server_says_which_policies_it_has(client: Client) -> None:
     info = client.describe("tiny")
     assert set(info.recompute_policies) >= set(RECOMPUTES)
     assert set(info.commit_policies) >= set(COMMITS)
-    assert (info.recompute_policies[0], info.recompute_policy, info.commit_policy) == ("none", "none", "low_confidence")
+    assert (info.recompute_policies[0], info.recompute_policy, info.commit_policy) == ("none", "dual", "threshold")
     assert not {"last", "ngram"} & {*info.recompute_policies, *info.commit_policies}, "those are for next-token models"
 
 

@@ -76,7 +76,7 @@ def test_a_batch_is_the_order_of_serving_one_by_one(queue: list[tuple[Entry, int
 @given(queues(), st.integers(1, 60))
 def test_no_place_is_left_empty(queue: list[tuple[Entry, int]], budget: int) -> None:
     """As many entries as first come, first served would take fit, or the next in order does not."""
-    entries = [dataclasses.replace(e, images=cost) for e, cost in queue]
+    entries = [dataclasses.replace(e, stage=Stage.LOADED, images=cost) for e, cost in queue]
     limits = Budgets(frozenset({"encode"}), 9, 99, 9, encode_batch=budget, prefill_tokens=9, decode_tokens=9)
     plan = schedule(entries, limits)
     taken = [e for e in entries if e.id in plan.encode]

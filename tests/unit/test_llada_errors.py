@@ -10,7 +10,7 @@ from llada_checkpoints import VOCAB, Sighted, edit, hf_config, llama, load, own_
 
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
-from mmserve.models import registry, towers
+from mmserve.models import names, towers
 from mmserve.models.checkpoint import read_json, write_json
 from mmserve.models.llada import MASK
 from mmserve.models.registry import load_model
@@ -150,7 +150,7 @@ def test_where_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         load(tmp_path, device="cuda:99")
     with pytest.raises(ConfigError, match="cannot fetch"):
         load_model(ModelConfig(path="hub:not a/valid/name"))
-    monkeypatch.setattr(registry, "__file__", str(tmp_path / "mmserve" / "models" / "registry.py"))
+    monkeypatch.setattr(names, "__file__", str(tmp_path / "mmserve" / "models" / "names.py"))
     with pytest.raises(ConfigError, match="no model 'bundled'; name a checkpoint directory or hub:"):
         load_model(ModelConfig())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -12,22 +13,29 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.constrained.best import Notes
 
+#: Figures of a candidate that take another pass over its logits, by name: they are made where a policy reads them.
+GAP, ENTROPY = "gap", "entropy"
+EVERY_FIGURE = frozenset({GAP, ENTROPY})
+
 
 @dataclass(frozen=True)
 class Candidates:
-    """One proposed token for each masked position that was asked for, and what the model's logits say of it."""
+    """One proposed token for each masked position that was asked for, and what the model's logits say of it.
+
+    ``gap`` and ``entropy`` are None where no policy in use reads them (``Commit.reads``).
+    """
 
     positions: np.ndarray  # int64 [n], ascending
     tokens: np.ndarray  # int64 [n]
     confidence: np.ndarray  # float32 [n], untempered softmax probability of the token
-    gap: np.ndarray  # float32 [n], highest logit minus the second highest
-    entropy: np.ndarray  # float32 [n], of the untempered softmax, in nats
+    gap: np.ndarray | None  # float32 [n], highest logit minus the second highest
+    entropy: np.ndarray | None  # float32 [n], of the untempered softmax, in nats
 
     def where(self, kept: np.ndarray) -> Candidates:
         """The candidates where bool ``kept [n]``."""
-        return Candidates(
-            self.positions[kept], self.tokens[kept], self.confidence[kept], self.gap[kept], self.entropy[kept]
-        )
+        gap = None if self.gap is None else self.gap[kept]
+        entropy = None if self.entropy is None else self.entropy[kept]
+        return Candidates(self.positions[kept], self.tokens[kept], self.confidence[kept], gap, entropy)
 
     def and_then(self, other: Candidates) -> Candidates:
         """These and, behind them, ``other``."""
@@ -35,9 +43,27 @@ class Candidates:
             np.concatenate([self.positions, other.positions]),
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.confidence, other.confidence]),
-            np.concatenate([self.gap, other.gap]),
-            np.concatenate([self.entropy, other.entropy]),
+            _joined(self.gap, other.gap),
+            _joined(self.entropy, other.entropy),
         )
+
+    def read_gap(self) -> np.ndarray:
+        """``gap``; ``ValueError`` where it was not made."""
+        return _made(self.gap, GAP)
+
+    def read_entropy(self) -> np.ndarray:
+        """``entropy``; ``ValueError`` where it was not made."""
+        return _made(self.entropy, ENTROPY)
+
+
+def _joined(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    return None if one is None or other is None else np.concatenate([one, other])
+
+
+def _made(figure: np.ndarray | None, name: str) -> np.ndarray:
+    if figure is None:
+        raise ValueError(f"the policy reads {name!r} of candidates, but does not name it in `reads`")
+    return figure
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,11 @@ class Commit(Protocol):
     @property
     def whole_block(self) -> bool:
         """Whether it wants candidates for every position of the current block, committed or not."""
+        ...
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Which of ``EVERY_FIGURE`` it reads of candidates."""
         ...
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
@@ -152,6 +183,21 @@ class Partial(Protocol):
         ...
 
 
+@cache
+def _follows(kind: type, protocol: type) -> bool:
+    return issubclass(kind, protocol)
+
+
+def is_proposing(commit: Commit) -> TypeGuard[Proposing]:
+    """As ``isinstance``, which looks through a protocol's members at each call; this is asked at every step."""
+    return _follows(type(commit), Proposing)
+
+
+def is_partial(commit: Commit) -> TypeGuard[Partial]:
+    """As ``is_proposing``."""
+    return _follows(type(commit), Partial)
+
+
 class Undrafted:
     """What policies share that draft nothing and, unless they say so, replace and close nothing."""
 
@@ -169,6 +215,11 @@ class Undrafted:
     def whole_block(self) -> bool:
         """If tokens of it may be replaced."""
         return self.revises
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """None: token and confidence are enough."""
+        return frozenset()
 
     def settled(self, canvas: Canvas, edited: int) -> bool:
         """At once."""

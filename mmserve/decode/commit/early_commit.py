@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import GIVEN, MASKED, Canvas
-from mmserve.decode.commit.base import Candidates, Commit, Undrafted
+from mmserve.decode.commit.base import GAP, Candidates, Commit, Undrafted
 
 #: Shares of the steps at which the second and the third gap begin to count.
 MIDDLE, LATE = 0.33, 0.67
@@ -76,6 +76,11 @@ class EarlyCommit(Undrafted):
         """Where the policy it builds on does."""
         return self.base.closes
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The gap, and what the policy it builds on reads."""
+        return self.base.reads | {GAP}
+
     def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
         start, end = self._region(canvas)
         inside = (positions < canvas.block_end) | ((positions >= start) & (positions < end))
@@ -102,7 +107,7 @@ class EarlyCommit(Undrafted):
         # A region past the canvas says nothing, nor does one where all stood from the start, nor one of which a
         # recompute policy left some out of this pass.
         judged = bool((canvas.committed_at[start:end] > GIVEN).any()) and int(region.sum()) == open_there
-        return judged and (not open_there or self._enough(candidates.gap[region].astype(np.float64), canvas))
+        return judged and (not open_there or self._enough(candidates.read_gap()[region].astype(np.float64), canvas))
 
     def _enough(self, gaps: np.ndarray, canvas: Canvas) -> bool:
         if self.mistakes:

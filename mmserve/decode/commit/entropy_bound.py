@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
-from mmserve.decode.commit.base import BlockWise, Candidates, first
+from mmserve.decode.commit.base import ENTROPY, BlockWise, Candidates, first
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,13 @@ class EntropyBound(BlockWise):
         if not self.bound >= 0:
             raise ValueError("bound must be at least 0")
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The entropy."""
+        return frozenset({ENTROPY})
+
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
-        ordered = np.sort(candidates.entropy).astype(np.float64)
+        entropy = candidates.read_entropy()
+        ordered = np.sort(entropy).astype(np.float64)
         before = np.cumsum(ordered) - ordered
-        return first(candidates.entropy, max(1, int((before <= self.bound).sum())))
+        return first(entropy, max(1, int((before <= self.bound).sum())))

@@ -166,10 +166,10 @@ def _projected(
     kept = np.exp(ranked.kept[rows])  # the probability of all that may stand there
     alone = np.where(behind, np.exp(np.minimum(plain, 0.0)), proposed.confidence * kept)
     confidence = np.where(alone >= 1 - kept, alone, np.minimum(alone / np.maximum(kept, _TINY), 1.0))
-    gap = np.where(behind, np.minimum(plain - best, 0.0), np.minimum(proposed.gap, _SURE))
-    return Candidates(
-        proposed.positions, tokens, confidence.astype(np.float32), gap.astype(np.float32), proposed.entropy
-    )
+    gap = proposed.gap
+    if gap is not None:
+        gap = np.where(behind, np.minimum(plain - best, 0.0), np.minimum(gap, _SURE)).astype(np.float32)
+    return Candidates(proposed.positions, tokens, confidence.astype(np.float32), gap, proposed.entropy)
 
 
 def _final(

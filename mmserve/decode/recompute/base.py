@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +33,16 @@ class Watching(Protocol):
         """As ``Recompute.rows``; ``changes`` (float32) says of each watched position how far its value vector at the
         second layer would move (1 - cosine) from the one in the store; None where none were asked for."""
         ...
+
+
+@cache
+def _watches(kind: type) -> bool:
+    return issubclass(kind, Watching)
+
+
+def is_watching(policy: Recompute) -> TypeGuard[Watching]:
+    """As ``isinstance``, which looks through a protocol's members at each call; this is asked at every step."""
+    return _watches(type(policy))
 
 
 def every_position(canvas: Canvas) -> np.ndarray:

@@ -1,0 +1,169 @@
+"""Whether a configuration could be served, found out in seconds: nothing listens, and no weights are read."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmserve.config import Config, ModelConfig, ServerConfig, from_mapping
+from mmserve.errors import ConfigError
+from mmserve.models.names import HUB, served_name, served_names
+from mmserve.tenants import accepted_tokens
+
+#: What a handshake of two contexts within this process reports of a certificate that is out of date (OpenSSL).
+_OUT_OF_DATE = {9: "is not valid yet", 10: "has expired"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result: ``part`` of the configuration, and what is wrong with it; "" where it is in order."""
+
+    part: str
+    problem: str = ""
+
+
+def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    """Findings about a configuration as nested mappings, read from ``source``; every problem, not only the first.
+
+    The tables, the ports, the certificates and every model's files: ``config.json``, tokenizer, chat template, and
+    names, shapes and dtypes of all tensors. A model of the hub is named as not checked.
+    """
+    problems, sound = _settle(data, source)
+    yield from (Finding("configuration", problem) for problem in problems)
+    if not problems:
+        yield Finding("configuration")
+    try:
+        config = from_mapping(sound, source=source)
+    except ConfigError:  # reported above, and not one key's fault
+        return
+    yield from _findings("names of models", lambda: served_names(config.models))
+    if config.tenants:
+        yield from _findings("tenants", lambda: accepted_tokens(config.tenants, config.server.auth_tokens))
+    yield from _server(config.server)
+    for model in config.models:
+        yield from _model(model, config)
+
+
+def _settle(data: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, Any]]:
+    """Every error of ``data``, and ``data`` without the keys that are to blame."""
+    sound: dict[str, Any] = copy.deepcopy(dict(data))
+    problems: list[str] = []
+    while problem := _error(sound, source):
+        problems.append(problem)
+        left = _without_blamed(sound, source, problem)
+        if left is None:
+            break
+        sound = left
+    return problems, sound
+
+
+def _without_blamed(data: dict[str, Any], source: str, problem: str) -> dict[str, Any] | None:
+    """``data`` without the key that has ``problem`` alone, else without one of those that have it together."""
+    pieces = list(_pieces(data))
+    for alone, left in pieces:
+        if _error(alone, source) == problem and _error(left, source) != problem:
+            return left
+    ways = {_error(left, source): left for _alone, left in reversed(pieces)}
+    return ways.get("") or next((left for error, left in ways.items() if error != problem), None)
+
+
+def _error(data: Mapping[str, Any], source: str) -> str:
+    try:
+        from_mapping(data, source=source)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _pieces(data: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each key of a table, alone and taken away from ``data``; then each table in the same way."""
+    for name, table in data.items():
+        entries = table if isinstance(table, list) else [table]
+        for index, entry in enumerate(entries):
+            for key in entry if isinstance(entry, dict) else ():
+                alone, left = {name: copy.deepcopy(table)}, copy.deepcopy(dict(data))
+                in_alone, in_left = (
+                    part[name][index] if isinstance(table, list) else part[name] for part in (alone, left)
+                )
+                for other in entry:
+                    del (in_left if other == key else in_alone)[other]
+                for other_index in range(len(entries)):
+                    if isinstance(table, list) and other_index != index:
+                        alone[name][other_index] = {}
+                yield alone, left
+    for name, table in data.items():
+        yield {name: table}, {other: kept for other, kept in data.items() if other != name}
+
+
+def _findings(part: str, *checks: Callable[[], Any]) -> Iterator[Finding]:
+    """What each of ``checks`` raises; one finding without a problem where none does."""
+    problems = []
+    for each in checks:
+        try:
+            each()
+        except ConfigError as error:
+            problems.append(str(error))
+    yield from (Finding(part, problem) for problem in problems or [""])
+
+
+def _server(server: ServerConfig) -> Iterator[Finding]:
+    from mmserve.rpc.certificates import check_certificates
+
+    yield from _findings(f"port {server.port}", lambda: _bind(server.host, server.port))
+    if server.metrics_port:
+        yield from _findings(f"port {server.metrics_port}", lambda: _bind(server.metrics_host, server.metrics_port))
+    if server.tls_key:
+        yield from _findings("certificates", lambda: check_certificates(server), lambda: _in_date(server))
+
+
+def _bind(host: str, port: int) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # no matter who has just left the port
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _in_date(server: ServerConfig) -> None:
+    """Raise ``ConfigError`` where the server's certificate is out of date: a client that trusts it says so."""
+    try:
+        serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        serving.load_cert_chain(server.tls_certificate, server.tls_key, password="")
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        trusting.check_hostname = False
+        trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        trusting.load_verify_locations(server.tls_certificate)
+    except OSError:  # unreadable, or no pair: found by the other check
+        return
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server)
+    ends = client, serving.wrap_bio(to_server, to_client, server_side=True)
+    for end in ends * 3:  # hello; certificate; verdict
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _OUT_OF_DATE:
+                problem = f"[server] tls_certificate: {server.tls_certificate} {_OUT_OF_DATE[error.verify_code]}"
+                raise ConfigError(problem) from error
+            return
+
+
+def _model(model: ModelConfig, config: Config) -> Iterator[Finding]:
+    part = f"model {served_name(model)}"
+    if model.path.startswith(HUB) or model.companion.startswith(HUB):
+        yield Finding(f"{part} (not checked: it is on the hub)")
+        return
+    from mmserve.models.registry import check_model  # imports torch, which takes seconds
+
+    yield from _findings(part, lambda: check_model(model))

@@ -1,0 +1,111 @@
+"""Measure which decode policies are the fastest on a model's prompts, and write them to its policy.json."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmserve.cli.options import add_config, add_json, print_json
+from mmserve.core.tuning import BALANCED, FAST, FLOORS, Measured, Pair, fastest
+from mmserve.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve tune``."""
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with text and, as wanted, images, videos (paths), schema, truth and max_new_tokens (default: "
+        "questions of the bundled models, for these)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there (default policy.json beside the model)")
+    parser.add_argument("--limit", type=int, default=100, metavar="N", help="prompts at most (default 100)")
+    parser.add_argument("--repeats", type=int, default=3, help="times that each is asked, for times (default 3)")
+    parser.add_argument("--seed", type=int, default=1, help="which questions of the bundled models (default 1)")
+    add_config(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, with progress on stderr, write the file, and print the curve."""
+    from mmserve.assembly import BackgroundServer  # loads torch
+    from mmserve.bench.settings import measured_config
+    from mmserve.client import Client
+    from mmserve.models.policy_file import NO_FILE, POLICY_FILE, row_data, save_policies
+    from mmserve.models.registry import SHIPPED, model_folder
+    from mmserve.observe.machine import describe
+    from mmserve.tune.measure import measure
+    from mmserve.tune.pairs import pairs_for
+    from mmserve.tune.prompts import bundled_prompts, read_prompts
+
+    if min(arguments.limit, arguments.repeats) < 1:
+        raise ConfigError("--limit and --repeats must be at least 1")
+    config = measured_config(arguments)
+    if len(config.models) != 1:
+        raise ConfigError(f"`mmserve tune` measures one model, not {len(config.models)}: name one with --model")
+    entry = config.models[0]
+    out = arguments.out or model_folder(entry.path) / POLICY_FILE
+    _require_writable(out)
+    if arguments.prompts is not None:
+        prompts = read_prompts(arguments.prompts)[: arguments.limit]
+    elif entry.path in SHIPPED:
+        prompts = bundled_prompts(arguments.limit, arguments.seed)
+    else:
+        raise ConfigError("--prompts is needed: only the bundled models have questions of their own")
+    # Whatever file there is, right or broken, it is about to be replaced.
+    config = replace(config, models=(replace(entry, policies=NO_FILE),))
+    with BackgroundServer(config) as server, Client(server.address, timeout=3600) as client:
+        client.wait_ready()
+        model = client.describe()
+        pairs = pairs_for(model)
+        curve = measure(client, model.name, prompts, pairs, arguments.repeats, _progress)
+    chosen = {name: fastest(curve, floor) for name, floor in FLOORS.items()}
+    default = chosen[BALANCED]
+    assert default is not None, "plain decoding is as good as itself"
+    measured: dict[str, Any] = {
+        "model": model.name,
+        "dtype": model.dtype,
+        "prompts": len(prompts),
+        "with_truth": sum(prompt.right is not None for prompt in prompts),
+        "with_schema": sum(prompt.schema is not None for prompt in prompts),
+        "repeats": arguments.repeats,
+        "source": "bundled" if arguments.prompts is None else arguments.prompts.name,
+        "machine": describe(),
+    }
+    save_policies(out, pairs[0], default.pair, curve, measured)
+    if arguments.json:
+        rows = [row_data(row) for row in curve]
+        print_json({"out": str(out), "default": str(default.pair), "curve": rows, "measured": measured})
+    else:
+        for row in sorted(curve, key=lambda row: row.time_ratio):
+            print(_line(row, pairs[0], {name: found.pair for name, found in chosen.items() if found is not None}))
+        print(f"wrote {out}: the default is {default.pair}")
+    return 0
+
+
+def _require_writable(out: Path) -> None:
+    """``ConfigError`` before an hour of measuring that could not be kept."""
+    beside = out if out.exists() else out.parent
+    if not out.parent.is_dir() or not os.access(beside, os.W_OK):
+        raise ConfigError(
+            f"{out} cannot be written: name another file with --out, and have the server read it with `policies = "
+            '"FILE"` under [[models]]'
+        )
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _line(row: Measured, plain: Pair, chosen: dict[str, Pair]) -> str:
+    names = [name for name in (BALANCED, FAST) if chosen.get(name) == row.pair] + ["exact"] * (row.pair == plain)
+    accuracy = "" if row.accuracy is None else f", accuracy {row.accuracy:.1%}"
+    return (
+        f"{row.pair}: {1 / row.time_ratio:.2f} x as fast, quality {row.quality:.4f}{accuracy}, agreement "
+        f"{row.agreement:.4f}, {row.forwards:.1f} forwards" + (f"  <- {', '.join(names)}" if names else "")
+    )

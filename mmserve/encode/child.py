@@ -1,0 +1,216 @@
+"""The server's end of one process that decodes media (``worker.py``): started, given a file, stopped or ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import mmserve
+from mmserve.config import MediaConfig
+from mmserve.encode import wire
+from mmserve.encode.watch import Watch
+from mmserve.errors import FieldViolation, InvalidArgument
+
+#: How often a waiting thread looks whether its request was cancelled (seconds).
+_GLANCE = 0.02
+#: For a process to end a job that is not wanted any more, before it is killed (seconds).
+_GRACE = 0.3
+#: By the clock, without any word from a process (seconds): a decoder's processor time has a limit of its own.
+_PATIENCE = 60.0
+_PIPE_BYTES = 1 << 20
+
+
+class Ended(Exception):
+    """The process ended, or was ended, before it was done."""
+
+
+class _Failed(RuntimeError):
+    """A bug in the process; the message is its traceback."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """An image, or frames of a clip in order: mode RGB, upright; ``seconds`` since the clip's first frame."""
+
+    frames: tuple[Image.Image, ...]
+    seconds: tuple[float, ...]
+
+
+class Child:
+    """One process, of one owner at a time."""
+
+    def __init__(self) -> None:
+        root = str(Path(mmserve.__file__).parents[1])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mmserve.encode.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            # what is in the working directory is no part of the program
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+            start_new_session=True,  # a terminal's Ctrl-C is for the server to handle
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux: fewer turns for the same pixels
+            fcntl.fcntl(self._out, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self.decoded = 0  # frames of the last file
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    @property
+    def killed(self) -> bool:
+        """Whether it was ended from outside, and not by the file that it decoded; for its owner, after ``end``."""
+        return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM, 0)
+
+    @property
+    def overtime(self) -> bool:
+        """Whether it was ended for the processor time that it took; for its owner, after ``end``."""
+        return self._process.returncode == -signal.SIGPROF
+
+    def decode(self, file: wire.MediaFile, limits: MediaConfig, watch: Watch) -> Pictures:
+        """The pictures of ``file``.
+
+        Raises ``InvalidArgument`` for bad files and ``Ended`` where the process ends; what ``watch`` raises is
+        raised once the process has stopped decoding.
+        """
+        message = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
+        head = {**message, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
+        images: list[Image.Image] = []
+        seconds: list[float] = []
+        check, sent = watch.check, False
+        try:
+            self._write(wire.JOB + wire.packed(head), check)
+            self._write(file.data, check)
+            sent = True
+            while True:
+                match self._message(check):
+                    case {"pixels": pixels}:
+                        watch.reserve(pixels)
+                        self._write(wire.GO, check)
+                    case {"size": [width, height], "seconds": at}:
+                        images.append(self._picture(width, height, check))
+                        seconds.append(at)
+                    case last:
+                        self._finish(last)
+                        return Pictures(tuple(images), tuple(seconds))
+        except (Ended, InvalidArgument, _Failed):
+            raise
+        except BaseException:
+            if sent:
+                self._stop()
+            else:
+                self.end()
+            raise
+
+    def kill(self) -> None:
+        """End the process; its owner, if it waits, gets ``Ended``. For any thread."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """End the process and give back what belongs to it; for its owner."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
+
+    def _finish(self, last: dict[str, Any]) -> None:
+        """A job's last message: raise what it says."""
+        if last["last"]:
+            self._process.wait(_PATIENCE)
+        if "refused" in last:
+            raise InvalidArgument(*(FieldViolation(*each) for each in last["refused"]))
+        if "failed" in last:
+            raise _Failed(last["failed"])
+        self.decoded = last.get("done", last.get("stopped", 0))
+
+    def _stop(self) -> None:
+        """Have the process stop decoding; one that goes on is killed."""
+        until = time.monotonic() + _GRACE
+
+        def check() -> None:
+            if time.monotonic() > until:
+                raise Ended
+
+        try:
+            self._write(wire.STOP, check)
+            while True:
+                match self._message(check):
+                    case {"size": [width, height]}:
+                        self._picture(width, height, check)
+                    case {"pixels": _}:
+                        continue
+                    case last:
+                        self._finish(last)
+                        return
+        except (InvalidArgument, _Failed):
+            return
+        except Ended:
+            self.end()
+
+    def _picture(self, width: int, height: int, check: Callable[[], None]) -> Image.Image:
+        """The next picture; what is held beside it is one band."""
+        image = Image.new("RGB", (width, height))
+        rows = wire.rows_of_band(width)
+        for top in range(0, height, rows):
+            check()
+            count = min(rows, height - top)
+            band = self._exactly(3 * width * count, check)
+            image.paste(Image.frombytes("RGB", (width, count), band), (0, top))
+        return image
+
+    def _message(self, check: Callable[[], None]) -> Any:
+        length = wire.length_of(self._exactly(wire.HEADER_BYTES, check))
+        return wire.unpacked(self._exactly(length, check))
+
+    def _exactly(self, size: int, check: Callable[[], None]) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            self._wait(self._out, select.POLLIN, check)
+            part = os.read(self._out, size - len(parts))
+            if not part:
+                raise Ended
+            parts += part
+        return bytes(parts)
+
+    def _write(self, data: bytes, check: Callable[[], None]) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                self._wait(self._in, select.POLLOUT, check)
+                left = left[os.write(self._in, left[: 1 << 20]) :]
+        except OSError as error:
+            raise Ended from error
+
+    def _wait(self, descriptor: int, event: int, check: Callable[[], None]) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        until = time.monotonic() + _PATIENCE
+        while not poll.poll(_GLANCE * 1000):
+            check()
+            if time.monotonic() > until:
+                raise Ended

@@ -1,0 +1,319 @@
+"""Where media files are decoded: in the caller's thread, or in a pool of processes with budgets.
+
+A pool takes turns between those who ask: who has many files to decode holds up no other by more than one of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+import torch
+
+from mmserve.config import MediaConfig
+from mmserve.encode.child import Child, Ended, Pictures
+from mmserve.encode.media import decode_image, named
+from mmserve.encode.video import read_video
+from mmserve.encode.watch import UNWATCHED
+from mmserve.encode.wire import MediaFile
+from mmserve.encode.worker import late
+from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
+
+T = TypeVar("T")
+Check = Callable[[], None]
+Decode = Callable[[MediaFile], Pictures]
+#: What is done with a file's pixels, which are counted as held until it returns.
+Work = Callable[[Decode], T]
+
+#: Processes that are asked to decode one file, where the ones before were killed.
+_ASKED = 3
+#: That a decoded pixel takes: pillow keeps RGB in 32 bits.
+_PIXEL_BYTES = 4
+#: Decoded bytes after which memory is given back to the system, once nothing is decoded any more.
+_TRIM_BYTES = 16 << 20
+
+
+class Decoders(Protocol):
+    """Runs work on media files."""
+
+    def map(self, works: Sequence[Work[T]], check: Check) -> Iterator[T]:
+        """Results in order. ``check`` is called often, from any thread, and raises to end all of the work."""
+        ...
+
+    def open(self) -> None:
+        """Count one more user."""
+        ...
+
+    def close(self) -> None:
+        """Count one user less; the last one's end what runs, and the threads."""
+        ...
+
+
+class InPlace:
+    """Decodes in the caller's thread, one file after another, within the limits of sizes alone."""
+
+    def __init__(self, limits: MediaConfig) -> None:
+        self._limits = limits
+
+    def map(self, works: Sequence[Work[T]], check: Check) -> Iterator[T]:
+        for work in works:
+            check()
+            yield work(self._decode)
+
+    def open(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def _decode(self, file: MediaFile) -> Pictures:
+        if not file.clip:
+            return Pictures((decode_image(file.data, self._limits, field=file.name),), (0.0,))
+        read = read_video(file.data, self._limits, frames=file.frames, rate=file.rate, field=file.name, watch=UNWATCHED)
+        seconds, images = zip(*read, strict=True)
+        return Pictures(images, seconds)
+
+
+class Budget:
+    """At most ``limit`` bytes held at a time; who asks for many waits for them before those who ask later."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self.used = self.most = 0
+
+    def take(self, size: int, check: Check) -> None:
+        """Wait until ``size`` bytes are free; what ``check`` raises is raised, and nothing taken."""
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while self._waiting[0] is not ticket or self.used + size > self.limit:
+                    self._changed.wait(0.02)
+                    check()
+                self.used += size
+                self.most = max(self.most, self.used)
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def give_back(self, size: int) -> None:
+        """``size`` bytes are free again."""
+        with self._changed:
+            self.used -= size
+            self._changed.notify_all()
+
+
+class _Processes:
+    """Idle processes of this one, kept for whoever decodes next; each ends by itself after some minutes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Child] = []
+
+    def take(self) -> Child:
+        with self._lock:
+            while self._idle:
+                child = self._idle.pop()
+                if child.alive:
+                    return child
+                child.end()
+        return Child()
+
+    def put_back(self, child: Child) -> None:
+        with self._lock:
+            self._idle.append(child)
+
+    def end(self) -> None:
+        with self._lock:
+            while self._idle:
+                self._idle.pop().end()
+
+
+#: All pools of this process share them: how many work at once is up to each pool's width.
+PROCESSES = _Processes()
+
+
+class DecodePool:
+    """Decodes in at most ``limits.decode_workers`` processes, each file within the time and memory of ``limits``."""
+
+    def __init__(self, limits: MediaConfig) -> None:
+        self._limits = limits
+        self.budget = Budget(limits.decode_bytes)
+        self._changed = threading.Condition()
+        self._queues: OrderedDict[object, deque[Callable[[], None]]] = OrderedDict()  # whose turn is next comes first
+        self._threads: list[threading.Thread] = []
+        self._working = self._held = 0  # threads at work; bytes that were decoded since memory was given back
+        self._closed = False
+        self._users = 0
+
+    def open(self) -> None:
+        """As ``Decoders.open``."""
+        with self._changed:
+            self._users += 1
+
+    def map(self, works: Sequence[Work[T]], check: Check) -> Iterator[T]:
+        """As ``Decoders.map``; raises ``Unavailable`` where no process can be had, or after ``close``."""
+        ended = False
+
+        def checked() -> None:
+            if ended or self._closed:
+                raise Unavailable("the server is stopping")
+            check()
+
+        futures: list[Future[T]] = []
+        owner = object()
+        with self._changed:
+            if self._closed:
+                raise Unavailable("the server is stopping")
+            jobs: deque[Callable[[], None]] = deque()
+            for work in works:
+                futures.append(Future())
+                jobs.append(_job(lambda work=work: self._run(work, checked), futures[-1], checked))  # type: ignore[misc]
+            self._queues[owner] = jobs
+            self._start()
+            self._changed.notify_all()
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            ended = True
+            with self._changed:
+                self._queues.pop(owner, None)
+            for future in futures:
+                if not future.cancel():
+                    future.exception()  # what still runs has ended before the caller goes on
+
+    def close(self) -> None:
+        """As ``Decoders.close``; nothing is decoded any more after the last."""
+        with self._changed:
+            self._users -= 1
+            if self._users > 0:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self) -> None:
+        """One more thread, unless there are enough. Under the lock."""
+        if len(self._threads) < self._limits.decode_workers and not self._closed:
+            name = f"mmserve-media-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._loop, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _loop(self) -> None:
+        torch.set_num_threads(1)
+        while (job := self._next()) is not None:
+            job()
+            del job
+            with self._changed:
+                self._working -= 1
+                trim = not self._working and self._held > _TRIM_BYTES
+                if trim:
+                    self._held = 0
+            if trim:
+                _give_memory_back()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            while True:
+                if self._closed:
+                    for jobs in self._queues.values():
+                        for job in jobs:
+                            job()  # only to say so: nothing runs after ``close``
+                    self._queues.clear()
+                    return None
+                if self._queues:
+                    break
+                self._changed.wait()
+            self._working += 1
+            owner, jobs = self._queues.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._queues[owner] = jobs
+                self._start()
+            return job
+
+    def _run(self, work: Work[T], check: Check) -> T:
+        taken = _Taken(self.budget, self._limits, check)
+        try:
+            return work(lambda file: self._decode(file, taken))
+        finally:
+            self.budget.give_back(taken.bytes)
+            with self._changed:
+                self._held += taken.bytes
+
+    def _decode(self, file: MediaFile, taken: _Taken) -> Pictures:
+        for _ in range(_ASKED):
+            taken.check()
+            taken.name = file.name
+            before = taken.bytes
+            try:
+                child = PROCESSES.take()
+            except OSError as error:
+                raise Unavailable("no process that decodes media can be started; try again later") from error
+            try:
+                return child.decode(file, self._limits, taken)
+            except Ended:
+                child.end()
+                taken.back_to(before)
+            finally:
+                if child.alive:
+                    PROCESSES.put_back(child)
+                else:
+                    child.end()
+            if child.overtime:
+                raise InvalidArgument.of(file.name, late(self._limits.decode_seconds))
+            if not child.killed:
+                raise InvalidArgument.of(file.name, "makes the decoder fail; it is damaged, or needs too much memory")
+        raise Unavailable("something kills the processes that decode media (for want of memory, most likely)")
+
+
+class _Taken:
+    """What one file's decoding holds of a budget (``watch.Watch``)."""
+
+    def __init__(self, budget: Budget, limits: MediaConfig, check: Check) -> None:
+        self._budget, self._limits, self.check = budget, limits, check
+        self.name, self.bytes = "", 0
+
+    def reserve(self, pixels: int) -> None:
+        size = pixels * _PIXEL_BYTES
+        if self.bytes + size > self._limits.decode_bytes:
+            why = f"the limit is {self._limits.decode_bytes} {named('decode_bytes')}"
+            raise InvalidArgument.of(self.name, f"takes {self.bytes + size} bytes of decoded pixels; {why}")
+        if self.bytes and self._budget.used + size > self._budget.limit:  # who holds some must not wait for more
+            raise ResourceExhausted("too many media are decoded at once; try again later", retry_after=1.0)
+        self._budget.take(size, self.check)
+        self.bytes += size
+
+    def back_to(self, size: int) -> None:
+        """Give back what was reserved beyond ``size`` bytes."""
+        self._budget.give_back(self.bytes - size)
+        self.bytes = size
+
+
+def _job(run: Callable[[], T], future: Future[T], check: Check) -> Callable[[], None]:
+    def job() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            check()
+            future.set_result(run())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            future.set_exception(error)
+
+    return job
+
+
+def _give_memory_back() -> None:
+    """Return freed memory to the system, where the C library can (glibc): large pictures leave holes in its arenas."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        return

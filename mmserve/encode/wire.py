@@ -1,0 +1,54 @@
+"""What the server and the processes that decode media say to each other.
+
+The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
+``STOP`` at any time. The process answers with messages: ``pixels`` (so many will be held), ``size`` (a picture; its
+RGB bytes follow, ``rows_of_band`` rows at a time), and last ``done``, ``stopped``, ``refused`` or ``failed``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+JOB, GO, STOP = b"j", b"g", b"x"
+#: What ends a job.
+LAST = ("done", "stopped", "refused", "failed")
+_HEADER = struct.Struct(">I")
+HEADER_BYTES = _HEADER.size
+#: Of a picture that are sent, and received, in one piece.
+_BAND_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """A file to decode. ``frames`` and ``rate``: as ``read_video`` takes them; ``name``: the field of the request."""
+
+    data: bytes = field(repr=False)
+    clip: bool
+    name: str
+    frames: int = 1
+    rate: float = 0.0
+
+
+def packed(message: dict[str, Any]) -> bytes:
+    """A message with its length in front."""
+    data = json.dumps(message).encode()
+    return _HEADER.pack(len(data)) + data
+
+
+def length_of(header: bytes) -> int:
+    """Bytes of the message after ``header``."""
+    (length,) = _HEADER.unpack(header)
+    return int(length)
+
+
+def rows_of_band(width: int) -> int:
+    """Rows of a picture that are sent at once."""
+    return max(1, _BAND_BYTES // (3 * width))
+
+
+def unpacked(data: bytes) -> Any:
+    """The message in ``data``."""
+    return json.loads(data)

@@ -1,0 +1,181 @@
+"""A process that decodes images and videos for a server: killable, bounded in time and memory, at low priority.
+
+Run as ``python -m mmserve.encode.worker``; imports no torch. It takes files from standard input, one after another
+(``wire.py``), until the input ends or nothing comes for ``IDLE_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from mmserve.config import MediaConfig
+from mmserve.encode import wire
+from mmserve.encode.media import OUT_OF_MEMORY, decode_image
+from mmserve.encode.video import read_video
+from mmserve.errors import InvalidArgument
+
+#: Without a file to decode, before the process ends.
+IDLE_SECONDS = 300.0
+#: That the process may keep after a file and go on; it had less before, and gives back what large pictures took.
+_KEPT_BYTES = 128 << 20
+#: Address space: the process itself, and the pictures that a decoder refers to (17 frames of a video) or converts
+#: between. Measured: 16-bit grey takes 20 bytes a pixel, RGBA 16.
+_BASE_BYTES, _BYTES_A_PIXEL = 768 << 20, 48
+_LOWEST_PRIORITY = 10  # "nice": text must not wait for media where both want a core
+
+
+class Stopped(BaseException):
+    """The server does not want the file decoded any more; no ``Exception``, which decoders take for damage."""
+
+
+class Watched:
+    """One job as decoders see it (``watch.Watch``)."""
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self._begun, self._seconds, self._name = time.process_time(), seconds, name
+        self.decoded = 0  # frames
+
+    def reserve(self, pixels: int) -> None:
+        _send({"pixels": pixels})
+        if _exactly(1) != wire.GO:
+            raise Stopped
+
+    def check(self) -> None:
+        self.decoded += 1
+        self.check_stop()
+        if time.process_time() - self._begun > self._seconds:
+            raise InvalidArgument.of(self._name, late(self._seconds))
+
+    def check_stop(self) -> None:
+        """Raise ``Stopped`` if the server says so."""
+        if _readable(0.0) and _exactly(1) == wire.STOP:
+            raise Stopped
+
+
+def late(seconds: float) -> str:
+    """What is wrong with a file that takes longer than ``seconds``."""
+    return f"takes more than {seconds:g} s of processor time to decode ([media] decode_seconds of the server)"
+
+
+def main() -> None:
+    """Serve standard input."""
+    os.nice(_LOWEST_PRIORITY)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    _return_memory()
+    while _readable(IDLE_SECONDS):
+        mark = os.read(0, 1)
+        if not mark:
+            return
+        if mark != wire.JOB:
+            continue  # for a job that ended before it was stopped
+        message = _message()
+        data = _exactly(message["bytes"])
+        limits = MediaConfig(**message["limits"])
+        file = wire.MediaFile(data, message["clip"], message["name"], message["frames"], message["rate"])
+        # The backstop, where a decoder does not come to its next frame.
+        signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
+        most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        ending = _decode(file, limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        last = _taken() > _KEPT_BYTES
+        _send({**ending, "last": last})
+        if last:
+            return
+
+
+def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
+    """Send the pictures of ``file``; how that ended."""
+    watch = Watched(limits.decode_seconds, file.name)
+    try:
+        for seconds, image in _pictures(file, limits, watch):
+            _send_picture(image, seconds, watch)
+        return {"done": watch.decoded}
+    except Stopped:
+        return {"stopped": watch.decoded}
+    except InvalidArgument as error:
+        return {"refused": [[v.field, v.description] for v in error.violations]}
+    except MemoryError:
+        return {"refused": [[file.name, OUT_OF_MEMORY]]}
+    except Exception:  # noqa: BLE001 - a bug here is for the server's log
+        return {"failed": traceback.format_exc()}
+
+
+def _pictures(file: wire.MediaFile, limits: MediaConfig, watch: Watched) -> Iterator[tuple[float, Image.Image]]:
+    if file.clip:
+        yield from read_video(file.data, limits, frames=file.frames, rate=file.rate, field=file.name, watch=watch)
+    else:
+        yield 0.0, decode_image(file.data, limits, field=file.name, watch=watch)
+
+
+def _send_picture(image: Image.Image, seconds: float, watch: Watched) -> None:
+    _send({"size": image.size, "seconds": seconds})
+    rows = wire.rows_of_band(image.width)
+    for top in range(0, image.height, rows):
+        watch.check_stop()
+        _write(image.crop((0, top, image.width, min(top + rows, image.height))).tobytes())
+
+
+def _return_memory() -> None:
+    """Have blocks of a megabyte and more go back to the system as soon as they are freed, where the C library can."""
+    try:
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, of glibc's malloc.h
+    except (AttributeError, OSError):
+        return
+
+
+def _taken() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _readable(seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _exactly(size: int) -> bytes:
+    """The next ``size`` bytes; ends the process where the server is gone."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(0, min(1 << 20, size - len(parts)))
+        if not part:
+            sys.exit(0)
+        parts += part
+    return bytes(parts)
+
+
+def _message() -> Any:
+    return wire.unpacked(_exactly(wire.length_of(_exactly(wire.HEADER_BYTES))))
+
+
+def _send(message: dict[str, Any]) -> None:
+    _write(wire.packed(message))
+
+
+def _write(data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(1, left) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measurement of decode policies on a model's own prompts: ``mmserve tune``."""

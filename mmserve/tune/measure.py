@@ -1,0 +1,98 @@
+"""Pairs of policies beside plain decoding: every prompt with every pair in turn, one request at a time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from mmserve.client import Client, Options, Result
+from mmserve.core.tuning import Measured, Pair
+from mmserve.rpc.policies import named
+from mmserve.tune.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a prompt with one pair; ``seconds`` is the median of the rounds."""
+
+    text: str
+    tokens: tuple[int, ...]
+    forwards: int
+    seconds: float
+
+
+def measure(
+    client: Client,
+    model: str,
+    prompts: Sequence[Prompt],
+    pairs: Sequence[Pair],
+    rounds: int,
+    say: Callable[[str], None],
+) -> list[Measured]:
+    """How each of ``pairs``, of which the first is plain decoding, does on ``prompts``.
+
+    Answers are greedy, so they are the same in every round; times (seconds, as the server counts them) are not.
+    """
+    _ask(client, model, prompts[0], pairs[0])  # warm-up
+    answers: dict[int, list[Answer]] = {number: [] for number in range(len(pairs))}
+    for index, prompt in enumerate(prompts):
+        say(f"{index} of {len(prompts)} prompts, {len(pairs)} pairs each")
+        results = [[_ask(client, model, prompt, pair) for pair in pairs] for _ in range(rounds)]
+        for number in range(len(pairs)):
+            answers[number].append(_answer([each[number] for each in results]))
+    return [figures(pair, prompts, answers[number], answers[0]) for number, pair in enumerate(pairs)]
+
+
+def figures(pair: Pair, prompts: Sequence[Prompt], answers: Sequence[Answer], plain: Sequence[Answer]) -> Measured:
+    """``pair`` by its ``answers`` to ``prompts``, beside those of plain decoding."""
+    right = [prompt.right(a.text) for prompt, a in zip(prompts, answers, strict=True) if prompt.right is not None]
+    agreements = [agreement(a.tokens, p.tokens) for a, p in zip(answers, plain, strict=True)]
+    groups = [[i for i, prompt in enumerate(prompts) if (prompt.schema is not None) is kind] for kind in (False, True)]
+    return Measured(
+        pair=pair,
+        quality=round(min(_quality(prompts, answers, plain, group) for group in groups if group), 4),
+        accuracy=round(statistics.mean(right), 4) if right else None,
+        agreement=round(statistics.mean(agreements), 4),
+        same=round(statistics.mean(a.text == p.text for a, p in zip(answers, plain, strict=True)), 4),
+        time_ratio=round(sum(a.seconds for a in answers) / sum(p.seconds for p in plain), 4),
+        forwards=round(statistics.mean(a.forwards for a in answers), 2),
+    )
+
+
+def agreement(tokens: Sequence[int], plain: Sequence[int]) -> float:
+    """Share of tokens that two answers have in the same order, of the longer one's."""
+    longest = max(len(tokens), len(plain))
+    blocks = SequenceMatcher(None, tokens, plain, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks) / longest if longest else 1.0
+
+
+def _quality(prompts: Sequence[Prompt], answers: Sequence[Answer], plain: Sequence[Answer], group: list[int]) -> float:
+    """The score of a ``group`` of prompts over that of plain decoding; 1 where plain decoding has nothing right."""
+    scored = [(_score(prompts[i], answers[i], plain[i]), _score(prompts[i], plain[i], plain[i])) for i in group]
+    whole = sum(of_plain for _mine, of_plain in scored)
+    return sum(mine for mine, _of_plain in scored) / whole if whole else 1.0
+
+
+def _score(prompt: Prompt, answer: Answer, plain: Answer) -> float:
+    return agreement(answer.tokens, plain.tokens) if prompt.right is None else float(prompt.right(answer.text))
+
+
+def _ask(client: Client, model: str, prompt: Prompt, pair: Pair) -> Result:
+    options: Options = {
+        "model": model,
+        "max_new_tokens": prompt.max_new_tokens,
+        "videos": prompt.videos,
+        "schema": prompt.schema,
+        "recompute": named(pair.recompute),
+        "commit": named(pair.commit),
+        "tokens": True,
+    }
+    return client.generate(prompt.text, prompt.images, **options)
+
+
+def _answer(results: Sequence[Result]) -> Answer:
+    first = results[0]
+    seconds = statistics.median(result.times.total for result in results) / 1000
+    return Answer(first.text, tuple(token.id for token in first.tokens), first.forwards, seconds)

@@ -1,0 +1,127 @@
+"""What a model is asked while its policies are measured: prompts of a file, or those of the bundled models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import ConfigError
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.images import schema_asked
+from mmserve.reference.tasks import correct
+
+#: Keys of a line of a prompt file.
+KEYS = ("text", "images", "videos", "schema", "truth", "max_new_tokens")
+#: What the bundled models are asked, in turn: a task, and whether its answer has to obey a schema.
+BUNDLED_ROUND = (
+    ("json", True),
+    ("count", False),
+    ("arithmetic", False),
+    ("json", False),
+    ("color", False),
+    ("caption", False),
+    ("json", True),
+    ("when", False),
+    ("differs", False),
+    ("comparison", False),
+)
+DEFAULT_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One request; ``right`` judges an answer where its truth is known."""
+
+    text: str
+    images: list[bytes] = field(default_factory=list)
+    videos: list[bytes] = field(default_factory=list)
+    schema: dict[str, Any] | None = None
+    right: Callable[[str], bool] | None = None
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
+
+
+def bundled_prompts(limit: int, seed: int) -> list[Prompt]:
+    """``limit`` questions of ``BUNDLED_ROUND`` that the bundled models were never trained on."""
+    return [_bundled(*BUNDLED_ROUND[index % len(BUNDLED_ROUND)], index, seed) for index in range(limit)]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts in a file of JSON lines with the keys ``KEYS``, of which only ``text`` is needed.
+
+    ``images`` and ``videos`` are paths, relative to the file's folder. ``truth`` is a string that the answer has to be
+    but for white space around it, or any other JSON value, to which it has to parse. ``ConfigError`` names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts: {path} cannot be read: {error}") from error
+    prompts = [
+        _prompt(path.parent, f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()
+    ]
+    if not prompts:
+        raise ConfigError(f"--prompts: {path} holds no prompt; a line is a JSON object with the keys {', '.join(KEYS)}")
+    return prompts
+
+
+def _bundled(task: str, constrained: bool, index: int, seed: int) -> Prompt:
+    thing, question = item(task, index, seed)
+    media = shown(task, thing)
+    return Prompt(
+        text=question.text,
+        images=media["images"],
+        videos=list(media["videos"]),
+        schema=schema_asked(question.text) if constrained else None,
+        right=lambda answer: correct(question, answer),
+        max_new_tokens=canvas(task),
+    )
+
+
+def _prompt(folder: Path, where: str, line: str) -> Prompt:
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("text"), str):
+        raise ConfigError(f"{where} must be a JSON object with a string 'text'")
+    if unknown := set(data) - set(KEYS):
+        raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are {', '.join(KEYS)}")
+    schema, tokens = data.get("schema"), data.get("max_new_tokens", DEFAULT_NEW_TOKENS)
+    if schema is not None and not isinstance(schema, dict):
+        raise ConfigError(f"{where}: 'schema' must be a JSON schema, an object")
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"{where}: 'max_new_tokens' must be a whole number of at least 1, not {tokens!r}")
+    return Prompt(
+        text=data["text"],
+        images=list(_files(folder, where, "images", data)),
+        videos=list(_files(folder, where, "videos", data)),
+        schema=schema,
+        right=_judge(data["truth"]) if "truth" in data else None,
+        max_new_tokens=tokens,
+    )
+
+
+def _files(folder: Path, where: str, key: str, data: dict[str, Any]) -> Iterator[bytes]:
+    names = data.get(key, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{where}: {key!r} must be a list of paths")
+    for name in names:
+        try:
+            yield (folder / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def _judge(truth: Any) -> Callable[[str], bool]:
+    if isinstance(truth, str):
+        return lambda answer: answer.strip() == truth.strip()
+
+    def right(answer: str) -> bool:
+        try:
+            return bool(json.loads(answer) == truth)
+        except ValueError:
+            return False
+
+    return right

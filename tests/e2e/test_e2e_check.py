@@ -1,0 +1,98 @@
+"""``mmserve serve --check``: every problem of a configuration, in seconds and without serving."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from certificates import self_signed
+from safetensors.torch import load_file, save_file
+
+from mmserve.cli import main
+from mmserve.models.names import shipped_folder
+
+#: What each part of the file below is to be reported with.
+BROKEN = {
+    "unknown table 'sever'": "[sever]\nport = 1",
+    "[server] has no key 'prot'": "[server]\nprot = 1\ntls_key = '/no/key'\ntls_certificate = '/no/certificate'",
+    "cannot read /no/certificate": "",
+    "[engine] stages must be": "[engine]\nstages = 'one'\npages = -1\nkv_bits = 4\nsparse_decode = 'quest'",
+    "[engine] pages must be at least 0": "",
+    "[engine] sparse attention reads K/V at full precision": "",
+    "dtype 'float12' is not known": "[[models]]\ndtype = 'float12'",
+    "no model directory /no/such/folder": "[[models]]\npath = '/no/such/folder'",
+    "[[models]] 2 device must be a string": "[[models]]\ndevice = 3\nname = 'third'",
+}
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[bool, dict[str, str]]:
+    """Whether all is in order, and the problems of each part."""
+    code = main(["serve", "--check", "--json", "--set", "server.port=0", *arguments])
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert code == (0 if report["ok"] else 1) and err == ""
+    parts: dict[str, str] = {}
+    for finding in report["findings"]:
+        parts[finding["part"]] = parts.get(finding["part"], "") + finding["problem"]
+    return report["ok"], parts
+
+
+def test_a_good_configuration_has_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate, key = self_signed(tmp_path, "server")
+    tls = ("--set", f"server.tls_certificate={certificate}", "--set", f"server.tls_key={key}")
+    sample = Path(__file__).parents[2] / "deploy" / "mmserve.toml"
+    ok, parts = checked(capsys, "--config", str(sample), "--companion", "bundled-causal", *tls)
+    assert ok and set(parts) == {"configuration", "names of models", "port 0", "certificates", "model reference"}
+    assert main(["serve", "--check", "--set", "server.port=0", "--model", "bundled"]) == 0
+    assert capsys.readouterr().out == "configuration: ok\nnames of models: ok\nport 0: ok\nmodel reference: ok\n"
+
+
+def test_every_problem_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("\n".join(BROKEN.values()))
+    assert main(["serve", "--check", "--config", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    problems = [line for line in lines if not line.endswith(": ok")]
+    for words in BROKEN:
+        assert sum(words in line for line in problems) == 1, (words, problems)
+    assert len(problems) == len(BROKEN), problems
+
+
+def test_a_taken_port_and_a_certificate_that_has_expired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate, key = self_signed(tmp_path, "server", days=-1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        tls = ("--set", f"server.tls_certificate={certificate}", "--set", f"server.tls_key={key}")
+        ok, parts = checked(capsys, *tls, "--set", f"server.port={port}")
+    assert not ok and "cannot listen on 127.0.0.1" in parts[f"port {port}"]
+    assert "has expired" in parts["certificates"]
+
+
+def test_a_model_is_checked_by_its_files_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("shape", "cut", "missing", "tokenizer"):
+        shutil.copytree(shipped_folder("bundled"), tmp_path / name)
+    tensors = load_file(tmp_path / "shape" / "model.safetensors")
+    first = next(iter(tensors))
+    save_file({**tensors, first: tensors[first][:1]}, tmp_path / "shape" / "model.safetensors")
+    del tensors[first]
+    save_file(tensors, tmp_path / "missing" / "model.safetensors")
+    with (tmp_path / "cut" / "model.safetensors").open("rb+") as file:
+        file.truncate(1_000_000)
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    models = [part for name in ("shape", "cut", "missing", "tokenizer") for part in ("--model", str(tmp_path / name))]
+    ok, parts = checked(capsys, *models)
+    assert not ok
+    assert f"tensor {first} has shape" in parts["model shape"]
+    assert "not a readable safetensors file" in parts["model cut"]
+    assert f"has no tensor {first}" in parts["model missing"]
+    assert "tokenizer" in parts["model tokenizer"]
+
+
+def test_json_is_for_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--json", "--set", "server.port=0"]) == 1
+    assert "--log-format json" in capsys.readouterr().err

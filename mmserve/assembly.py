@@ -15,6 +15,7 @@ import torch
 from mmserve.config import Config, resolve
 from mmserve.decode.schedulers import load_schedulers
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.decoding import DecodePool
 from mmserve.engine import Engine
 from mmserve.models.names import served_names
 from mmserve.models.registry import load_model
@@ -31,7 +32,7 @@ def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[
     engine_config = resolve(config.engine)
     schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(engine_config.torch_threads)
-    cache = cache or EncoderCache.of(config.encoder_cache)
+    cache, decoders = cache or EncoderCache.of(config.encoder_cache), DecodePool(config.media)
     for entry in config.models:
         model = load_model(entry)
         logger.info(
@@ -42,7 +43,7 @@ def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[
             str(model.dtype).removeprefix("torch."),
             model.device,
         )
-        engine = Engine(model, engine_config, config.media, schedulers, cache)
+        engine = Engine(model, engine_config, config.media, schedulers, cache, decoders)
         logger.info("kernels of %s: %s", model.spec.name, _summary(engine.info.kernels))
         yield engine
 

@@ -35,7 +35,12 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0 = any free port
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20  # larger media are uploaded first
+    message_seconds: float = 60.0  # how long a message may take to come whole; 0 = as long as it likes
+    connection_calls: int = 1024  # calls of a connection at once; 0 = any number
+    connection_idle_seconds: float = 600.0  # a connection without calls is closed after these; 0 = never
+    connection_age_seconds: float = 0.0  # a connection is closed after these, and its client connects anew; 0 = never
+    connection_grace_seconds: float = 0.0  # … its calls may go on for these; 0 = as long as they take
     tls_certificate: str = ""  # PEM file; set with tls_key to serve TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # PEM file; set to require client certificates (mTLS)
@@ -55,6 +60,7 @@ class EngineConfig:
     stages: str = "threads"  # "threads": one worker thread a stage; "inline": all stages on one thread
     torch_threads: int = 0  # 0 = cores shared out so that busy stages do not fight over them
     max_queued: int = 256  # samples waiting to start; one more is refused with RESOURCE_EXHAUSTED
+    max_wait_seconds: float = 60.0  # a request that is expected to wait longer to start is refused; 0 = it may wait
     max_samples: int = 16  # of one request
     max_running: int = 64  # requests holding pages at once
     handover: int = 8  # requests that may wait between two stages
@@ -295,6 +301,8 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 #: What numbers must at least be (finite, too): table, least, what the least means, keys.
 _LEAST = (
     ("server", 0, "", ("port", "metrics_port", "drain_seconds")),
+    ("server", 0, ", which means no limit", ("message_seconds", "connection_calls", "connection_idle_seconds")),
+    ("server", 0, ", which means no limit", ("connection_age_seconds", "connection_grace_seconds")),
     ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
     (
         "engine",
@@ -313,6 +321,7 @@ _LEAST = (
         ),
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
     ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
@@ -325,11 +334,16 @@ _LEAST = (
     ),
 )
 #: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
+_MOST_SECONDS = ((1 << 31) - 1) // 1000
 _MOST = {
     "port": 65535,
     "metrics_port": 65535,
     "max_message_bytes": (1 << 31) - 1,
-    "keepalive_seconds": ((1 << 31) - 1) // 1000,
+    "connection_calls": (1 << 31) - 1,
+    "keepalive_seconds": _MOST_SECONDS,
+    "connection_idle_seconds": _MOST_SECONDS,
+    "connection_age_seconds": _MOST_SECONDS,
+    "connection_grace_seconds": _MOST_SECONDS,
 }
 
 

@@ -23,7 +23,10 @@ from mmserve.models.packed import pack
 def decoder_for(
     model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache
 ) -> DiffusionDecoder | CanvasDecoder:
-    """The decoder of ``model``, its weights packed, with its pages; raises ``ConfigError`` where the settings and the model do not agree."""
+    """The decoder of ``model`` with its pages; on a CPU the model's weights are packed from here on.
+
+    Raises ``ConfigError`` where the settings and the model do not agree.
+    """
     chosen = engine.sparse_prefill or engine.sparse_decode
     if isinstance(model, CanvasModel):
         if chosen or engine.kv_bits:

@@ -41,6 +41,7 @@ from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
 from mmserve.record import WORKERS, Record, Sink, open_call
+from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
 from mmserve.schedule.fair import guaranteed
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import Stages
@@ -90,6 +91,10 @@ class Engine:
         self._admission = threading.Lock()
         self._queued = 0
         self._waiting: Counter[Tenant] = Counter()  # samples among those queued, by whose they are
+        self._queued_work = 0  # tokens that those who wait ask for
+        self._ended_work = 0  # the same of those that ended since the last look
+        self._measured = Measured()
+        self._shed = 0
         self._admitted = 0
         self._refusal = "the engine is not started"  # why new requests are refused; "" = they are not
         self._idle = threading.Event()
@@ -138,10 +143,12 @@ class Engine:
                     f"{wanted} asked for; try again later",
                     retry_after=self._retry_after(),
                 )
+            self._shed_by_wait(request)
             record = open_call(request, sink, time.monotonic())
             ahead = self._queued
             self._queued += wanted
             self._waiting[request.tenant] += wanted
+            self._queued_work += record.work
             self._admitted += wanted
             self._idle.clear()
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
@@ -202,6 +209,8 @@ class Engine:
             token_cache=cache.tokens.stats(),
             pixel_cache=cache.pixels.stats(),
             kv_cache=cache.kv.stats(),
+            shed=self._shed,
+            expected_wait=expected_wait(self._measured, self._queued_work),
         )
 
     # --- the loop: the engine's thread only ---
@@ -216,6 +225,10 @@ class Engine:
     def _turn(self) -> None:
         self._absorb()
         self._expire()
+        self._measured = measured(
+            self._measured, time.monotonic(), waiting=self._queued > 0, ended=float(self._ended_work)
+        )
+        self._ended_work = 0
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
         entries = [r.entry(size, frames, now) for r in records if not r.waits]
@@ -384,6 +397,7 @@ class Engine:
         self._advance(record, Stage.FINISHED)
         event = record.finished(outcome.reason, answer, time.monotonic())
         self._seconds += 0.1 * (event.times.total / 1000 - self._seconds)
+        self._ended_work += record.work
         self._release(record)
         record.call.sink(event)
 
@@ -414,6 +428,7 @@ class Engine:
                 self._queued -= record.samples
                 self._waiting[record.request.tenant] -= record.samples
                 self._waiting = +self._waiting  # only tenants that wait
+                self._queued_work -= record.work
         record.stage = advance(record.stage, stage)
 
     def _release(self, record: Record) -> None:
@@ -429,6 +444,19 @@ class Engine:
             self._admitted -= record.samples
             if not self._admitted:
                 self._idle.set()
+
+    def _shed_by_wait(self, request: Request) -> None:
+        """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
+        wait = expected_wait(self._measured, self._queued_work)
+        left = None if request.deadline is None else request.deadline - time.monotonic()
+        later = retry_after(wait, self.config.max_wait_seconds, left)
+        if later is not None:
+            self._shed += 1
+            raise ResourceExhausted(
+                f"the request would wait about {wait:.1f} seconds to start; its deadline and [engine] max_wait_seconds "
+                f"({self.config.max_wait_seconds:g}) do not allow that; try again later",
+                retry_after=later,
+            )
 
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""

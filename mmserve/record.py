@@ -72,6 +72,11 @@ class Record:
         return self.request.sampling.n
 
     @property
+    def work(self) -> int:
+        """Tokens that it asks for, all samples together."""
+        return self.samples * self.request.sampling.max_new_tokens
+
+    @property
     def tokens(self) -> int:
         """Positions of prompt and answer; the prompt's are known once encoded."""
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens

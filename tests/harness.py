@@ -84,11 +84,11 @@ class Gate:
         self.entered, self._open = threading.Event(), threading.Event()
         method = getattr(engine.stages, stage)
 
-        def held(batch: list[Any]) -> Any:
+        def held(batch: list[Any], *rest: Any) -> Any:
             if not self._open.is_set() and when({_id(item) for item in batch}):
                 self.entered.set()
                 assert self._open.wait(PATIENCE), "the gate was never opened"
-            return method(batch)
+            return method(batch, *rest)
 
         setattr(engine.stages, stage, held)
 

@@ -181,6 +181,8 @@ class RawConnection:
         self._next = 1
         self.ended: dict[int, float] = {}  # calls that the server has ended, and when (monotonic clock, seconds)
         self.closed = False  # by the server
+        self.going_away = False  # the server takes no more calls on it
+        self.settings: dict[int, int] = {}  # of the server, by their HTTP/2 identifiers
         self._send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -245,7 +247,7 @@ class RawConnection:
                 size, kind, flags, stream = head[0] << 16 | head[1] << 8 | head[2], head[3], head[4], head[5:]
                 self._take(kind, flags, int.from_bytes(stream) & 0x7FFFFFFF, stream_file.read(size))
         with self._changed:
-            self.closed = True
+            self.closed = self.going_away = True
             self._changed.notify_all()
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
@@ -253,6 +255,7 @@ class RawConnection:
             with self._changed:
                 for at in range(0, len(payload), 6):
                     name, value = struct.unpack_from(">HI", payload, at)
+                    self.settings[name] = value
                     if name == 4:  # INITIAL_WINDOW_SIZE
                         for number in self._windows.keys() - {0}:
                             self._windows[number] += value - self._initial
@@ -261,6 +264,8 @@ class RawConnection:
             self._send(_frame(4, 1, 0, b""))
         elif kind == 6 and not flags & 1:  # PING
             self._send(_frame(6, 1, 0, payload))
+        elif kind == 7:  # GOAWAY
+            self.going_away = True
         elif kind == 8:  # WINDOW_UPDATE
             with self._changed:
                 if stream in self._windows:

@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--recompute",
-        help="cache policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default plain decoding's), of "
-        "`load` (default the model's) and of `decode` (default all)",
+        help="cache policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default plain decoding's), "
+        "of `load` (default the model's) and of `decode` (default all)",
     )
     parser.add_argument(
         "--commit",
-        help="commit policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default plain decoding's), of "
-        "`load` (default the model's) and of `decode` (default all)",
+        help="commit policy of `quality`, `constraint`, `attention`, `reuse` and `vision` (default plain decoding's), "
+        "of `load` (default the model's) and of `decode` (default all)",
     )
     parser.add_argument(
         "--block-length", type=int, default=0, metavar="N", help="tokens of a block of `quality` (default the model's)"

@@ -19,8 +19,8 @@ from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
 from mmserve.rpc.options import BaseOptions, Chat, Image, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
-from mmserve.rpc.outgoing_constraint import Adapter
 from mmserve.rpc.result import Result, to_result
+from mmserve.rpc.schemas import Adapter
 from mmserve.v1 import generation_pb2, model_pb2
 
 T = TypeVar("T")

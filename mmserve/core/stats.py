@@ -47,3 +47,5 @@ class Stats:
     token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
     pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from,
     kv_cache: CacheStats = field(default=CacheStats(), compare=False)  # and images' K/V, for ``image_reuse``
+    shed: int = field(default=0, compare=False)  # requests refused because they would have waited too long
+    expected_wait: float = field(default=0.0, compare=False)  # of a request that came now, to start (seconds)

@@ -119,9 +119,8 @@ class Companion:
             part.state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
 
     def _candidates(self, logits: Tensor, positions: np.ndarray, canvas: Canvas, d: Decoding) -> Candidates:
-        return candidates(
-            logits, positions, canvas, d.request.sampling, self._banned, None, self._scores, d.commit.reads
-        )
+        sampling, reads = d.request.sampling, d.commit.reads
+        return candidates(logits, positions, canvas, sampling, self._banned, None, self._scores, reads)
 
     def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each drafted token: how many tokens are more probable, and its probability over that of the first."""

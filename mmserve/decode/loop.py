@@ -225,7 +225,7 @@ class DiffusionDecoder:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
         spec, sampling = self.model.spec, request.sampling
         if is_partial(commit) and (constrained is None or constrained.sampled is None):
-            return self._in_part(commit, request, p, logits, constrained)
+            return self._in_part(commit, commit.reads, request, p, logits, constrained)
         best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
         if is_proposing(commit):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
@@ -236,7 +236,13 @@ class DiffusionDecoder:
         return found
 
     def _in_part(
-        self, commit: Partial, request: Request, p: Pass, logits: Logits, constrained: Constrained | None
+        self,
+        commit: Partial,
+        reads: frozenset[str],
+        request: Request,
+        p: Pass,
+        logits: Logits,
+        constrained: Constrained | None,
     ) -> Candidates:
         """The candidates that the policy looks at, and the others only where it would choose of them."""
         spec, first = self.model.spec, p.canvas.prompt_length
@@ -248,7 +254,7 @@ class DiffusionDecoder:
             best = None if constrained is None else constrained.best_of(targets - first, causal=spec.causal)
             parts.extend([] if best is None else [best])
             sampling, banned = request.sampling, spec.banned_ids
-            return candidates(rows, targets, p.canvas, sampling, banned, best, self._scores, commit.reads)
+            return candidates(rows, targets, p.canvas, sampling, banned, best, self._scores, reads)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):

@@ -38,9 +38,10 @@ def candidates(
     """One token for each of ``positions`` (ascending), from the logits of those positions.
 
     The confidence is the chosen token's probability before temperature and filters, as in LLaDA; gap and entropy are
-    of the same distribution, and are made only if ``reads`` names them. A drawn token depends on logits, seed, step and position only: not on the batch, nor on
-    which positions were recomputed or asked for. The rows are judged slice by slice (``decode/logits.py``): no
-    temporary is larger than one. ``best`` notes more of each row than its candidate, and may rule tokens out.
+    of the same distribution, and are made only if ``reads`` names them. A drawn token depends on logits, seed, step and
+    position only: not on the batch, nor on which positions were recomputed or asked for. The rows are judged slice by
+    slice (``decode/logits.py``): no temporary is larger than one. ``best`` notes more of each row than its candidate,
+    and may rule tokens out.
 
     With ``scores``, rows that nothing is noted of, greedy or drawn without filters, are judged by it in one pass. All
     noise is then counted, so that a seed draws from the same one with filters and without.

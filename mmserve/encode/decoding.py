@@ -5,6 +5,7 @@ A pool takes turns between those who ask: who has many files to decode holds up 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 from collections import OrderedDict, deque
@@ -137,6 +138,7 @@ class _Processes:
 
 #: All pools of this process share them: how many work at once is up to each pool's width.
 PROCESSES = _Processes()
+atexit.register(PROCESSES.end)
 
 
 class DecodePool:

@@ -36,6 +36,19 @@ class PackedLinear(nn.Module):
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return made
 
+    def plain(self) -> nn.Linear:
+        """The same layer as a plain one, with weights of its own."""
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=False)
+        return linear.train(self.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A plain layer: weights are changed there, and packed again for serving."""
+        return self.plain()
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """As ``nn.Linear`` saves itself: checkpoints hold no packed weights."""
         destination[prefix + "weight"] = self.weight

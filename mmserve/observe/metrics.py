@@ -82,12 +82,19 @@ class Metrics:
             recomputed_tokens="Token positions that were run through the model",
         )
         self._ended = self._counter("request_success", "Samples that came to an end", "finished_reason")
+        self._messages = Counter(
+            PREFIX + "messages_refused", "Messages that were refused unread", ("code",), registry=self.registry
+        )
         self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
         self.tenants = TenantMetrics(self.registry)
 
     def watch(self) -> Watch:
         """A context in which one request is answered."""
         return Watch(self)
+
+    def message_refused(self, code: str) -> None:
+        """Count a message that was malformed, too large or too slow, before it was a request."""
+        self._messages.labels(code).inc()
 
     def failed(self, model: str, code: str) -> None:
         """Count a request that ended without an answer."""
@@ -200,11 +207,13 @@ class _Held(Collector):
                 "Share of K/V pages in use",
                 lambda s: s.pages_in_use / max(1, s.pages),
             ),
+            "expected_wait_seconds": ("Seconds that a new request would wait to start", lambda s: s.expected_wait),
             "kv_cache_pages_shared": ("K/V pages published for later requests", lambda s: s.cached_pages),
         }
         counters = {
             "prefix_cache_queries": ("Pages of prompts that were looked for", lambda s: s.prefix_lookups),
             "prefix_cache_hits": ("Those of them that were found", lambda s: s.prefix_hits),
+            "requests_shed": ("Requests refused because they would have waited too long", lambda s: s.shed),
             "constraint_steps": ("Steps of constrained requests that ended", lambda s: s.constraint_steps),
             "constraint_fallback": ("Those that kept the answer known before", lambda s: s.constraint_fallbacks),
             "constraint_late": ("Those of these that had no time left", lambda s: s.constraint_late),

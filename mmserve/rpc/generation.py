@@ -34,12 +34,12 @@ _LOGGED = 500
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Answers ``Generate`` with the engine of the model that the request names."""
 
-    def __init__(self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics) -> None:
+    def __init__(self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics, room: Room) -> None:
         self._engines = engines
         self._metrics = metrics
         self._media = media
         self._limits = limits
-        self._room = Room(limits.live_bytes)
+        self._room = room
 
     async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
         """Stream the events of one request; a client that leaves cancels it."""

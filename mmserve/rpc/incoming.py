@@ -1,78 +1,151 @@
-"""How messages come in: well-formed, and nobody's any more once they are read.
+"""How messages come in: well-formed, of bounded work, and nobody's any more once they are read.
 
 gRPC keeps the message of a call with one request until the call ends, media and all. So those calls are read here like
-streams of requests, which on the wire they are, and the message belongs to who reads it alone.
+streams of requests, which on the wire they are, and the message belongs to who reads it alone. It comes as bytes; what
+these would become is counted before they become it (``rpc/wire.py``). A message is kept in no variable here: who is
+done with it frees it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from mmserve.errors import InvalidArgument
+from mmserve.config import ServerConfig
+from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.rpc.arrivals import Arrivals
+from mmserve.rpc.room import Room
 from mmserve.rpc.status import abort
+from mmserve.rpc.wire import Shape, check_fields, shape_of
+from mmserve.v1 import generation_pb2, media_pb2
+
+#: Larger messages are parsed off the event loop (bytes).
+INLINE_BYTES = 1 << 20
+#: Methods that take messages of up to ``max_message_bytes``, with what these are; all others carry names.
+_LARGE = {
+    "/mmserve.v1.GenerationService/Generate": shape_of(generation_pb2.GenerateRequest.DESCRIPTOR),
+    "/mmserve.v1.MediaService/UploadMedia": shape_of(media_pb2.UploadMediaRequest.DESCRIPTOR),
+}
+#: Who sent a large message in vain is told so late: a client that only ever sends such messages, one after another, is
+#: received at this rate (bytes a second).
+_REFUSED_RATE = 16 << 20
+#: Most bytes of a message of the others.
+SMALL_BYTES = 64 << 10
 
 
 class Incoming(grpc.aio.ServerInterceptor):
-    """Hands messages on, and ends calls whose message cannot be parsed, or does not come, with INVALID_ARGUMENT."""
+    """Hands messages on, and ends with a typed error the calls whose message cannot be parsed, has too many fields, is
+    too slow, or does not come.
+
+    ``room``: where messages count while they are parsed; ``refused`` is called with the code of each such error.
+    """
+
+    def __init__(self, config: ServerConfig, room: Room, refused: Callable[[str], None] = lambda code: None) -> None:
+        self._room = room
+        self._refused = refused
+        self._arrivals = Arrivals(max(1, room.capacity // config.max_message_bytes), config.message_seconds)
+        # one thread: parsing holds the interpreter, so that two would serve nobody sooner
+        self._parser = ThreadPoolExecutor(1, "mmserve-parse")
+
+    def close(self) -> None:
+        """End the thread that parses."""
+        self._parser.shutdown(wait=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The method's own handler, behind a look at what comes in; reflection's, which answers a stream, as it is."""
-        handler = await continuation(handler_call_details)
-        if handler is None or (handler.request_streaming and handler.response_streaming):
-            return handler
+        """The method's own handler, behind a look at what comes in."""
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        read = _reader(handler.request_deserializer, method)
 
         async def one(_: Any, context: Any) -> Any:
             answer = handler.unary_unary or handler.unary_stream
             try:
-                return await answer(await _only(context), context)  # in no variable: who is done with it frees it
-            except InvalidArgument as error:  # of ``_only``: handlers end with their errors themselves
+                return await answer(await self._only(read, method, context), context)  # in no variable: see above
+            except MMServeError as error:  # of ``_only``: handlers end with their errors themselves
                 await abort(context, error)
 
         async def each(_: Any, context: Any) -> Any:
-            return await handler.stream_unary(_messages(context), context)
+            return await handler.stream_unary(self._messages(read, method, context), context)
+
+        async def exchange(_: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async for response in handler.stream_stream(self._messages(read, method, context, idle=True), context):
+                    yield response
+            except MMServeError as error:
+                await abort(context, error)
 
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        read = _reader(handler.request_deserializer, handler_call_details.method)
-        return make(each if handler.request_streaming else one, read, handler.response_serializer)
+        behaviour = one if not handler.request_streaming else exchange if handler.response_streaming else each
+        return make(behaviour, None, handler.response_serializer)
 
+    async def _only(self, read: Callable[[bytes], Any], method: str, context: Any) -> Any:
+        message = await self._read(read, method, self._arrivals.read(context))
+        if message is grpc.aio.EOF:
+            self._refused(InvalidArgument.code)
+            raise InvalidArgument.of("request", "must be one message: none came")
+        return message
 
-async def _next(context: Any) -> Any:
-    """The next message of a call, or ``EOF``; raises ``InvalidArgument`` for one that is none."""
-    message = await context.read()
-    if isinstance(message, InvalidArgument):
-        raise message
-    return message
+    async def _messages(
+        self, read: Callable[[bytes], Any], method: str, context: Any, *, idle: bool = False
+    ) -> AsyncIterator[Any]:
+        """The messages of a call, each the caller's own; ``idle``: all but the first may take as long as they like."""
+        first = True
+        while True:
+            coming = context.read() if idle and not first else self._arrivals.read(context)
+            message = [await self._read(read, method, coming)]
+            first = False
+            if message[0] is grpc.aio.EOF:
+                return
+            yield message.pop()  # not kept here while its reader has it
 
+    async def _read(self, read: Callable[[bytes], Any], method: str, coming: Awaitable[Any]) -> Any:
+        try:
+            return await self._parsed(read, method, [await coming])
+        except MMServeError as error:
+            self._refused(error.code)
+            raise error.with_traceback(None) from None  # whose frames hold the bytes, until a collection of cycles
 
-async def _only(context: Any) -> Any:
-    message = await _next(context)
-    if message is grpc.aio.EOF:
-        raise InvalidArgument.of("request", "must be one message: none came")
-    return message
-
-
-async def _messages(context: Any) -> AsyncIterator[Any]:
-    while True:
-        read = [await _next(context)]
-        if read[0] is grpc.aio.EOF:
-            return
-        yield read.pop()  # not kept here while its reader has it
+    async def _parsed(self, read: Callable[[bytes], Any], method: str, came: list[Any]) -> Any:
+        """The message of the bytes in ``came``, which are taken out of it, or ``EOF`` as it is."""
+        data = came.pop()
+        if data is grpc.aio.EOF:
+            return data
+        if method not in _LARGE and len(data) > SMALL_BYTES:
+            raise InvalidArgument.of("request", f"must be at most {SMALL_BYTES} bytes, not {len(data)}")
+        if len(data) <= INLINE_BYTES:
+            message = read(data)
+        else:
+            with self._room.taken((), len(data)):
+                message = await asyncio.get_running_loop().run_in_executor(self._parser, read, data)
+        if isinstance(message, MMServeError):
+            size = len(data)
+            del data
+            if size > INLINE_BYTES:
+                await asyncio.sleep(size / _REFUSED_RATE)
+            raise message
+        return message
 
 
 def _reader(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], Any]:
-    """``parse``, but what is wrong is returned: raised in gRPC's own code, it would be logged as a bug."""
+    """``parse``, after a count of the fields; what is wrong is returned, for its traceback would hold the bytes."""
+    shape: Shape = _LARGE.get(method, {})
 
     def read(data: bytes) -> Any:
         try:
+            check_fields(data, shape)
             return parse(data)
+        except InvalidArgument as error:
+            return error.with_traceback(None)
         except DecodeError:
             return InvalidArgument.of("request", f"must be the protobuf message of {method}: it cannot be parsed")
 

@@ -17,9 +17,10 @@ from mmserve.errors import InvalidArgument
 from mmserve.rpc import request_id
 from mmserve.rpc.default_policies import put_quality
 from mmserve.rpc.options import BaseOptions, Chat, Image, Video
-from mmserve.rpc.outgoing_constraint import Schema, put_constraint
+from mmserve.rpc.outgoing_constraint import put_constraint
 from mmserve.rpc.policies import put, put_policy
 from mmserve.rpc.roles import role_number
+from mmserve.rpc.schemas import Schema
 from mmserve.v1 import generation_pb2 as pb
 
 UPLOAD_CHUNK = 1 << 20

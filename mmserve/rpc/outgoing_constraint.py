@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from mmserve.errors import InvalidArgument
+from mmserve.rpc.schemas import Schema, schema_text
 from mmserve.v1 import generation_pb2 as pb
-
-#: A JSON schema, or a class that has one and reads its instances from JSON, such as a pydantic model.
-Schema = Mapping[str, Any] | type[Any]
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Adapter(Protocol[T_co]):
-    """What has a JSON schema and reads values from JSON, as ``pydantic.TypeAdapter`` does."""
-
-    def json_schema(self) -> dict[str, Any]:
-        """The JSON schema of the values."""
-
-    def validate_json(self, data: str, /) -> T_co:
-        """The value in the JSON text ``data``."""
-
 
 #: What to do with a constraint that no grammar can express.
 ConstraintMode = Literal["strict", "validate", "lenient"]
@@ -108,7 +92,7 @@ def _constraint(given: Mapping[str, Any], mode: str | None, sampling: str | None
 def _put(message: pb.Constraint, name: str, value: Any) -> None:
     match name:
         case "schema":
-            message.json_schema = _schema_text(value)
+            message.json_schema = schema_text(value)
         case "regex":
             message.regex = value
         case "choices":
@@ -134,23 +118,3 @@ def _part(part: str | Hole) -> pb.TemplatePart:
     return pb.TemplatePart(
         hole=pb.Hole(constraint=_constraint(given, part.constraint_mode), max_tokens=part.max_tokens)
     )
-
-
-def reader(schema: Schema | None) -> Callable[[str], Any] | None:
-    """What makes a value, or an instance, of an answer to a request with ``schema``; None without one."""
-    if schema is None:
-        return None
-    if isinstance(schema, type):
-        read: Callable[[str], Any] = schema.model_validate_json
-        return read
-    return json.loads
-
-
-def _schema_text(schema: Schema) -> str:
-    if isinstance(schema, type):
-        if not hasattr(schema, "model_json_schema"):
-            raise TypeError("a class must have model_json_schema, as pydantic's models do")
-        return json.dumps(schema.model_json_schema(), ensure_ascii=False)
-    if not isinstance(schema, Mapping):
-        raise TypeError("must be a mapping or a class")
-    return json.dumps(schema, ensure_ascii=False, allow_nan=False)

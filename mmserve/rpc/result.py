@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from mmserve.core import events
 from mmserve.errors import Unavailable
-from mmserve.rpc.outgoing_constraint import Schema, reader
+from mmserve.rpc.schemas import Schema, reader
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar

@@ -13,12 +13,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mmserve.config import Config, ServerConfig
+from mmserve.config import Config
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import Access
+from mmserve.rpc.connections import connection_options
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.generation import GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
@@ -28,6 +29,7 @@ from mmserve.rpc.model import ModelService
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.reflection import add_reflection
 from mmserve.rpc.reload import Guard, Load, Replacement, unfollowed
+from mmserve.rpc.room import Room
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -218,6 +220,7 @@ class Server:
             await self._grpc.stop(_GOODBYE_SECONDS)
             await self._for_all(engines, "stop")
             await self._close_endpoint()
+            self._incoming.close()
             self._threads.shutdown(wait=False)
             self._ended.set()
             logger.info("stopped")
@@ -236,14 +239,16 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
+        room = Room(self.config.media.live_bytes)
+        self._incoming = Incoming(config, room, self.metrics.message_refused)
         interceptors = [
             Access(self.metrics, log=config.access_log),
             self._guard.auth,
             Quotas(self.metrics.tenants.limited),
-            Incoming(),
+            self._incoming,
         ]
-        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-        generation = GenerationService(self.engines, self.media, self.config.media, self.metrics)
+        server = grpc.aio.server(interceptors=interceptors, options=connection_options(config))
+        generation = GenerationService(self.engines, self.media, self.config.media, self.metrics, room)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(
             MediaService(self.media, self.config.media, self.metrics.calls), server
@@ -264,18 +269,3 @@ class Server:
             return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
-
-
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    keepalive_ms = int(config.keepalive_seconds * 1000)
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing of its calls
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        # clients ping during long silent streams: without this they are sent away for it
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ]

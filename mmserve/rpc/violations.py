@@ -18,7 +18,7 @@ from mmserve.v1 import generation_pb2 as pb
 
 MAX_STOP_STRINGS = 16
 #: Messages of a chat and their parts, together.
-MAX_PARTS = 1 << 14
+MAX_PARTS = 1 << 12
 
 #: Fields, and what each must be.
 Wrong = Iterator[tuple[str, str]]
@@ -74,13 +74,15 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
 
 
 def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> Wrong:
-    match item.WhichOneof("source"):
+    source = item.WhichOneof("source")
+    size = len(item.data) if source == "data" else 0  # once: each look at the data copies them
+    match source:
         case None:
             yield path, "must have data or a media_id"
-        case "data" if not item.data:
+        case "data" if not size:
             yield f"{path}.data", "must not be empty"
-        case "data" if len(item.data) > limits.max_item_bytes:
-            yield f"{path}.data", f"must be at most {limits.max_item_bytes} bytes, not {len(item.data)}"
+        case "data" if size > limits.max_item_bytes:
+            yield f"{path}.data", f"must be at most {limits.max_item_bytes} bytes, not {size}"
         case "media_id" if not is_media_id(item.media_id):
             yield f"{path}.media_id", "must be 'sha256:' and 64 lower-case hexadecimal digits"
 

@@ -136,7 +136,7 @@ def test_generate_refuses_bad_values(
 
 def test_what_a_running_server_is_asked_for_is_its_own(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     to = ("--server", server.address)
-    assert main(["generate", "x", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
+    assert main(["generate", "How many?", "--max-new-tokens", "2", *to, "--model", "reference"]) == 0
     assert main(["models", *to, "--model", "reference"]) == 0
     assert capsys.readouterr().err == ""
     for wrong, word in (
@@ -372,3 +372,36 @@ def test_the_attention_benchmark_tells_what_fewer_and_coarser_keys_do(
 def test_a_benchmark_of_too_little_is_refused(capsys: pytest.CaptureFixture[str], few: tuple[str, ...]) -> None:
     assert main(["bench", "serving", *few]) == 1
     assert "--limit" in capsys.readouterr().err
+
+
+def test_an_empty_answer_is_said(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "x", "--regex", "()", "--max-new-tokens", "4", "--server", server.address]
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("\n", "(the answer is empty: the model ended at once)\n")
+    assert main([*asked, "--n", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"sample {i}: (the answer is empty: the model ended at once)" for i in (0, 1)]
+    assert main([*asked, "--json"]) == 0
+    assert one_json(capsys.readouterr().out)["text"] == ""
+
+
+def test_a_token_on_the_command_line_is_refused_and_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["models", "--server", "localhost:1", "--token", "a-secret"])
+    err = capsys.readouterr().err
+    assert raised.value.code == 2 and "MMSERVE_TOKEN" in err and "a-secret" not in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("shtab", reason="in the extras `completion` and `test`")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "mmserve" in script and "generate" in script and "max-new-tokens" in script and "log-format" in script
+
+
+def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    assert "mmserve[completion]" in capsys.readouterr().err

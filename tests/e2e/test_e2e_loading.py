@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -108,12 +109,15 @@ def test_a_server_listens_while_it_loads_and_serves_what_is_loaded(tmp_path: Pat
         assert server.process.stdout.readline() == f"mmserve serves reference, late on {server.address}\n"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
-    assert "Traceback" not in server.stderr()
+    log = server.stderr()
+    assert "Traceback" not in log
+    assert log.count("kernels of reference: ") == log.count("kernels of late: ") == 1 and "runs as" not in log
+    assert "method=/mmserve.v1.GenerationService/Generate" in log and "/grpc.health.v1" not in log
 
 
 def test_while_a_model_loads_its_port_is_taken_and_a_signal_ends_the_server_cleanly(tmp_path: Path) -> None:
     late = GatedModel(tmp_path / "late")
-    with listening(tmp_path, "--model", str(late.folder)) as server:
+    with listening(tmp_path, "--model", str(late.folder), "--log-format", "json") as server:
         with Client(server.address) as client, pytest.raises(Unavailable, match="loading"):
             client.models(timeout=3)
         port = server.address.rpartition(":")[2]
@@ -123,4 +127,6 @@ def test_while_a_model_loads_its_port_is_taken_and_a_signal_ends_the_server_clea
         assert server.process.wait(PATIENCE) == 0
         assert server.process.stdout is not None and server.process.stdout.read() == ""
     log = server.stderr()
-    assert "SIGTERM: draining" in log and "stopped" in log and "Traceback" not in log and "rror" not in log
+    records = [json.loads(line) for line in log.splitlines()]
+    assert [r["message"] for r in records[-2:]] == ["SIGTERM: draining", "stopped"]
+    assert all({"time", "level", "logger", "message"} <= set(r) and r["level"] == "INFO" for r in records)

@@ -10,6 +10,7 @@ import pytest
 from certificates import self_signed
 from e2e_helpers import Running, command, running, short_asks
 
+from mmserve.cli import main
 from mmserve.client import TLS, Client
 from mmserve.config import load
 from mmserve.errors import Unauthenticated, Unavailable
@@ -102,3 +103,20 @@ def test_mutual_tls_asks_the_client_for_its_certificate(folder: Path) -> None:
         for wrong in (TLS(ca=certificate), TLS(ca=certificate, certificate=other, key=other_key)):
             with Client(server.address, tls=wrong) as client, pytest.raises(Unavailable):
                 client.generate("x", timeout=10)
+
+
+def test_commands_take_a_client_certificate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate, key = self_signed(folder, "shell-server")
+    known, known_key = self_signed(folder, "shell-known")
+    path = configured(folder, tls_certificate=str(certificate), tls_key=str(key), tls_client_ca=str(known))
+    with running(load(path)) as server:
+        asked = ["models", "--json", "--server", server.address, "--tls-ca", str(certificate)]
+        assert main([*asked, "--tls-cert", str(known), "--tls-key", str(known_key)]) == 0
+        assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == ["reference"]
+        for wrong, words in (
+            (["--tls-cert", str(known)], "--tls-cert and --tls-key go together"),
+            (["--tls-cert", str(folder / "none.pem"), "--tls-key", str(known_key)], "none.pem"),
+        ):
+            assert main([*asked, *wrong]) == 1
+            out, err = capsys.readouterr()
+            assert out == "" and err.count("\n") == 1 and words in err

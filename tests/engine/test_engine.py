@@ -24,7 +24,7 @@ from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Admitted, Finished
-from mmserve.core.request import Policy, Request, Stage, TextPart
+from mmserve.core.request import ImagePart, Message, Policy, Request, Stage, TextPart
 from mmserve.decode.commit import COMMIT, DIFFUSION_COMMIT, Candidates
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.forward import Pass, forward, row_floor
@@ -396,6 +396,8 @@ def hold(b: Bench, stage: Stage, victim: Request) -> Call:
         Stage.QUEUED: "encode",
         Stage.CONSTRAINING: "constrain",
         Stage.CONSTRAINED: "encode",
+        Stage.LOADING: "load",
+        Stage.LOADED: "encode",
         Stage.ENCODING: "encode",
         Stage.ENCODED: "prefill",
         Stage.PREFILLING: "prefill",
@@ -403,9 +405,12 @@ def hold(b: Bench, stage: Stage, victim: Request) -> Call:
         Stage.STEPPING: "decode",
         Stage.READY: "decode",
     }
-    waits = stage in (Stage.QUEUED, Stage.CONSTRAINED, Stage.ENCODED, Stage.PREFILLED, Stage.READY)
+    waits = stage in (Stage.QUEUED, Stage.CONSTRAINED, Stage.LOADED, Stage.ENCODED, Stage.PREFILLED, Stage.READY)
     if stage in (Stage.CONSTRAINING, Stage.CONSTRAINED):
         victim = dataclasses.replace(victim, constraint=ConstraintSpec(Regex("[a-z]*")))
+    media = (ImagePart(picture(0)),) if stage in (Stage.LOADING, Stage.LOADED) else ()
+    if media or stage in (Stage.QUEUED, Stage.CONSTRAINED):  # there text waits for text
+        victim = dataclasses.replace(victim, messages=(Message("user", (*media, TextPart("what is it?"))),))
 
     def when(ids: set[str]) -> bool:
         if stage is Stage.READY:
@@ -414,7 +419,9 @@ def hold(b: Bench, stage: Stage, victim: Request) -> Call:
 
     gate = b.gate(stages[stage], when)
     if waits:
-        [b.blocker] = b.submit(ask("blocker", "in the way", max_new_tokens=16))  # type: ignore[attr-defined]
+        images = (picture(1),) if stage is Stage.LOADED else ()
+        blocker = ask("blocker", "in the way", images=images, max_new_tokens=16)
+        [b.blocker] = b.submit(blocker)  # type: ignore[attr-defined]
         if stage is not Stage.READY:
             gate.wait()
     [call] = b.submit(victim)

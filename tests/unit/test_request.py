@@ -25,9 +25,10 @@ LIFE = [
 WAITING = [s for s in Stage if s not in RUNNING | TERMINAL]
 
 
+@pytest.mark.parametrize("media", [[], [Stage.LOADING, Stage.LOADED]], ids=["text", "media"])
 @pytest.mark.parametrize("first", [[Stage.QUEUED], [Stage.QUEUED, Stage.CONSTRAINING, Stage.CONSTRAINED]])
-def test_a_request_lives_through_the_stages_in_order(first: list[Stage]) -> None:
-    stage, *rest = first + LIFE[1:]
+def test_a_request_lives_through_the_stages_in_order(first: list[Stage], media: list[Stage]) -> None:
+    stage, *rest = first + media + LIFE[1:]
     for following in rest:
         stage = advance(stage, following)
     assert stage is Stage.FINISHED

@@ -16,6 +16,8 @@ from mmserve.schedule.scheduler import schedule
 
 STAGES = {
     "constrain": Stage.CONSTRAINING,
+    "load": Stage.LOADING,
+    "tokenize": Stage.ENCODING,
     "encode": Stage.ENCODING,
     "prefill": Stage.PREFILLING,
     "decode": Stage.STEPPING,
@@ -61,6 +63,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
         prefill_tokens=draw(st.integers(0, 120)),
         decode_tokens=draw(st.integers(0, 120)),
         constrain=draw(st.integers(0, 3)),
+        load=draw(st.integers(0, 3)),
     )
     return entries, limits
 
@@ -85,10 +88,19 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     assert len(constrain) == (min(len(unready), room) if "constrain" in limits.idle else 0)
 
     ready = [e for e in entries if e.stage in (Stage.QUEUED, Stage.CONSTRAINED) and e not in unready]
-    encode = _prefix(plan.encode, ready)
-    assert len(encode) <= 1 or sum(max(1, e.images) for e in encode) <= limits.encode_batch
-    waiting = len(in_stage[Stage.ENCODING]) + len(in_stage[Stage.ENCODED])
-    assert not encode or waiting + len(encode) <= limits.handover
+    media, text = [e for e in ready if e.images], [e for e in ready if not e.images]
+    load = _prefix(plan.load, media)
+    waiting = len(in_stage[Stage.LOADING]) + len(in_stage[Stage.LOADED])
+    room = min(limits.load, max(0, limits.handover - waiting))
+    assert len(load) == (min(len(media), room) if "load" in limits.idle else 0)
+
+    tokenize = _prefix(plan.tokenize, text)
+    encode = _prefix(plan.encode, in_stage[Stage.LOADED])
+    assert len(tokenize) <= limits.encode_batch
+    assert len(encode) <= 1 or sum(e.images for e in encode) <= limits.encode_batch
+    for taken, of_media in ((tokenize, False), (encode, True)):
+        waiting = len(in_stage[Stage.ENCODED]) + sum(bool(e.images) is of_media for e in in_stage[Stage.ENCODING])
+        assert not taken or waiting + len(taken) <= limits.handover
 
     prefill = _prefix(plan.prefill, in_stage[Stage.ENCODED])
     assert len(prefill) <= 1 or sum(e.tokens for e in prefill) <= limits.prefill_tokens
@@ -125,21 +137,24 @@ def test_a_request_that_arrives_later_never_changes_who_is_encoded_or_prefilled(
     entries, limits = case
     plan = schedule(entries, limits)
     later = schedule([*entries, Entry("late", Stage.QUEUED, images=1, tokens=tokens, pages=1)], limits)
-    assert later.encode[: len(plan.encode)] == plan.encode
+    assert later.load[: len(plan.load)] == plan.load
+    assert (later.tokenize, later.encode) == (plan.tokenize, plan.encode)
     assert (later.prefill, later.decode) == (plan.prefill, plan.decode)
 
 
 def test_a_single_request_larger_than_a_budget_runs_alone() -> None:
     big, small = {"images": 50, "tokens": 9000, "pages": 9}, {"images": 1, "tokens": 1, "pages": 1}
     limits = budgets()
-    for stage, name in ((Stage.QUEUED, "encode"), (Stage.ENCODED, "prefill"), (Stage.READY, "decode")):
+    for stage, name in ((Stage.LOADED, "encode"), (Stage.ENCODED, "prefill"), (Stage.READY, "decode")):
         plan = schedule([Entry("big", stage, **big), Entry("small", stage, **small)], limits)
         assert getattr(plan, name) == ("big",)
 
 
 def test_batches_are_filled_up_to_their_budget() -> None:
-    queued = [Entry(f"q{i}", Stage.QUEUED, images=i % 2) for i in range(8)]
-    assert schedule(queued, budgets(encode_batch=5)).encode == ("q0", "q1", "q2", "q3", "q4")
+    queued = [Entry(f"q{i}", Stage.QUEUED) for i in range(8)]
+    assert schedule(queued, budgets(encode_batch=5)).tokenize == ("q0", "q1", "q2", "q3", "q4")
+    loaded = [Entry(f"l{i}", Stage.LOADED, images=1 + i % 2) for i in range(8)]
+    assert schedule(loaded, budgets(encode_batch=5)).encode == ("l0", "l1", "l2")
     encoded = [Entry(f"e{i}", Stage.ENCODED, tokens=10, pages=1) for i in range(8)]
     assert schedule(encoded, budgets(prefill_tokens=30)).prefill == ("e0", "e1", "e2")
     assert schedule(encoded, budgets(prefill_tokens=30, free_pages=2)).prefill == ("e0", "e1")
@@ -167,8 +182,19 @@ def test_decode_takes_whoever_waited_longest_since_its_last_step() -> None:
 def test_encode_stops_where_the_handover_to_prefill_is_full() -> None:
     waiting = [Entry(f"w{i}", Stage.ENCODED, tokens=1, pages=1) for i in range(3)]
     queued = [Entry(f"q{i}", Stage.QUEUED) for i in range(3)]
-    assert schedule([*waiting, *queued], budgets(handover=3)).encode == ()
-    assert schedule([*waiting, *queued], budgets(handover=4)).encode == ("q0",)
+    loaded = [Entry(f"l{i}", Stage.LOADED, images=1) for i in range(3)]
+    for name, ready in (("tokenize", queued), ("encode", loaded)):
+        assert getattr(schedule([*waiting, *ready], budgets(handover=3)), name) == ()
+        assert getattr(schedule([*waiting, *ready], budgets(handover=4)), name) == (ready[0].id,)
+
+
+def test_text_waits_neither_for_media_nor_for_the_tower() -> None:
+    """However many media are read, wait for the tower or are in it."""
+    busy = [Entry(f"m{i}", stage, images=9) for i, stage in enumerate([Stage.LOADING] * 8 + [Stage.ENCODING] * 8)]
+    waiting = [Entry(f"w{i}", Stage.QUEUED, images=1) for i in range(8)]
+    text = Entry("text", Stage.QUEUED)
+    idle = ALL_IDLE - {"load", "encode"}
+    assert schedule([*busy, *waiting, text], budgets(idle=idle)).tokenize == ("text",)
 
 
 @dataclass
@@ -189,8 +215,9 @@ def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> d
     order: dict[str, list[str]] = {name: [] for name in STAGES}
     free, decodes, now = total_pages, 0, 0
     unarrived = sorted(jobs, key=lambda j: j.arrives)
-    # Each job needs a grammar, an encode, a prefill and its steps, each at most 3 ticks long, never idle without cause.
-    bound = 3 * sum(job.steps + 3 for job in jobs) + max((j.arrives for j in jobs), default=0) + 3
+    # Each job needs a grammar, its media, an encode, a prefill and its steps, each at most 3 ticks long, never idle
+    # without cause.
+    bound = 3 * sum(job.steps + 4 for job in jobs) + max((j.arrives for j in jobs), default=0) + 3
     while unarrived or table:
         while unarrived and unarrived[0].arrives <= now:
             job = unarrived.pop(0)
@@ -222,6 +249,8 @@ def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> d
                         continue
                 following = {
                     "constrain": Stage.CONSTRAINED,
+                    "load": Stage.LOADED,
+                    "tokenize": Stage.ENCODED,
                     "encode": Stage.ENCODED,
                     "prefill": Stage.PREFILLED,
                     "decode": Stage.READY,
@@ -263,11 +292,13 @@ def test_every_workload_runs_to_its_end_in_order_of_arrival(case: tuple, seed: i
     jobs, limits, total_pages = case
     order = simulate(jobs, limits, total_pages, seed)
     arrival = [job.entry.id for job in jobs]
-    late = [job.entry.id for job in jobs if job.entry.constrained]  # these may be overtaken, but not by one another
-    assert order["constrain"] == late
-    for name in ("encode", "prefill"):
-        assert [i for i in order[name] if i in late] == late
-        assert [i for i in order[name] if i not in late] == [i for i in arrival if i not in late]
+    assert order["constrain"] == [job.entry.id for job in jobs if job.entry.constrained]
+    for media in (False, True):
+        # who waits for a grammar, or for media, may be overtaken, but not by one that waits for the same
+        for constrained in (False, True):
+            alike = [j.entry.id for j in jobs if (bool(j.entry.images), j.entry.constrained) == (media, constrained)]
+            for name in ("load", "encode", "prefill") if media else ("tokenize", "prefill"):
+                assert [i for i in order[name] if i in alike] == alike
     assert sorted(order["decode"]) == sorted(arrival)
 
 

@@ -45,6 +45,9 @@ def rope_scatter(
     multi-axis (``by_axis``) embeddings differ in nothing else. ``slots`` (int64 ``[T]``): page × S + offset of each
     row, none twice but those that nobody reads. Keys and values take the dtype of the pages.
     """
-    k_PSGK.view(-1, *k_PSGK.shape[2:]).index_copy_(0, slots, rotate(k_TGK, cos_T1W, sin_T1W).to(k_PSGK.dtype))
+    # Queries and keys in one go: of few rows, the number of operations counts and not their size.
+    rotated = rotate(torch.cat([q_THK, k_TGK], 1), cos_T1W, sin_T1W)
+    q_THK, k_TGK = rotated.split([q_THK.shape[1], k_TGK.shape[1]], 1)
+    k_PSGK.view(-1, *k_PSGK.shape[2:]).index_copy_(0, slots, k_TGK.to(k_PSGK.dtype))
     v_PSGK.view(-1, *v_PSGK.shape[2:]).index_copy_(0, slots, v_TGK.to(v_PSGK.dtype))
-    return rotate(q_THK, cos_T1W, sin_T1W)
+    return q_THK

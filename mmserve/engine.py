@@ -159,8 +159,16 @@ class Engine:
 
     def _is_owed(self, tenant: Tenant, wanted: int) -> bool:
         """Whether a full queue still takes ``wanted`` samples of ``tenant``: others cannot fill its part. Locked."""
-        own = sum(count for other, count in self._waiting.items() if other.name == tenant.name)
-        return own + wanted <= guaranteed(self.config.max_queued, tenant, self._waiting)
+        return self._own(tenant) + wanted <= guaranteed(self.config.max_queued, tenant, self._waiting)
+
+    def _work_ahead(self, tenant: Tenant) -> float:
+        """About how much waiting work is served before a new request of ``tenant``: of others, as much as its share
+        allows them meanwhile. Locked."""
+        places = guaranteed(max(1, self._queued), tenant, self._waiting)
+        return self._queued_work * min(1.0, self._own(tenant) / places)
+
+    def _own(self, tenant: Tenant) -> int:
+        return sum(count for other, count in self._waiting.items() if other.name == tenant.name)
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
@@ -447,7 +455,7 @@ class Engine:
 
     def _shed_by_wait(self, request: Request) -> None:
         """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
-        wait = expected_wait(self._measured, self._queued_work)
+        wait = expected_wait(self._measured, self._work_ahead(request.tenant))
         left = None if request.deadline is None else request.deadline - time.monotonic()
         later = retry_after(wait, self.config.max_wait_seconds, left)
         if later is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling
 from mmserve.core.tuning import ACCOMPANIED, BALANCED, DRAFTING, FLOORS, Pair, Tuning, fastest
 from mmserve.decode.commit import FILTERED
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
-from mmserve.errors import ConfigError, MMServeError
+from mmserve.errors import ConfigError, InvalidArgument, MMServeError
 from mmserve.models.base import Attention, Model, ModelSpec
 from mmserve.models.policy_file import PolicyFile
 
@@ -92,8 +94,15 @@ def _check(
         diffusion=Diffusion(recompute=pair.recompute, commit=pair.commit),
     )
     try:
-        recompute_policy(asked)
+        _check_whole(pair.recompute, recompute_policy(asked))
         if pair.commit.name in commit:
-            commit_policy(asked, offered)
+            _check_whole(pair.commit, commit_policy(asked, offered))
     except MMServeError as error:
         raise ConfigError(f"{what}: {error.message}; {remedy}") from error
+
+
+def _check_whole(policy: Policy, made: Any) -> None:
+    """``InvalidArgument`` for a fraction where ``made``, the policy with its numbers, counts something."""
+    for field in fields(made) if is_dataclass(made) else ():
+        if field.type == "int" and isinstance(policy.options.get(field.name, 0), float):
+            raise InvalidArgument.of(f"{policy.name}.{field.name}", "must be a whole number")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from mmserve.constraint.limits import CHILDREN
+from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
@@ -22,7 +22,7 @@ Sink = Callable[[Event], None]
 LOADS = 8
 #: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process,
 #: and so do media.
-WORKERS = {"constrain": CHILDREN, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}
+WORKERS = {"constrain": WAITING, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass(eq=False)

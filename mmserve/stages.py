@@ -37,6 +37,7 @@ from mmserve.kv.reuse import reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, Model
+from mmserve.settle import trim_soon
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 from mmserve.worker import run_isolated
@@ -216,6 +217,7 @@ class Stages:
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late
+            trim_soon()  # its parsers have gone
 
     def warm(self) -> None:
         """Make ready what the first constrained request would wait for: seconds. Blocks, for less than that."""

@@ -37,18 +37,22 @@ class InlineWorker:
 
 
 class ThreadWorker:
-    """Runs jobs on a thread of its own, with its share of the cores; ``width`` of them at once, on as many threads."""
+    """Runs jobs on a thread of its own, with its share of the cores; ``width`` of them at once, on as many threads.
+
+    Threads are started as they are needed; ``start`` is for one thread alone.
+    """
 
     def __init__(self, name: str, torch_threads: int, width: int = 1) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, args=(torch_threads,), name=f"mmserve-{name}", daemon=True)
-            for _ in range(width)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._name, self._torch_threads, self._width = name, torch_threads, width
+        self._free = threading.Semaphore(0)  # threads without a job
+        self._threads: list[threading.Thread] = []
 
     def start(self, job: Job) -> None:
+        if not self._free.acquire(blocking=False) and len(self._threads) < self._width:
+            thread = threading.Thread(target=self._run, name=f"mmserve-{self._name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         self._jobs.put(job)
 
     def stop(self) -> None:
@@ -57,10 +61,11 @@ class ThreadWorker:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, torch_threads: int) -> None:
-        torch.set_num_threads(torch_threads)
+    def _run(self) -> None:
+        torch.set_num_threads(self._torch_threads)
         while (job := self._jobs.get()) is not None:
             job()
+            self._free.release()
 
 
 def run_isolated(run: Callable[[list[A]], Sequence[B]], batch: list[A]) -> list[B | BaseException]:

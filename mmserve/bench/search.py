@@ -21,8 +21,8 @@ from mmserve.bench.schemas import SCHEMAS, Wanted
 from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
-from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constrained.shared import SharedPlaces
+from mmserve.decode.constraint.first import look
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Outcome, begun
 from mmserve.decode.paths.lexicon import Lexicon
@@ -173,10 +173,11 @@ def _decoded(
     grammar: Grammar, document: Any, language: Language, places: Places, rng: random.Random, taken: _Taken
 ) -> None:
     ids = language.lexicon.cover(written(document).encode()) or []
-    size, closes = (len(ids) // BLOCK + 2) * BLOCK, Closes(language.lexicon)
+    size, first = (len(ids) // BLOCK + 2) * BLOCK, None
     for times in (taken.admission, taken.readmission):
         started = time.thread_time()
-        witness = begun(grammar, size, closes.of(grammar, size), places)
+        first = first or look(grammar, language.lexicon, size)
+        witness = begun(grammar, size, first.close(size), places)
         times.append(time.thread_time() - started)
     done = decode(witness, language.lexicon, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)
     taken.steps += done.seconds

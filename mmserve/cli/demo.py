@@ -93,9 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         totals = _totals(items)
         say.line(
-            f"\n{right} of {len(items)} right, {sum(asked.plain_correct for asked in items)} by plain decoding; "
-            f"{sum(asked.same for asked in items)} answers are the same. {totals['total_ms'] / 1000:.1f} s in all "
-            f"against {totals['plain_ms'] / 1000:.1f} s: {totals['speedup']:g} times as fast."
+            f"\n{right} of {len(items)} right. Plain decoding has {sum(asked.plain_correct for asked in items)} right, "
+            f"and gives the same answer {sum(asked.same for asked in items)} times; {totals['total_ms'] / 1000:.1f} s "
+            f"in all against {totals['plain_ms'] / 1000:.1f} s: {totals['speedup']:g} times as fast."
         )
     return 0 if answered else 1
 

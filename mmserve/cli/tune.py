@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mmserve.assembly import BackgroundServer  # loads torch
     from mmserve.bench.settings import measured_config
     from mmserve.client import Client
-    from mmserve.models.policy_file import NO_FILE, POLICY_FILE, row_data, save_policies
     from mmserve.models.names import SHIPPED
+    from mmserve.models.policy_file import NO_FILE, POLICY_FILE, row_data, save_policies
     from mmserve.models.registry import model_folder
     from mmserve.observe.machine import describe
     from mmserve.tune.measure import measure

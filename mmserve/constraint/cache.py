@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 
 from mmserve.constraint import wire
+from mmserve.constraint.begun import First
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.grammar import Grammar
 from mmserve.core.constraint import ConstraintSpec
@@ -52,3 +53,27 @@ class Outcomes:
     def used(self) -> int:
         """Bytes taken, counted as the texts' sizes and a constant an entry."""
         return self._used
+
+
+class Firsts:
+    """The first answers of the ``most`` constraints asked for last, by ``key_of``; may be called from any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._entries: OrderedDict[bytes, First] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> First | None:
+        """What was put under ``key`` last, if it is still there."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key)
+
+    def put(self, key: bytes, first: First) -> None:
+        """Keep ``first`` in the place of what was there."""
+        with self._lock:
+            self._entries[key] = first
+            self._entries.move_to_end(key)
+            if len(self._entries) > self._most:
+                self._entries.popitem(last=False)

@@ -16,6 +16,9 @@ from mmserve.constraint import wire
 from mmserve.constraint.limits import IDLE_BYTES, REPLY_BYTES, START_SECONDS
 from mmserve.constraint.vocabulary import Vocabulary
 
+#: A program that compiles and searches nothing.
+PROGRAM = "mmserve.constraint.worker"
+
 
 class Overdue(Exception):
     """No answer any more: the child has ended."""
@@ -26,17 +29,18 @@ class TooLong(Exception):
 
 
 class Child:
-    """``mmserve.constraint.worker`` in a process of its own, of one owner; ``kill`` alone is for any thread.
+    """``program``, a module that runs ``mmserve.constraint.worker.serve``, in a process of its own, of one owner;
+    ``kill`` alone is for any thread.
 
     A question may take it ``seconds`` of processor time. Should its owner be gone, it ends after twice ``patience``
     seconds by the clock at the latest.
     """
 
-    def __init__(self, seconds: float, patience: float) -> None:
+    def __init__(self, seconds: float, patience: float, program: str = PROGRAM) -> None:
         root = str(Path(mmserve.__file__).parents[1])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mmserve.constraint.worker", str(seconds), str(2 * patience), str(IDLE_BYTES)],
+            [sys.executable, "-m", program, str(seconds), str(2 * patience), str(IDLE_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from mmserve.constraint import longest
+from mmserve.constraint import longest, shortest
 from mmserve.constraint.cfg import checked_lark
 from mmserve.constraint.document import read_schema
 from mmserve.constraint.findings import Refused, child
@@ -33,13 +33,14 @@ class Grammar:
 
     ``exact`` is False where finished answers must still be checked against the constraint itself: only in the modes
     ``validate`` (the engine must check) and ``lenient`` (nobody does). ``warnings`` are for the client. ``longest``:
-    no sentence has more bytes; None where no bound is known.
+    no sentence has more bytes; None where no bound is known. ``shortest``: none has fewer.
     """
 
     text: str
     exact: bool
     warnings: tuple[str, ...]
     longest: int | None = None
+    shortest: int = 0
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
@@ -52,10 +53,12 @@ def grammar_of(spec: ConstraintSpec) -> Grammar:
             return _of_schema(text, spec.mode)
         case Regex(pattern):
             expression = _read("regex", pattern)
-            return Grammar(_of_expression(expression), True, (), _bytes(longest.of_pattern(pattern)))
+            most, least = _bytes(longest.of_pattern(pattern)), shortest.of_pattern(pattern)
+            return Grammar(_of_expression(expression), True, (), most, least)
         case Choice(options):
             expression = _alternatives(options)
-            return Grammar(_of_expression(expression), True, (), max(len(option.encode()) for option in options))
+            sizes = [len(option.encode()) for option in options]
+            return Grammar(_of_expression(expression), True, (), max(sizes), min(sizes))
         case Lark(text):
             return Grammar(checked_lark(text), exact=True, warnings=())
         case Gbnf(text):
@@ -80,7 +83,8 @@ def _of_schema(text: str, mode: ConstraintMode) -> Grammar:
     schema = {} if rewritten.schema is True else rewritten.schema
     grammar = {"grammars": [{"json_schema": {**schema, "x-guidance": JSON_LAYOUT}}]}
     most = _bytes(longest.of_schema(rewritten.schema))
-    return Grammar(json.dumps(grammar, ensure_ascii=False), not rewritten.loose, tuple(warnings), most)
+    least = shortest.of_schema(rewritten.schema)
+    return Grammar(json.dumps(grammar, ensure_ascii=False), not rewritten.loose, tuple(warnings), most, least)
 
 
 def _bytes(bound: float) -> int | None:

@@ -21,13 +21,20 @@ SMALLEST = 1e-12  # bounds are written out in digits, never with an exponent
 MAX_MULTIPLE = 10_000  # an automaton has one state a remainder: 10,000 compile in 0.1 s, 100,000 in 2 s
 MAX_SCHEMAS = 50_000  # subschemas after rewriting: cases multiply
 
+QUICK_SECONDS = 0.25  # of processor time, after which a constraint lets those pass that take less
+LARGE_BYTES = 20_000  # of a grammar, from which on it is known to take long: some four microseconds each
 COMPILE_SECONDS = 2.0  # of a child process' processor time: a busy machine refuses nothing that an idle one takes
+SEARCH_SECONDS = 2.0  # of a child process' processor time, for the first answer under a grammar
+KILL_SECONDS = 1.0  # of processor time, after which a search that does not stop by itself is ended with its process
 ANSWER_SECONDS = 60.0  # by the clock, for a child process that stands still
+WAITING = 128  # constraints of one model that wait for a child process or for a lock, each on a thread
 CHILDREN = 2  # processes that compile, side by side; to start one costs about what the slowest constraint may cost
 CHILD_BYTES = 1 << 30  # address space of a child process
 IDLE_BYTES = 64 << 20  # that a child process may have taken beside its vocabulary, and go on
 START_SECONDS = 60.0  # for a child process to start and to read its vocabulary
 CACHE_BYTES = 32 << 20
+CLOSES = 1024  # grammars whose first answers are kept: a few tokens each, at worst some thousands
+FAR_TOKENS = 1000  # that any answer is known to need: where there is less room, none is looked for
 REPLY_BYTES = 8 << 20  # of a grammar as it comes back
 FINDING_CHARS = 1000  # of each text that says what is wrong with a constraint; schemas have names of any length
 

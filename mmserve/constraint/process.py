@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 from mmserve.constraint import wire
-from mmserve.constraint.child import Child, Overdue, TooLong
+from mmserve.constraint.begun import Begun
+from mmserve.constraint.child import PROGRAM, Child, Overdue, TooLong
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.grammar import Grammar, kind_of
-from mmserve.constraint.limits import ANSWER_SECONDS, CHILDREN, REPLY_BYTES
+from mmserve.constraint.limits import ANSWER_SECONDS, CHILDREN, QUICK_SECONDS, REPLY_BYTES
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.errors import Unavailable
@@ -29,8 +31,13 @@ class Compiler:
     no constraint's fault.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seconds: float, patience: float = ANSWER_SECONDS) -> None:
-        self._vocabulary = vocabulary
+    def __init__(
+        self, vocabulary: Vocabulary, seconds: float, patience: float = ANSWER_SECONDS, program: str = PROGRAM
+    ) -> None:
+        self._vocabulary, self._program = vocabulary, program
+        self._slow = threading.BoundedSemaphore(
+            max(1, CHILDREN - 1)
+        )  # of those that take long: a child is left to others
         self._seconds, self._patience = seconds, patience
         self._changed = threading.Condition()  # over the fields below; nobody holds it long
         self._idle: list[Child] = []  # have read the vocabulary, and nobody asks them; the last one is asked next
@@ -41,18 +48,33 @@ class Compiler:
         self._closed = False
 
     def compile(self, spec: ConstraintSpec) -> tuple[Grammar | Refused, bool]:
-        """The grammar of ``spec`` or why there is none, and whether the same would come of it again.
+        """The grammar of ``spec`` or why there is none, and whether the same would come of it again. Raises as
+        ``begin``."""
+        begun = self.begin(spec, None)
+        return begun.outcome, begun.lasting
 
-        Raises ``Unavailable`` where no child can be started, where each is killed from outside or one stands still, or
-        after ``close``.
+    def begin(self, spec: ConstraintSpec, budget: int | None) -> Begun:
+        """The same, and the first answer of at most ``budget`` tokens, if one is asked for.
+
+        What takes longer than most goes on after those that do not. Raises ``Unavailable`` where no child can be
+        started, where each is killed from outside or one stands still, or after ``close``.
         """
+        question = wire.from_spec(spec) | {"budget": budget}
+        reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "grammar": None})
+        if isinstance(reply, dict) and "slow" in reply:
+            with self._slow:
+                reply = self._asked(spec, question | {"quick": None, "grammar": reply["grammar"]})
+        return reply if isinstance(reply, Begun) else wire.to_begun(reply)
+
+    def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | Begun:
+        """What a child answers to ``message`` about ``spec``, or why none does."""
         for _ in range(_ASKED):
             child = self._taken()
             keep = False
             try:
-                reply = child.ask(wire.from_spec(spec), self._patience)
+                reply: dict[str, Any] = child.ask(message, self._patience)
                 keep = not reply["last"]  # else it ends by itself, but maybe not before the next constraint
-                return wire.to_outcome(reply), True
+                return reply
             except TimeoutError as error:
                 why = f"the process that compiles grammars said nothing for {self._patience:g} s"
                 raise Unavailable(f"{why}: it was halted, or gets hardly any processor; try again later") from error
@@ -63,7 +85,7 @@ class Compiler:
                 (self._put_back if keep else self._drop)(child)
             why = self._why(child, ended)
             if why:
-                return Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), False
+                return Begun(Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), lasting=False)
         raise Unavailable(
             "something kills the processes that compile grammars (for want of memory, most likely); try again later"
         )
@@ -161,7 +183,7 @@ class Compiler:
                 self._ended()
                 return None
             try:
-                child = Child(self._seconds, self._patience)
+                child = Child(self._seconds, self._patience, self._program)
             except Exception as error:  # noqa: BLE001 - as above
                 self._ended(error)
                 return None

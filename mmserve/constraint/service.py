@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from mmserve.constraint.cache import Outcomes, key_of
+from mmserve.constraint.begun import First
+from mmserve.constraint.cache import Firsts, Outcomes, key_of
+from mmserve.constraint.child import PROGRAM
 from mmserve.constraint.findings import Refused, as_error
 from mmserve.constraint.grammar import Grammar, kind_of
-from mmserve.constraint.limits import CACHE_BYTES, COMPILE_SECONDS
+from mmserve.constraint.limits import CACHE_BYTES, CLOSES, COMPILE_SECONDS
 from mmserve.constraint.process import Compiler
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec
@@ -15,11 +17,17 @@ class Grammars:
     """Turns constraints into grammars for one vocabulary; may be called from any thread, and blocks it."""
 
     def __init__(
-        self, vocabulary: Vocabulary, *, seconds: float = COMPILE_SECONDS, cache_bytes: int = CACHE_BYTES
+        self,
+        vocabulary: Vocabulary,
+        *,
+        seconds: float = COMPILE_SECONDS,
+        cache_bytes: int = CACHE_BYTES,
+        program: str = PROGRAM,
     ) -> None:
         self._fingerprint = vocabulary.fingerprint()
         self._outcomes = Outcomes(cache_bytes)
-        self._compiler = Compiler(vocabulary, seconds)
+        self._firsts = Firsts(CLOSES)
+        self._compiler = Compiler(vocabulary, seconds, program=program)
         self._compiler.warm()
 
     def grammar(self, spec: ConstraintSpec) -> Grammar:
@@ -35,10 +43,32 @@ class Grammars:
             outcome, lasting = self._compiler.compile(spec)
             if lasting:
                 self._outcomes.put(key, outcome)
-        if isinstance(outcome, Refused):
-            raise as_error(kind_of(spec), outcome.findings)
-        return outcome
+        return _granted(spec, outcome)
+
+    def first(self, spec: ConstraintSpec, budget: int) -> tuple[Grammar, First]:
+        """The grammar of ``spec``, and the shortest answers found under it where there is room for ``budget`` tokens.
+
+        Raises as ``grammar``; ``program`` must be one that looks for answers.
+        """
+        key = key_of(spec, self._fingerprint)
+        outcome, first = self._outcomes.get(key), self._firsts.get(key)
+        if outcome is None or (isinstance(outcome, Grammar) and (first is None or not first.covers(budget))):
+            begun = self._compiler.begin(spec, budget)
+            outcome, first = begun.outcome, begun.first
+            if begun.lasting:
+                self._outcomes.put(key, outcome)
+                if first is not None:
+                    self._firsts.put(key, first)
+        grammar = _granted(spec, outcome)
+        assert first is not None  # every grammar that a child gives comes with one
+        return grammar, first
 
     def close(self) -> None:
         """End the child processes."""
         self._compiler.close()
+
+
+def _granted(spec: ConstraintSpec, outcome: Grammar | Refused) -> Grammar:
+    if isinstance(outcome, Refused):
+        raise as_error(kind_of(spec), outcome.findings)
+    return outcome

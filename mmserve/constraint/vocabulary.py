@@ -12,14 +12,16 @@ _LONGEST = 32  # bytes; much longer ones make llguidance panic while it builds i
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``tokens``: the bytes of each id, empty for ids without text; ``end``: the id that ends an answer."""
+    """``tokens``: the bytes of each id, empty for ids without text; ``end``: the id that ends an answer, and ``ends``
+    all that do, where there are several."""
 
     tokens: tuple[bytes, ...]
     end: int
+    ends: tuple[int, ...] = ()
 
     def fingerprint(self) -> str:
         """A text that two vocabularies share just when they are equal (SHA-256)."""
-        digest = hashlib.sha256(str(self.end).encode())
+        digest = hashlib.sha256(str([self.end, *self.ends]).encode())
         for token in self.tokens:
             digest.update(len(token).to_bytes(4, "big") + token)
         return digest.hexdigest()

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
+from mmserve.constraint.begun import Begun, Close, First
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.limits import FINDING_CHARS
@@ -39,12 +40,18 @@ def unpacked(body: bytes) -> Any:
 
 def from_vocabulary(vocabulary: Vocabulary) -> Any:
     """``vocabulary`` as JSON."""
-    return {"tokens": [token.decode("latin-1") for token in vocabulary.tokens], "end": vocabulary.end}
+    return {
+        "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
+        "end": vocabulary.end,
+        "ends": vocabulary.ends,
+    }
 
 
 def to_vocabulary(message: Any) -> Vocabulary:
     """The vocabulary that ``message`` holds."""
-    return Vocabulary(tuple(token.encode("latin-1") for token in message["tokens"]), message["end"])
+    return Vocabulary(
+        tuple(token.encode("latin-1") for token in message["tokens"]), message["end"], tuple(message["ends"])
+    )
 
 
 def from_spec(spec: ConstraintSpec) -> Any:
@@ -64,14 +71,45 @@ def from_outcome(outcome: Grammar | Refused) -> Any:
         told = [[f.pointer, f.keyword, f.reason] for f in outcome.findings[:MOST_FINDINGS]]
         return {"refused": [[_cut(text) for text in finding] for finding in told]}
     warnings = [_cut(warning) for warning in outcome.warnings[:MOST_FINDINGS]]
-    return {"text": outcome.text, "exact": outcome.exact, "warnings": warnings, "longest": outcome.longest}
+    return {
+        "text": outcome.text,
+        "exact": outcome.exact,
+        "warnings": warnings,
+        "longest": outcome.longest,
+        "shortest": outcome.shortest,
+    }
 
 
 def to_outcome(message: Any) -> Grammar | Refused:
     """The grammar or refusal that ``message`` holds."""
     if "refused" in message:
         return Refused(*(Finding(*finding) for finding in message["refused"]))
-    return Grammar(message["text"], message["exact"], tuple(message["warnings"]), message["longest"])
+    return to_grammar(message)
+
+
+def to_grammar(message: Any) -> Grammar:
+    """The grammar that ``message`` holds."""
+    return Grammar(
+        message["text"], message["exact"], tuple(message["warnings"]), message["longest"], message["shortest"]
+    )
+
+
+def from_first(first: First | None) -> Any:
+    """A first answer as JSON."""
+    if first is None:
+        return None
+    near, patient = (None if close is None else [close.tokens, close.exact] for close in (first.near, first.patient))
+    return [near, patient, first.asked, first.least, first.late]
+
+
+def to_begun(message: Any) -> Begun:
+    """A child's answer: a grammar or refusal, and the first answer."""
+    outcome, found = to_outcome(message), message.get("first")
+    if found is None:
+        return Begun(outcome)
+    near, patient = (None if close is None else Close(tuple(close[0]), close[1]) for close in found[:2])
+    first = First(near, patient, *found[2:])
+    return Begun(outcome, first, lasting=not first.late)
 
 
 def _cut(text: str) -> str:

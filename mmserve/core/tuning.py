@@ -95,12 +95,13 @@ class Tuning:
 def fastest(curve: Sequence[Measured], floor: float) -> Measured | None:
     """The pair of least time whose quality is at least ``floor``; None where no pair's is.
 
-    Times no further apart than ``NOISE`` count as equal: then the pair closest to plain decoding is taken.
+    Times no further apart than ``NOISE`` count as equal: then the pair closest to plain decoding is taken, and of those
+    that are equally close the first of ``curve``, which begins with plain decoding.
     """
     good = [row for row in curve if row.quality >= floor]
     least = min((row.time_ratio for row in good), default=0.0)
     close = [row for row in good if row.time_ratio <= least * (1 + NOISE)]
-    return max(close, key=lambda row: (row.quality, row.agreement, -row.time_ratio), default=None)
+    return max(close, key=lambda row: (row.quality, row.agreement), default=None)
 
 
 def _written(policy: Policy) -> str:

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from mmserve.errors import ConfigError, InvalidArgument
+from mmserve.models.user_text import encoded
 
 IMAGE, VIDEO = "<image>", "<video>"
 #: A message's parts as one ``text.value``: an image becomes ``<image>`` and a line break (LLaVA), a video ``<video>``
@@ -71,18 +72,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], *, special_tokens: bool = False
 ) -> list[int]:
-    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts.
+    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts. No
+    text of it becomes a control token (``models.user_text``).
 
     ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
     transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for its order of
     roles, say.
     """
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return encoded(tokenizer, chat, render, special_tokens=special_tokens)
     except TemplateError as error:
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
-    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-    return list(tokenizer.encode(text, add_special_tokens=special_tokens and not begun))
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:

@@ -52,19 +52,27 @@ def test_the_demo_asks_and_judges() -> None:
         "total_ms": float,
         "forwards": int,
         "tokens": int,
+        "plain_ms": float,
+        "plain_forwards": int,
+        "plain_correct": bool,
+        "same": bool,
     }
     for item in report["items"]:
         assert {name: type(item[name]) for name in kinds} == kinds
         assert item["forwards"] >= 1 and 0 < item["ttft_ms"] <= item["total_ms"] and not item["error"]
+        assert item["plain_forwards"] > item["forwards"], "the default is the fast path"
     assert report["accuracy"] == sum(i["correct"] for i in report["items"]) / 5
+    assert report["plain_forwards"] == sum(i["plain_forwards"] for i in report["items"])
+    assert report["plain_ms"] == pytest.approx(sum(i["plain_ms"] for i in report["items"]), abs=0.5)
     assert report["machine"]["cores"] >= 1
 
 
 def test_the_demo_talks_to_people_and_saves_its_scenes(server: Running, tmp_path: Path) -> None:
-    done = command("demo", "--items", "2", "--server", server.address, "--save", str(tmp_path / "new" / "scenes"))
+    done = command("demo", "--items", "5", "--server", server.address, "--save", str(tmp_path / "new" / "scenes"))
     assert done.returncode == 0, done.stderr
-    assert "of 2 right." in done.stdout and "forward passes" in done.stdout and "▒" in done.stdout
-    assert len(list((tmp_path / "new" / "scenes").glob("*.png"))) == 2
+    assert "of 5 right." in done.stdout and "plain decoding:" in done.stdout and "times as fast" in done.stdout
+    assert "forward passes" in done.stdout and "▒" in done.stdout
+    assert len(list((tmp_path / "new" / "scenes").glob("*.png"))) == 5
 
 
 def test_generate_answers_about_an_image(server: Running, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ STAGES = (
     Stage.ENCODING,
     Stage.QUEUED,
 )
+#: One token a step: a request is to stand still between two steps.
+STEP_BY_STEP: dict[str, Any] = {"quality": "exact"}
 ONE_BY_ONE = {"encode_batch": 1, "prefill_tokens": 1, "decode_tokens": 1}
 
 
@@ -54,7 +56,7 @@ class Caller:
         self.done: Future[None] = server.start(self._run, prompt, options)
 
     def _run(self, prompt: str, options: dict[str, Any]) -> None:
-        for event in self.client.stream(prompt, **{"max_new_tokens": 8, "snapshots": True, **options}):
+        for event in self.client.stream(prompt, **{"max_new_tokens": 8, "snapshots": True, **STEP_BY_STEP, **options}):
             self.events.append(event)
 
 

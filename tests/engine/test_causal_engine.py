@@ -270,7 +270,7 @@ def test_the_engine_tells_what_a_causal_model_can_do(bench: Make, causal: Loaded
     assert (info.diffusion, info.block_length, info.recompute_policy) == (False, 1, "last")
     assert info.recompute_policies == ("last", "none")
     assert (info.architecture, info.images, info.visual_tokens_per_image) == ("llava_llama", True, 16)
-    assert (other.diffusion, other.block_length, other.recompute_policy) == (True, 8, "none")
+    assert (other.diffusion, other.block_length, other.recompute_policy) == (True, 8, "dual")
     cached = ("prefix", "dual", "dkv_decode", "dkv_greedy", "free_cache", "adaptive")
     assert other.recompute_policies == ("none", *cached)
     assert info.commit_policies == ("low_confidence", "threshold", "ngram")

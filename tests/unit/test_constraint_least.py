@@ -16,7 +16,7 @@ from mmserve.bench.search import made_up
 from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
-from mmserve.decode.constrained.closes import Closes
+from mmserve.decode.constraint.first import look
 from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
 from mmserve.decode.paths import least, shorter
 from mmserve.decode.paths.completion import Work, completes
@@ -136,7 +136,7 @@ def least_of(schema: dict[str, object], vocabulary: Vocabulary) -> int:
     """Tokens of the shortest answer found, which is checked."""
     lexicon = Lexicon.of(vocabulary.token_bytes)
     text = grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text
-    close = Closes(lexicon).of(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), 1 << 20)
+    close = look(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), lexicon, 1 << 20).close(1 << 20)
     assert close is not None and jsonschema_rs.is_valid(schema, json.loads(lexicon.text(close.tokens)))
     return len(close.tokens)
 
@@ -204,7 +204,7 @@ def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPat
         return shorter.improve(*args, **options)
 
     monkeypatch.setattr(least, "improve", improve)
-    close = Closes(Lexicon.of(BYTES.token_bytes)).of(Grammar("start: /[a-d]{60}/", BYTES), 8)
+    close = look(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).close(8)
     assert close is not None and len(close.tokens) == 60
     assert len(searches) == 1, "the search by bytes is done once, and its result kept for the exact one"
 
@@ -232,7 +232,7 @@ def test_the_work_of_a_long_answer_is_bounded(pattern: str, monkeypatch: pytest.
     monkeypatch.setattr(GrammarMatcher, "consume", counted_consume)
     monkeypatch.setattr(GrammarMatcher, "fork", counted_fork)
     grammar = Grammar(f"start: /{pattern}/", BYTES)
-    close = Closes(Lexicon.of(BYTES.token_bytes)).of(grammar, 8)
+    close = look(grammar, Lexicon.of(BYTES.token_bytes), 8).close(8)
     assert close is not None and completes(grammar.start(), close.tokens)
     assert work["reads"] < 1.5 * Work(places=0).reads < 10_000_000
     assert work["forks"] < 50_000

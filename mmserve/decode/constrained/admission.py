@@ -18,23 +18,23 @@ from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
 from mmserve.constraint.judging import Judge, judge_of
-from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.limits import LARGE_BYTES, PARSER_LIMITS
 from mmserve.constraint.scaffold import Part, scaffold
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import Vocabulary as Proved
 from mmserve.core.constraint import Choice, ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
 from mmserve.core.request import Request
 from mmserve.decode.constrained.allot import allotted
-from mmserve.decode.constrained.closes import Closes
 from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.filling import Filling, Layout, laid_out
 from mmserve.decode.constrained.futures import Place
 from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constrained.state import Constrained, Split
 from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
+from mmserve.decode.constraint import first
 from mmserve.decode.constraint.concatenation import Concatenation
 from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, Witness, begun
+from mmserve.decode.constraint.witness import Infeasible, Witness, begun, fitting
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary, spell
 from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
@@ -109,19 +109,21 @@ class _Language:
 
     vocabulary: Vocabulary
     lexicon: Lexicon
-    closes: Closes
     places: SharedPlaces
     grammars: Grammars
     tokenizer: Tokenizer
+    large: threading.Lock  # held while a large grammar is compiled: others are to have a processor meanwhile
     ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
 
     def opened(self, spec: ConstraintSpec, budget: int, field: str) -> Opened:
         """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
-        grammar = self.grammars.grammar(spec)
+        grammar, found = self.grammars.first(spec, budget)
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
-            compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
-            witness = begun(compiled, budget, self.closes.of(compiled, budget), self.places.of(compiled))
+            close = fitting(found, budget)
+            with self.large if len(grammar.text) > LARGE_BYTES else contextlib.nullcontext():
+                compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
+                witness = begun(compiled, budget, close, self.places.of(compiled))
         return Opened(compiled, witness, grammar.warnings, judge, grammar.longest)
 
     def filled(self, hole: Hole) -> Opened:
@@ -147,6 +149,7 @@ def failures(why: str, field: str) -> Iterator[None]:
         if error.needed is None:
             raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
         known = "the shortest answer" if error.exact else "the shortest answer found"
+        known = "any answer" if error.hopeless else known
         raise InvalidArgument.of(field, f"must be {why.format(error.needed, known)}") from error
     except (KeyboardInterrupt, SystemExit, MMServeError):
         raise
@@ -284,8 +287,10 @@ def _language(model: Model) -> _Language:
     banned = {*spec.banned_ids, spec.mask_id}
     generated = [b"" if i in banned else text for i, text in enumerate(spelled[:size])]
     vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
-    proved = Proved(vocabulary.token_bytes, min(spec.end_ids))
+    proved = Proved(vocabulary.token_bytes, min(spec.end_ids), tuple(sorted(spec.end_ids)))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding
     lexicon = Lexicon.of(vocabulary.token_bytes)
-    return _Language(vocabulary, lexicon, Closes(lexicon), SharedPlaces(lexicon), Grammars(proved), tokenizer, ends)
+    grammars = Grammars(proved, program=first.__name__)
+    places = SharedPlaces(lexicon)
+    return _Language(vocabulary, lexicon, places, grammars, tokenizer, threading.Lock(), ends)

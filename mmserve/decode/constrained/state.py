@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,8 +32,11 @@ logger = logging.getLogger("mmserve.decode")
 
 #: Positions of a canvas that one search goes through: the bound on its work that no clock has a part in.
 HORIZON = 256
-#: Seconds after which a search is given up all the same: a result should not depend on the clock.
-SECONDS = 2.0
+#: Seconds of processor time after which a search is given up all the same: a result should not depend on them. Nearly
+#: all take less than a hundredth, and all other requests wait meanwhile.
+SECONDS = 0.25
+#: Searches of a request that were given up, after which there are no more: the witness is its answer.
+PATIENCE = 4
 
 A = TypeVar("A")
 
@@ -54,6 +58,7 @@ class Constrained:
     forced: bool = False  # whether the draft is what must stand there anyway
     asked: int = -1  # the latest frontier from which ``decided`` looked for the end
     broken: bool = False  # the parser failed: it is not asked any more
+    late: int = 0  # searches given up for their time
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # of a template's answer into what fills its holes
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
@@ -157,12 +162,19 @@ class Constrained:
 
         ``known``: int64 ``[N]``, the answer's committed tokens, -1 where open.
         """
+        if self.late >= PATIENCE:
+            self.meter.searched(Outcome.LATE)
+            return
         before = self.witness
         end = min(end, before.known + HORIZON)
         kept = (before, Outcome.KEPT)
         self.witness, outcome = self._guarded(
-            lambda: improve(before, known, top, end, self.lexicon, places=self.places, seconds=SECONDS), kept
+            lambda: improve(
+                before, known, top, end, self.lexicon, places=self.places, seconds=SECONDS, clock=time.thread_time
+            ),
+            kept,
         )
+        self.late += outcome is Outcome.LATE
         self.meter.searched(outcome)
 
     def follow(self, known: np.ndarray) -> None:

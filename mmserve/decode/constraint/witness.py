@@ -13,12 +13,13 @@ from enum import Enum
 
 import numpy as np
 
+from mmserve.constraint.begun import Close, First
 from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Constraint, Matcher
 from mmserve.decode.paths.closing import Closing
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import UNASKED, TopK, lay_out
-from mmserve.decode.paths.least import Close, Effort, shortest_close
+from mmserve.decode.paths.least import Effort, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.places import Places, Spent
 from mmserve.decode.paths.room import SPARE, OutOfTime, look_ahead
@@ -31,12 +32,13 @@ _REMEMBERED = 8
 class Infeasible(ValueError):
     """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none).
 
-    ``exact``: whether fewer are known to be too few.
+    ``exact``: whether fewer are known to be too few. ``hopeless``: fewer are too few, and maybe these, too: so far from
+    the budget no answer was looked for.
     """
 
-    def __init__(self, needed: int | None, *, exact: bool = False) -> None:
+    def __init__(self, needed: int | None, *, exact: bool = False, hopeless: bool = False) -> None:
         super().__init__("no answer was found" if needed is None else f"at least {needed} tokens are needed")
-        self.needed, self.exact = needed, exact
+        self.needed, self.exact, self.hopeless = needed, exact, hopeless
 
 
 class Outcome(Enum):
@@ -84,6 +86,16 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
     """
     close = shortest_close(constraint.start(), lexicon, effort, kinds=constraint.kinds, room=budget)
     return begun(constraint, budget, close)
+
+
+def fitting(first: First, budget: int) -> Close | None:
+    """The shortest answer found, if any. Raises ``Infeasible`` where none of ``budget`` tokens can be."""
+    if first.hopeless(budget):
+        raise Infeasible(first.least, hopeless=True)
+    close = first.close(budget)
+    if close is not None and len(close.tokens) > budget:
+        raise Infeasible(len(close.tokens), exact=close.exact)
+    return close
 
 
 def begun(constraint: Constraint, budget: int, close: Close | None, places: Places | None = None) -> Witness:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mmserve.constraint.begun import Close
 from mmserve.constraint.likeness import Kinds, Texts
 from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.paths.completion import Walk, Work, after, cheapest, completes, walk
@@ -30,14 +31,6 @@ class Effort:
     places: int = 4000  # of a search, the same
     alternatives: int = 12
     similar: int = 3
-
-
-@dataclass(frozen=True)
-class Close:
-    """A completion: its tokens (no end token), and whether it is known that no shorter one exists."""
-
-    tokens: tuple[int, ...]
-    exact: bool
 
 
 def shortest_close(

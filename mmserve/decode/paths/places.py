@@ -20,12 +20,15 @@ from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import LONGEST
+from mmserve.settle import resident
 
 #: Bytes that may be kept from one search to the next.
 LIMIT = 16 << 20
 #: Bytes of a place, of a byte of text in front of it (a parser keeps what it has read, up to 190 bytes for each), and
 #: of a way that was asked for, with what the parser's lexer has learned on it. Measured, and rounded up.
 _PLACE, _BYTE, _WAY = 8_000, 200, 500
+#: Bytes that a process grows by in a search, from which on they are taken for the search's own.
+_NOTICED = 1 << 20
 #: A matcher is put in another's place where it has read so much less: to fork it takes time for all that it has read.
 _DEEPER = 500
 #: Places gone on from in search of an end that a walk of the parser did not find.
@@ -84,12 +87,13 @@ class Places:
         self.lexicon, self._make, self._parser = lexicon, kinds, parser
         self._start: Matcher | None = None  # of that parser, and a token that may follow there
         self._follows: list[int] = []
-        self._limited = False
+        self._limited, self._learned = False, 0
         self._forget()
 
     def _forget(self) -> None:
-        if self._limited:
+        if self._limited or self._learned > LIMIT // 2:
             self._start = None
+        self._learned = 0  # bytes that the process has grown by in searches, beside what places count for
         self._kinds, self._places = self._make(), dict[Hashable, Place]()
         self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
         self._limited = False
@@ -119,6 +123,7 @@ class Places:
         if not self._lock.acquire(blocking=False):
             yield Places(self.lexicon, self._make)
             return
+        size, before = self.size, resident()
         try:
             yield self
             self._limited |= self.spent
@@ -126,6 +131,10 @@ class Places:
             self._limited = True
             raise
         finally:
+            learned = resident() - before - max(0, self.size - size)
+            learned = learned if learned > _NOTICED else 0
+            self._learned += learned  # by the parsers' lexers, mostly, which no one else can tell
+            self.size += learned
             if self._limited or self.size > LIMIT:
                 self._forget()
             self._lock.release()

@@ -175,8 +175,12 @@ def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, places
     """
     deadline = time.perf_counter() + _SECONDS
     with places.lent() as mine, contextlib.suppress(OutOfTime, Spent):
-        if mine is places and mine.known and not mine.ahead:
-            mine.ahead = True
+        if mine is not places or mine.ahead:
+            return
+        mine.ahead = True
+        if not mine.known:
+            mine.own(())  # compiled here, and not in some request's step
+        else:
             root = mine.behind(b"", lambda: mine.own(()) or constraint.start(), follows)
             Room(root, size, mine, lambda: time.perf_counter() < deadline)
 

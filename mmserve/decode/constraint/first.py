@@ -1,0 +1,65 @@
+"""The child process that also looks for the first answer under a grammar: ``constraint.worker`` with a search.
+
+Run as ``python -m mmserve.decode.constraint.first``; imports no torch. The parser's limits bound each step that native
+code takes, the worker's timers all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llguidance import LLParserLimits
+
+from mmserve.constraint.begun import First
+from mmserve.constraint.grammar import Grammar
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.vocabulary import Vocabulary
+from mmserve.constraint.worker import serve
+from mmserve.decode.constraint import matcher
+from mmserve.decode.paths.least import shortest_close
+from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.vocabulary import Vocabulary as Tokens
+
+#: More tokens than any budget has.
+_ENDLESS = 1 << 30
+
+
+class Searching:
+    """Looks for first answers over one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokens = Tokens.spelled(vocabulary.tokens, vocabulary.ends or (vocabulary.end,))
+        self._lexicon = Lexicon.of(self._tokens.token_bytes)
+        self.trie = self._tokens.trie
+        self.longest = max(map(len, self._tokens.token_bytes), default=1)
+
+    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[First], None]) -> None:
+        """As ``constraint.worker.Program``: the same for the same grammar and budget."""
+        limits = LLParserLimits(**PARSER_LIMITS)
+        compiled = matcher.Grammar(grammar.text, self._tokens, limits)
+        closes(look(compiled, self._lexicon, budget, least, closes))
+
+
+def look(
+    grammar: matcher.Grammar,
+    lexicon: Lexicon,
+    budget: int,
+    least: int = 0,
+    closes: Callable[[First], None] = lambda first: None,
+) -> First:
+    """The shortest answers found under ``grammar``: by a long search only where ``budget`` asks for it.
+
+    ``closes`` is told what is known before that.
+    """
+    near = shortest_close(grammar.start(), lexicon, kinds=grammar.kinds, room=_ENDLESS)
+    found = First(near, least=least)
+    if found.covers(budget) and near is not None:
+        return found
+    closes(found)
+    bound = None if near is None else near.tokens
+    patient = shortest_close(grammar.apart().start(), lexicon, kinds=grammar.kinds, room=0, bound=bound, searched=True)
+    return First(near, patient, asked=True, least=least)
+
+
+if __name__ == "__main__":
+    serve(Searching)

@@ -1,0 +1,146 @@
+"""Prompts in which the text of a request is only text: no control token comes of it, whatever it spells.
+
+Of texts that spell no control token nothing is done. Others are rendered with a mark inside of each such spelling, so
+that those which the chat template wrote itself can be told from them; these are then replaced by names that nobody can
+guess, and a copy of the tokenizer that knows control tokens by these names alone encodes the whole. It splits all other
+text as the tokenizer does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+#: Names of control tokens where a tokenizer does not call them special.
+_CONTROL = re.compile(r"<\|.+\|>")
+#: Private characters, of which one that a chat does not have is its mark.
+_MARKS = range(0x100000, 0x10FFFE)
+
+Chat = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Control:
+    """The control tokens of one tokenizer; ``aliased`` is made once it is needed."""
+
+    ids: dict[str, int]  # by what they are written as
+    written: re.Pattern[str]  # any of them, the longest first
+    nonce: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> _Control:
+        added = tokenizer.added_tokens_decoder.items()
+        ids = {t.content: i for i, t in added if t.content.strip() and (t.special or _CONTROL.fullmatch(t.content))}
+        longest = sorted(ids, key=len, reverse=True)
+        # without any, an expression that matches nothing
+        return cls(ids, re.compile("|".join(map(re.escape, longest)) or r"(?!)"), secrets.token_hex(8))
+
+    def alias(self, token: str) -> str:
+        """The name of a control token in the copy."""
+        return f"\U0010fffc{self.nonce}.{self.ids[token]}\U0010fffd"
+
+    def aliased(self, tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+        """The copy of ``tokenizer`` that knows control tokens by their aliases."""
+        plain: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+        for token in plain["added_tokens"]:
+            if token["content"] in self.ids:
+                token["content"] = self.alias(token["content"])
+        model = plain["model"]
+        if isinstance(model.get("vocab"), dict):  # which must have a token for the id of each added one
+            renamed = {self.alias(t) if t in self.ids else t: i for t, i in model["vocab"].items()}
+            model["vocab"] = renamed
+            if model.get("unk_token") in self.ids:
+                model["unk_token"] = self.alias(model["unk_token"])
+        elif isinstance(model.get("vocab"), list):
+            model["vocab"] = [[self.alias(t) if t in self.ids else t, score] for t, score in model["vocab"]]
+        copy = Tokenizer.from_str(json.dumps(plain))
+        copy.no_truncation()
+        copy.no_padding()
+        return copy
+
+
+_controls: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, _Control]] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[PreTrainedTokenizerBase, Tokenizer] = WeakKeyDictionary()
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, render: Callable[[Chat], str], *, special_tokens: bool
+) -> list[int]:
+    """Ids of ``chat`` as ``render`` writes it, in which no text of the chat becomes a control token.
+
+    ``special_tokens``: as of ``chat.prompt_ids``.
+    """
+    control = _control_of(tokenizer)
+    if not any(control.written.search("".join(texts)) for texts in _texts(chat)):
+        text = render(chat)
+        return list(tokenizer.encode(text, add_special_tokens=special_tokens and not _begun(tokenizer, text)))
+    mark = _mark(chat)
+    text = render([_marked(message, control.written, mark) for message in chat])
+    begun = _begun(tokenizer, text)
+    named = control.written.sub(lambda found: control.alias(found[0]), text).replace(mark, "")
+    ids: list[int] = _copy(tokenizer, control).encode(named, add_special_tokens=special_tokens and not begun).ids
+    return ids
+
+
+def _begun(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+
+
+def _control_of(tokenizer: PreTrainedTokenizerBase) -> _Control:
+    size, known = _controls.get(tokenizer, (-1, None))
+    if known is None or size != len(tokenizer):  # tokens may be added after the first use
+        size, known = len(tokenizer), _Control.of(tokenizer)
+        _controls[tokenizer] = size, known
+        _copies.pop(tokenizer, None)
+    return known
+
+
+def _copy(tokenizer: PreTrainedTokenizerBase, control: _Control) -> Tokenizer:
+    if tokenizer not in _copies:
+        _copies[tokenizer] = control.aliased(tokenizer)
+    return _copies[tokenizer]
+
+
+def _texts(chat: Chat) -> Iterator[list[str]]:
+    """The texts of each message: those side by side may spell a token together."""
+    for message in chat:
+        content = message["content"]
+        yield [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _mark(chat: Chat) -> str:
+    """A character that no text of ``chat`` has."""
+    held = {char for texts in _texts(chat) for text in texts for char in text}
+    return next(chr(code) for code in _MARKS if chr(code) not in held)
+
+
+def _marked(message: dict[str, Any], written: re.Pattern[str], mark: str) -> dict[str, Any]:
+    """``message`` with a mark inside of whatever spells a control token, and between texts. None is at an end of the
+    message's text, where templates trim spaces."""
+
+    def within(text: str) -> str:
+        return written.sub(lambda found: found[0][:1] + mark + mark.join(found[0][1:]), text)
+
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": within(content)}
+    parts, before = [], False
+    for part in content:
+        if part["type"] != "text":
+            parts.append(part)
+            continue
+        text = within(part["text"])
+        if before:
+            bare = text.lstrip()
+            text = text[: len(text) - len(bare)] + (mark + bare if bare else "")
+        before = True
+        parts.append({**part, "text": text})
+    return {**message, "content": parts}

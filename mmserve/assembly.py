@@ -24,15 +24,15 @@ from mmserve.rpc.server import Server
 logger = logging.getLogger("mmserve")
 
 
-def load_engines(config: Config) -> Iterator[Engine]:
+def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[Engine]:
     """Load one model after another; each comes with its engine, not yet started.
 
-    Raises ``ConfigError`` where a checkpoint is wrong.
+    ``cache``: that of engines loaded before, of the same server. Raises ``ConfigError`` where a checkpoint is wrong.
     """
     engine_config = resolve(config.engine)
     schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(engine_config.torch_threads)
-    cache, decoders = EncoderCache.of(config.encoder_cache), DecodePool(config.media)
+    cache, decoders = cache or EncoderCache.of(config.encoder_cache), DecodePool(config.media)
     for entry in config.models:
         model = load_model(entry)
         logger.info(

@@ -12,6 +12,7 @@ from typing import Any
 from mmserve.config import Config, ModelConfig, ServerConfig, from_mapping
 from mmserve.errors import ConfigError
 from mmserve.models.names import HUB, served_name, served_names
+from mmserve.tenants import accepted_tokens
 
 #: What a handshake of two contexts within this process reports of a certificate that is out of date (OpenSSL).
 _OUT_OF_DATE = {9: "is not valid yet", 10: "has expired"}
@@ -40,6 +41,8 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
     except ConfigError:  # reported above, and not one key's fault
         return
     yield from _findings("names of models", lambda: served_names(config.models))
+    if config.tenants:
+        yield from _findings("tenants", lambda: accepted_tokens(config.tenants, config.server.auth_tokens))
     yield from _server(config.server)
     for model in config.models:
         yield from _model(model, config)

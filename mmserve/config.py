@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.errors import ConfigError
+from mmserve.tenants import TenantConfig, check_tenants, is_loopback, is_token
 
 #: The path that names the diffusion model shipped with the package.
 BUNDLED = "bundled"
@@ -43,7 +44,8 @@ class ServerConfig:
     tls_certificate: str = ""  # PEM file; set with tls_key to serve TLS
     tls_key: str = ""
     tls_client_ca: str = ""  # PEM file; set to require client certificates (mTLS)
-    auth_tokens: tuple[str, ...] = ()  # accepted bearer tokens; empty = no authentication
+    auth_tokens: tuple[str, ...] = field(default=(), repr=False)  # bearer tokens, each a tenant without limits
+    allow_plaintext_tokens: bool = False  # tokens without TLS on a host that other machines reach
     drain_seconds: float = 30.0  # how long running requests may go on after SIGTERM
     keepalive_seconds: float = 30.0
     metrics_port: int = 0  # Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none
@@ -146,6 +148,7 @@ class Config:
     encoder_cache: EncoderCacheConfig = field(default_factory=EncoderCacheConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     schedulers: tuple[SchedulerConfig, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
 
 
 def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
@@ -187,7 +190,7 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
         "media": MediaConfig,
         "encoder_cache": EncoderCacheConfig,
     }
-    tables = [*known, "models", "schedulers"]
+    tables = [*known, "models", "schedulers", "tenants"]
     if unknown := set(data) - set(tables):
         raise ConfigError(f"{source}: unknown table {sorted(unknown)[0]!r}; known are {tables}")
     parts: dict[str, Any] = {
@@ -201,6 +204,8 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
         )
     if "schedulers" in data:
         parts["schedulers"] = _schedulers(data["schedulers"], source)
+    if "tenants" in data:
+        parts["tenants"] = _tenants(data["tenants"], source)
     config = Config(**parts)
     _check(config, source)
     return config
@@ -222,8 +227,23 @@ def _schedulers(data: Any, source: str) -> tuple[SchedulerConfig, ...]:
     return tuple(found)
 
 
+def _tenants(data: Any, source: str) -> tuple[TenantConfig, ...]:
+    """Values are not repeated in errors: somebody may have written a token there."""
+    if not isinstance(data, list) or not all(isinstance(entry, Mapping) for entry in data):
+        raise ConfigError(f"{source}: tenants must be tables, each under [[tenants]]")
+    for index, entry in enumerate(data):
+        if "token" in entry:
+            raise ConfigError(
+                f"{source}: [[tenants]] {index} has no key 'token': put the token into a file and name that as "
+                "token_file, or into an environment variable and name that as token_env"
+            )
+    return tuple(_section(TenantConfig, entry, f"{source}: [[tenants]] {index}") for index, entry in enumerate(data))
+
+
 #: What a value of each type is called.
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", tuple: "a list of strings"}
+#: Keys whose values no error repeats.
+_SECRET = frozenset({"auth_tokens", "token_file", "token_env"})
 
 
 def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -241,7 +261,8 @@ def _section(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
             value = float(value)
         entries: tuple[Any, ...] = value if wanted is tuple and type(value) is tuple else ()
         if type(value) is not wanted or not all(isinstance(entry, str) for entry in entries):
-            raise ConfigError(f"{where} {key} must be {_KINDS[wanted]}, not {value!r}")
+            given = type(value).__name__ if key in _SECRET else repr(value)
+            raise ConfigError(f"{where} {key} must be {_KINDS[wanted]}, not {given}")
         checked[key] = value
     return kind(**checked)
 
@@ -344,7 +365,7 @@ def _check_server(server: ServerConfig, where: str) -> None:
             raise ConfigError(f"{where} {key} must not be empty: {which}")
     if server.metrics_port and server.metrics_port == server.port:
         raise ConfigError(f"{where} metrics_port must be another than port: they speak different protocols")
-    if not all(token and token.isascii() and token.isprintable() for token in server.auth_tokens):
+    if not all(map(is_token, server.auth_tokens)):
         raise ConfigError(f"{where} auth_tokens must be printable ASCII, and none of them empty")
     if bool(server.tls_certificate) != bool(server.tls_key):
         raise ConfigError(f"{where} tls_certificate and tls_key go together")
@@ -352,9 +373,21 @@ def _check_server(server: ServerConfig, where: str) -> None:
         raise ConfigError(f"{where} tls_client_ca needs tls_certificate and tls_key")
 
 
+def _check_plaintext(config: Config, where: str) -> None:
+    server = config.server
+    guarded = config.tenants or server.auth_tokens
+    if guarded and not server.tls_key and not is_loopback(server.host) and not server.allow_plaintext_tokens:
+        raise ConfigError(
+            f"{where} tokens would travel in plaintext: set tls_certificate and tls_key, listen on '127.0.0.1', or set "
+            "allow_plaintext_tokens = true where something in front of the server encrypts"
+        )
+
+
 def _check(config: Config, source: str) -> None:
     _check_numbers(config, source)
     _check_server(config.server, f"{source}: [server]")
+    check_tenants(config.tenants, source)
+    _check_plaintext(config, f"{source}: [server]")
     if config.engine.stages not in ("threads", "inline"):
         raise ConfigError(f"{source}: [engine] stages must be 'threads' or 'inline', not {config.engine.stages!r}")
     if config.engine.cuda_graphs not in ("auto", "off"):

@@ -19,10 +19,11 @@ from typing import Any
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.events import Admitted, Delta, Failed
 from mmserve.core.info import ModelInfo
-from mmserve.core.plan import Budgets
+from mmserve.core.plan import Budgets, Served
 from mmserve.core.request import TERMINAL, Request, RequestId, Stage, advance
 from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
+from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
@@ -41,6 +42,7 @@ from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
 from mmserve.record import WORKERS, Record, Sink, open_call
 from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
+from mmserve.schedule.fair import guaranteed
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import Stages
 from mmserve.worker import InlineWorker, ThreadWorker, Worker
@@ -88,6 +90,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._admission = threading.Lock()
         self._queued = 0
+        self._waiting: Counter[Tenant] = Counter()  # samples among those queued, by whose they are
         self._queued_work = 0  # tokens that those who wait ask for
         self._ended_work = 0  # the same of those that ended since the last look
         self._measured = Measured()
@@ -98,6 +101,7 @@ class Engine:
         self._idle.set()
         self._workers: dict[str, Worker] = {}
         self._busy: Counter[str] = Counter()  # jobs under way
+        self._served: Mapping[str, Served] = {}  # by each stage's queue
         self._steps = 0
         self._seconds = 0.5  # running mean of a request's service time
         self._stopping = False
@@ -133,7 +137,7 @@ class Engine:
         with self._admission:
             if self._refusal:
                 raise Unavailable(self._refusal)
-            if self._queued + wanted > self.config.max_queued:
+            if self._queued + wanted > self.config.max_queued and not self._is_owed(request.tenant, wanted):
                 raise ResourceExhausted(
                     f"{self._queued} requests wait already, and max_queued allows {self.config.max_queued} with the "
                     f"{wanted} asked for; try again later",
@@ -143,6 +147,7 @@ class Engine:
             record = open_call(request, sink, time.monotonic())
             ahead = self._queued
             self._queued += wanted
+            self._waiting[request.tenant] += wanted
             self._queued_work += record.work
             self._admitted += wanted
             self._idle.clear()
@@ -151,6 +156,19 @@ class Engine:
             # for whatever happens to a queued request first takes it out of the queue, under this lock.
             self._inbox.put(lambda: self._records.__setitem__(request.id, record))
             sink(Admitted(ahead))
+
+    def _is_owed(self, tenant: Tenant, wanted: int) -> bool:
+        """Whether a full queue still takes ``wanted`` samples of ``tenant``: others cannot fill its part. Locked."""
+        return self._own(tenant) + wanted <= guaranteed(self.config.max_queued, tenant, self._waiting)
+
+    def _work_ahead(self, tenant: Tenant) -> float:
+        """About how much waiting work is served before a new request of ``tenant``: of others, as much as its share
+        allows them meanwhile. Locked."""
+        places = guaranteed(max(1, self._queued), tenant, self._waiting)
+        return self._queued_work * min(1.0, self._own(tenant) / places)
+
+    def _own(self, tenant: Tenant) -> int:
+        return sum(count for other, count in self._waiting.items() if other.name == tenant.name)
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
@@ -220,8 +238,10 @@ class Engine:
         )
         self._ended_work = 0
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
-        entries = [r.entry(self.config.page_size, self.info.frames_per_video) for r in records if not r.waits]
+        size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
+        entries = [r.entry(size, frames, now) for r in records if not r.waits]
         plan = schedule(entries, self._budgets())
+        self._served = plan.served
         for request in plan.constrain:  # a job each: none waits for another's grammar
             self._run("constrain", (request,), self._constrain)
         for request in plan.load:  # the same
@@ -274,6 +294,7 @@ class Engine:
             decode_tokens=c.decode_tokens,
             constrain=WORKERS["constrain"] - self._busy["constrain"],
             load=WORKERS["load"] - self._busy["load"],
+            served=self._served,
         )
 
     def _run(
@@ -413,6 +434,8 @@ class Engine:
         if record.stage is Stage.QUEUED:
             with self._admission:
                 self._queued -= record.samples
+                self._waiting[record.request.tenant] -= record.samples
+                self._waiting = +self._waiting  # only tenants that wait
                 self._queued_work -= record.work
         record.stage = advance(record.stage, stage)
 
@@ -432,7 +455,7 @@ class Engine:
 
     def _shed_by_wait(self, request: Request) -> None:
         """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
-        wait = expected_wait(self._measured, self._queued_work)
+        wait = expected_wait(self._measured, self._work_ahead(request.tenant))
         left = None if request.deadline is None else request.deadline - time.monotonic()
         later = retry_after(wait, self.config.max_wait_seconds, left)
         if later is not None:

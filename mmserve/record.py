@@ -14,6 +14,7 @@ from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
 from mmserve.core.samples import samples
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
+from mmserve.schedule.fair import aged
 from mmserve.stages import Answer
 
 Sink = Callable[[Event], None]
@@ -80,8 +81,8 @@ class Record:
         """Positions of prompt and answer; the prompt's are known once encoded."""
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
 
-    def entry(self, page_size: int, frames_per_video: int) -> Entry:
-        """What the scheduler sees; a video counts as its frames."""
+    def entry(self, page_size: int, frames_per_video: int, now: float) -> Entry:
+        """What the scheduler sees; a video counts as its frames. ``now`` is on the monotonic clock (seconds)."""
         parts = [part for message in self.request.messages for part in message.parts]
         images = sum(isinstance(part, ImagePart) for part in parts)
         images += frames_per_video * sum(isinstance(part, VideoPart) for part in parts)
@@ -95,6 +96,9 @@ class Record:
             self.last_step,
             self.prefilled,
             self.request.constraint is not None,
+            self.request.tenant.name,
+            self.request.tenant.share,
+            aged(self.request.tenant.priority, now - self.call.arrived),
         )
 
     def split(self) -> list[Record]:

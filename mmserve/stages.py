@@ -263,7 +263,9 @@ class Stages:
         check()
         whole = loaded if len(loaded) == len(batch) else None
         return [
-            replace(one, span_keys=self.decoder.blender.keys(one)) if reused(reuse_of(request), one) else one
+            replace(one, span_keys=self.decoder.blender.keys(one, request.tenant.cache))
+            if reused(reuse_of(request), one)
+            else one
             for request, one in zip(batch, self.encoder.encode(batch, whole, check), strict=True)
         ]
 
@@ -274,7 +276,7 @@ class Stages:
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
-        keys = self._keys(encoded) if shares else ()
+        keys = self._keys(encoded, request.tenant.cache) if shares else ()
         taken = reused(reuse_of(request), encoded)
         if taken:  # what stands behind an image that was not run is of this request alone
             keys = keys[: encoded.spans[0].start // self.store.page_size]
@@ -287,7 +289,7 @@ class Stages:
         usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
         return EncodedPrompt(usage, keys)
 
-    def _keys(self, encoded: Encoded) -> tuple[bytes, ...]:
+    def _keys(self, encoded: Encoded, cache: str) -> tuple[bytes, ...]:
         """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""
         spec = self.model.spec
         features = encoded.features
@@ -299,6 +301,7 @@ class Stages:
             page_size=self.store.page_size,
             block=spec.attention_block or 1,
             logit_shift=spec.logit_shift,
+            cache=cache,
         )
 
     def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any] | None]:

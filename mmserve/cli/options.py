@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,12 +69,19 @@ def read_tables(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         name, equals, value = override.partition("=")
         table, dot, key = name.partition(".")
         if not (equals and dot):
-            raise ConfigError(f"--set takes TABLE.KEY=VALUE, not {override!r}")
+            raise ConfigError(f"--set takes TABLE.KEY=VALUE, not {_shown(override)!r}")
         values = data.setdefault(table, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"--set takes a key of a table, and {table!r} is none: not {override!r}")
+            raise ConfigError(f"--set takes a key of a table, and {table!r} is none: not {_shown(override)!r}")
         values[key] = _value(value)
     return data, source
+
+
+def _shown(override: str) -> str:
+    """What an error may repeat of ``--set``: names, and not the value, which may be a token."""
+    named = re.match(r"[\w.\-]*=?", override)
+    name = named.group() if named else ""
+    return override if name == override else f"{name}…"
 
 
 def _value(text: str) -> Any:
@@ -182,4 +190,4 @@ def any_port(settings: Config) -> Config:
     server = replace(
         settings.server, port=0, metrics_port=0, tls_certificate="", tls_key="", tls_client_ca="", auth_tokens=()
     )
-    return replace(settings, server=server)
+    return replace(settings, server=server, tenants=())

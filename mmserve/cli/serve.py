@@ -8,7 +8,9 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from mmserve.check import check
 from mmserve.cli.options import add_config, print_json, read_config, read_tables
@@ -16,8 +18,12 @@ from mmserve.config import Config
 from mmserve.errors import ConfigError
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
+from mmserve.rpc.engines import EngineLike
 from mmserve.rpc.server import Server
 from mmserve.settle import settle
+
+if TYPE_CHECKING:
+    from mmserve.encode.cache import EncoderCache  # imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         server = Server(settings, loading=names)
         where = f"{settings.server.host}:{await server.start()}"
         loader = _Loader(settings, server, f"mmserve serves {', '.join(names)} on {where}")
-        await server.serve_until_signal(loader.start)
+        await server.serve_until_signal(loader.start, lambda: read_config(arguments), loader.replacements)
         return loader
 
     asyncio.run(serve()).close()
@@ -81,11 +87,20 @@ class _Loader:
         self._ready = ready
         self._loop = asyncio.get_running_loop()
         self._error: BaseException | None = None
+        self._cache: EncoderCache | None = None  # of all engines
         self._thread = threading.Thread(target=self._run, name="mmserve-load", daemon=True)
 
     def start(self) -> None:
         """Begin to load."""
         self._thread.start()
+
+    def replacements(self, settings: Config) -> Iterator[EngineLike]:
+        """Load the models of ``settings`` beside those that serve, whose cache they use."""
+        from mmserve.assembly import load_engines
+
+        for engine in load_engines(settings, self._cache):
+            engine.warm()
+            yield engine
 
     def close(self) -> None:
         """After the server's end: raise what loading failed of, or end the process where it is not done."""
@@ -102,6 +117,7 @@ class _Loader:
             from mmserve.assembly import load_engines  # imports torch, which takes seconds
 
             for engine in load_engines(self._settings):
+                self._cache = engine.stages.encoder.cache
                 if not asyncio.run_coroutine_threadsafe(self._server.add(engine), self._loop).result():
                     return
                 engine.warm()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mmserve.core.request import RequestId, Stage
 
@@ -19,6 +20,24 @@ class Entry:
     last_step: int = 0  # number of the decode batch it was last in
     prefilled: int | None = None  # positions run so far: it waits for its next chunk; None = it holds no pages yet
     constrained: bool = False  # it needs a grammar before anything else
+    tenant: str = ""
+    share: float = 1.0  # of the tenant, in fair queueing
+    priority: int = 0  # class: lower ones are served first
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the queue of a stage has served: its virtual time, and that of each tenant that is ahead of it.
+
+    See ``mmserve/schedule/fair.py``. Times are costs over shares.
+    """
+
+    time: float = 0.0
+    tenants: Mapping[str, float] = field(default_factory=dict)
+
+    def start(self, tenant: str) -> float:
+        """The virtual time at which the next request of ``tenant`` begins."""
+        return max(self.time, self.tenants.get(tenant, 0.0))
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,7 @@ class Budgets:
     decode_tokens: int
     constrain: int = 1  # requests whose constraints may be begun now
     load: int = 1  # requests whose media may be begun now
+    served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue so far
 
 
 @dataclass(frozen=True)
@@ -46,3 +66,4 @@ class Plan:
     encode: tuple[RequestId, ...] = ()
     prefill: tuple[RequestId, ...] = ()
     decode: tuple[RequestId, ...] = ()
+    served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue, these requests included

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from mmserve.core.constraint import ConstraintSpec
+from mmserve.core.tenant import ANONYMOUS, Tenant
 
 RequestId = str
 
@@ -128,6 +129,7 @@ class Request:
     kv_reduction: Policy | None = None  # which K/V are dropped while a next-token model decodes
     image_reuse: Policy | None = None  # which K/V of images are taken from where they stood alone
     deadline: float | None = None
+    tenant: Tenant = ANONYMOUS
 
 
 class Stage(Enum):

@@ -132,10 +132,11 @@ class Blender:
         self._contexts: dict[bool, np.ndarray] = {}
         self._scores = pick("attention_scores", model.device, model.dtype, model.decoder.config.head_dim).run
 
-    def keys(self, encoded: Encoded) -> tuple[bytes, ...]:
+    def keys(self, encoded: Encoded, cache: str = "") -> tuple[bytes, ...]:
         """SHA-256 of all that the K/V of each image and clip depend on: the very bits of its visual tokens, the text
-        among them, where in it each stands, what the chat format puts in front, and the model."""
-        return tuple(self._key(encoded, span) for span in encoded.spans)
+        among them, where in it each stands, what the chat format puts in front, and the model; and of ``cache``, the
+        part that the request's tenant uses."""
+        return tuple(self._key(encoded, span, cache) for span in encoded.spans)
 
     def take(
         self,
@@ -291,13 +292,13 @@ class Blender:
         shape = (config.num_layers, span.stop - span.start, config.num_kv_heads, config.head_dim)
         return set(entry) == set(_NAMES) and all(kv.shape == shape and kv.dtype == model.dtype for kv in entry.values())
 
-    def _key(self, encoded: Encoded, span: Span) -> bytes:
+    def _key(self, encoded: Encoded, span: Span, cache: str) -> bytes:
         rows, features = span.visual_of(encoded)
         own = encoded.ids[span.start : span.stop], rows, span.places_of(encoded), self._context(span.clip)
         parts = [f"{array.dtype} {array.shape}".encode() + array.tobytes() for array in own]
         if features is not None:
             parts += [f"{features.dtype}".encode(), features.contiguous().view(torch.uint8).cpu().numpy().tobytes()]
-        return digest(self._own, *parts)
+        return digest(self._own, cache.encode(), *parts)
 
     def _context(self, clip: bool) -> np.ndarray:
         """What stands in front of an image, or a clip, with which a chat begins: int64 ids."""

@@ -131,11 +131,13 @@ class Encoder:
                 case ImagePart(data):
                     if any(vision is None for vision in visions):
                         raise self._blind(request, "images")
-                    found.append(Media(data, False, f"{path}.image", pruner, request.vision.amount, accompanied, among))
+                    image = f"{path}.image", pruner, request.vision.amount, accompanied, among, request.tenant.cache
+                    found.append(Media(data, False, *image))
                 case VideoPart(data):
                     if self.model.spec.video_id is None or not all(v and v.frames_per_video for v in visions):
                         raise self._blind(request, "videos")
-                    found.append(Media(data, True, f"{path}.video", pruner, request.vision.amount, accompanied))
+                    video = f"{path}.video", pruner, request.vision.amount, accompanied, False, request.tenant.cache
+                    found.append(Media(data, True, *video))
         return found
 
     def _blind(self, request: Request, what: str) -> FailedPrecondition:

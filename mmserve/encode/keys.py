@@ -51,8 +51,8 @@ def software() -> bytes:
     return " ".join(f"{name} {version(name)}" for name in _LIBRARIES).encode()
 
 
-def media_digest(kind: str, data: bytes, limits: MediaConfig) -> bytes:
-    """Of a file as it is decoded within ``limits``: another server's may refuse it."""
+def media_digest(kind: str, data: bytes, limits: MediaConfig, cache: str = "") -> bytes:
+    """Of a file as it is decoded within ``limits``, which another server's may refuse, for the tenants of ``cache``."""
     bounds = (
         limits.max_item_bytes,
         limits.max_pixels,
@@ -61,4 +61,4 @@ def media_digest(kind: str, data: bytes, limits: MediaConfig) -> bytes:
         limits.max_video_pixels,
         limits.max_sampled_pixels,
     )
-    return digest(kind.encode(), repr(bounds).encode(), data)
+    return digest(kind.encode(), repr(bounds).encode(), data, *([cache.encode()] if cache else []))

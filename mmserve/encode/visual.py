@@ -44,6 +44,7 @@ class Media:
     amount: Amount | None
     accompanied: bool  # the companion looks at it, too
     among: bool = False  # one of several images, where a model that looks tells them from an only one
+    cache: str = ""  # the part of the caches that its tenant uses
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Viewer:
 
     def _file(self, item: Media) -> bytes:
         kind = "clip" if item.clip else "image among others" if item.among else "image"
-        return media_digest(kind, item.data, self.media)
+        return media_digest(kind, item.data, self.media, item.cache)
 
     def _visual(self, entry: Entry) -> Visual:
         """A value whose tokens are where their models are, which those from disk are not."""

@@ -28,6 +28,7 @@ def page_keys(
     page_size: int,
     block: int,
     logit_shift: int,
+    cache: str = "",
 ) -> tuple[bytes, ...]:
     """A key (32 bytes) for each page of a prompt that may be shared, in order of position.
 
@@ -35,6 +36,7 @@ def page_keys(
     ascending); ``places`` (int64 ``[prompt]`` or longer, or such a row an axis of position) are where the positions
     stand for the rotary embedding, None = where they are. Text stands at the same place on every axis, so its pages
     are shared by prompts with images and without.
+    Only prompts of one ``cache`` share pages: that of their tenants.
     Attention ends with the row's block of ``block`` positions, counted from 0. Left out are pages that
     reach into an unfinished block, or to the first row whose logits are wanted: those are run by every request.
     """
@@ -46,7 +48,7 @@ def page_keys(
     seen = np.concatenate([[0], np.cumsum(visual)])  # visual tokens left of each position
     places = np.atleast_2d(np.arange(size) if places is None else places)
     keys: list[bytes] = []
-    parent = b""
+    parent = sha256(cache.encode()).digest() if cache else b""
     for start in range(0, shared, page_size):
         end = -(-(start + page_size) // unit) * unit  # what the page's last block sees may lie in the next page
         made = sha256(parent)

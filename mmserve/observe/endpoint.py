@@ -39,6 +39,10 @@ class Endpoint:
         self._thread.start()
         logger.info("metrics on %s://%s:%d/metrics", "https" if config.tls_key else "http", host, port)
 
+    def follow(self, config: ServerConfig) -> None:
+        """Use the TLS files of ``config`` as they are now, for new readers; those must be known to be good."""
+        self._server.tls = _tls(config)
+
     def close(self) -> None:
         """Stop listening. Blocks for up to half a second."""
         self._server.shutdown()
@@ -56,7 +60,7 @@ class _Server(ThreadingHTTPServer):
         self, address: tuple[str, int], handler: Any, family: socket.AddressFamily, tls: ssl.SSLContext | None
     ) -> None:
         self.address_family = family
-        self._tls = tls
+        self.tls = tls
         self._places = threading.BoundedSemaphore(_READERS)
         super().__init__(address, handler)
 
@@ -72,10 +76,11 @@ class _Server(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(_PATIENCE)
-        if self._tls is None:
+        tls = self.tls
+        if tls is None:
             super().finish_request(request, client_address)
             return
-        with self._tls.wrap_socket(request, server_side=True) as secure:
+        with tls.wrap_socket(request, server_side=True) as secure:
             super().finish_request(secure, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

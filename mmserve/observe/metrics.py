@@ -23,6 +23,7 @@ from mmserve.core.stats import CacheStats, Stats
 from mmserve.errors import MMServeError
 from mmserve.observe import calls
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
+from mmserve.observe.tenants import TenantMetrics
 
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
@@ -85,6 +86,7 @@ class Metrics:
             PREFIX + "messages_refused", "Messages that were refused unread", ("code",), registry=self.registry
         )
         self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
+        self.tenants = TenantMetrics(self.registry)
 
     def watch(self) -> Watch:
         """A context in which one request is answered."""
@@ -153,12 +155,14 @@ class Watch:
         self._metrics = metrics
         self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
         self.model = ""  # stays so where there is none of the name asked for: a name of a client's is no label
+        self.tenant = ""
         self.left = ""  # code with which the client went away, if it did
 
     def see(self, event: Event) -> None:
         """Note an event as it is sent."""
         if isinstance(event, Finished):
             self._metrics.finished(self.model, event)
+            self._metrics.tenants.finished(self.tenant, event)
             calls.current().prompt_tokens += event.usage.prompt_tokens
             calls.current().completion_tokens += event.usage.completion_tokens
         elif isinstance(event, Delta):
@@ -174,11 +178,13 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
+            self._metrics.tenants.ended(self.tenant, "OK")
             return
         code = error.code if isinstance(error, MMServeError) else "INTERNAL"
         if isinstance(error, asyncio.CancelledError):
             code = self.left or "CANCELLED"
         self._metrics.failed(self.model, code)
+        self._metrics.tenants.ended(self.tenant, code)
 
 
 class _Held(Collector):

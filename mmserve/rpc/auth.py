@@ -1,44 +1,101 @@
-"""Bearer tokens: every call but a health check must carry one that the server accepts."""
+"""Bearer tokens: every call but a health check must carry one that the server accepts, and is its tenant's."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
 
+from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import Unauthenticated
+from mmserve.observe import calls
 from mmserve.rpc.status import abort
+from mmserve.tenants import Accepted, token_digest
+
+logger = logging.getLogger("mmserve.rpc")
 
 _OPEN = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
+#: Seconds between two lines of the log about refused calls, and characters of a method's name in them.
+_LOG_SECONDS = 10.0
+_LOG_CHARACTERS = 100
+
+_current: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
+
+
+def current_tenant() -> Tenant:
+    """Whose call is being answered; ``ANONYMOUS`` where the server asks for no token."""
+    return _current.get()
 
 
 class BearerAuth(grpc.aio.ServerInterceptor):
-    """Ends calls without an accepted ``authorization: Bearer …`` with UNAUTHENTICATED, before any byte is read."""
+    """Finds the tenant of each call by its ``authorization: Bearer …``.
 
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._digests = [_digest(token) for token in tokens]
+    A call without an accepted token ends with UNAUTHENTICATED before any byte is read; ``refused`` is then called with
+    "missing" or "unknown". Without ``accepted`` tokens, none is asked for.
+    """
+
+    def __init__(self, accepted: Sequence[Accepted], refused: Callable[[str], None] = lambda _reason: None) -> None:
+        self._accepted = tuple(accepted)
+        self._refused = refused
+        self._unlogged = 0  # refused calls since the last line of the log
+        self._logged = -_LOG_SECONDS  # when that was, on the monotonic clock (seconds)
+
+    @property
+    def guards(self) -> bool:
+        """Whether a token is asked for."""
+        return bool(self._accepted)
+
+    def replace(self, accepted: Sequence[Accepted]) -> None:
+        """Accept these tokens from now on; calls under way go on."""
+        self._accepted = tuple(accepted)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The method's own handler, or one that refuses."""
-        if handler_call_details.method.startswith(_OPEN) or self._accepts(handler_call_details.invocation_metadata):
+        method = handler_call_details.method
+        if not self._accepted or method.startswith(_OPEN):
             return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)  # on the wire, all four kinds of call are this one
+        token = _token(handler_call_details.invocation_metadata)
+        tenant = None if token is None else self._tenant(token)
+        if tenant is not None:
+            _current.set(tenant)  # the handler runs in the same task, which is this call's alone
+            calls.current().tenant = tenant.name
+            return await continuation(handler_call_details)
+        reason = "missing" if token is None else "unknown"
 
-    def _accepts(self, metadata: Any) -> bool:
-        given = next((value for key, value in metadata or () if key == "authorization"), "")
-        if not isinstance(given, str) or not given.lower().startswith(_SCHEME):
-            return False
-        digest = _digest(given[len(_SCHEME) :])
-        return sum(hmac.compare_digest(digest, accepted) for accepted in self._digests) > 0  # no early exit
+        async def refuse(_: Any, context: Any) -> None:
+            self._refused(reason)
+            self._log(f"{reason} token, {method[:_LOG_CHARACTERS]!r} from {context.peer()}")
+            why = "this server needs an accepted bearer token in the authorization metadata"
+            await abort(context, Unauthenticated(why))
+
+        return grpc.stream_stream_rpc_method_handler(refuse)  # on the wire, all four kinds of call are this one
+
+    def _tenant(self, token: str) -> Tenant | None:
+        """Every digest is compared in full: how long it takes is the same for any token."""
+        digest, found = token_digest(token), None
+        for accepted in self._accepted:
+            if hmac.compare_digest(digest, accepted.digest):
+                found = accepted.tenant
+        return found
+
+    def _log(self, last: str) -> None:
+        """At most one line in ``_LOG_SECONDS``: who sends many such calls cannot fill the log."""
+        self._unlogged += 1
+        now = time.monotonic()
+        if now - self._logged >= _LOG_SECONDS:
+            logger.warning("refused %d calls without an accepted token; the last: %s", self._unlogged, last)
+            self._unlogged, self._logged = 0, now
 
 
-async def _refuse(_: Any, context: Any) -> None:
-    await abort(context, Unauthenticated("this server needs an accepted bearer token in the authorization metadata"))
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", errors="surrogateescape")).digest()
+def _token(metadata: Any) -> str | None:
+    """The bearer token in a call's metadata, if there is one."""
+    given = next((value for key, value in metadata or () if key == "authorization"), "")
+    if not isinstance(given, str) or not given.lower().startswith(_SCHEME):
+        return None
+    return given[len(_SCHEME) :]

@@ -67,6 +67,16 @@ class Engines(Mapping[str, EngineLike]):
             raise ValueError(f"{name!r} is none of this server's models: {self._names}")
         self._serving[name] = engine
 
+    def replace(self, names: Sequence[str], fresh: Mapping[str, EngineLike]) -> list[EngineLike]:
+        """Serve ``names`` from now on: ``fresh`` started engines, and those that serve already.
+
+        Returns the engines that serve no longer; their requests under way are not disturbed.
+        """
+        before = dict(self._serving)
+        kept = {name: engine for name, engine in {**before, **fresh}.items() if name in names}
+        self._serving, self._names = kept, tuple(names)
+        return [engine for name, engine in before.items() if kept.get(name) is not engine]
+
     def find(self, name: str) -> EngineLike:
         """The engine of model ``name``, of the default model for an empty name.
 

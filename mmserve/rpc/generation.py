@@ -17,6 +17,7 @@ from mmserve.errors import DeadlineExceeded, MMServeError
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics, Watch
 from mmserve.rpc import convert, request_id
+from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
@@ -61,6 +62,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, own: str, message: pb.GenerateRequest, context: Any, held: ExitStack, watch: Watch
     ) -> tuple[EngineLike, Request]:
         """The request in ``message``, which is counted until ``held`` is closed, and who is to answer it."""
+        tenant = current_tenant()
+        watch.tenant = tenant.name
         engine = self._engines.find(message.model)
         watch.model = calls.current().model = engine.info.name
         request = convert.to_request(
@@ -68,8 +71,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             request_id=own,
             info=engine.info,
             limits=self._limits,
-            media=self._media.get,
+            media=lambda media_id: self._media.get(media_id, tenant.cache),
             deadline=_deadline(context),
+            tenant=tenant,
         )
         held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
         return engine, request

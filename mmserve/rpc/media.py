@@ -12,6 +12,7 @@ from mmserve.config import MediaConfig
 from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.observe.inventory import Calls
+from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import media_pb2, media_pb2_grpc
 
@@ -62,7 +63,8 @@ class MediaService(media_pb2_grpc.MediaServiceServicer):
                     came(len(chunk))
             if not size:
                 raise InvalidArgument.of("chunk", "must not be empty: the upload has no bytes")
-            stored = self._store.put(b"".join(received), media_id=f"sha256:{digest.hexdigest()}")
+            media_id = f"sha256:{digest.hexdigest()}"
+            stored = self._store.put(b"".join(received), media_id=media_id, cache=current_tenant().cache)
         finally:
             self._in_progress -= size
             del received, chunk  # an error is yet to be sent, and has this frame in its traceback

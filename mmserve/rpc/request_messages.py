@@ -21,6 +21,7 @@ from mmserve.core.request import (
     TextPart,
     VideoPart,
 )
+from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.rpc.constraint_messages import asked_constraint
 from mmserve.rpc.default_policies import asked_diffusion
@@ -39,6 +40,7 @@ def to_request(
     limits: MediaConfig,
     media: Callable[[str], bytes],
     deadline: float | None,
+    tenant: Tenant = ANONYMOUS,
 ) -> Request:
     """The core request for the model of ``info``; ``media`` gives the bytes of a media id, or raises ``NotFound``.
 
@@ -61,6 +63,7 @@ def to_request(
         kv_reduction=chosen_policy(message.kv_reduction, "policy"),
         image_reuse=chosen_policy(message.image_reuse, "policy"),
         deadline=deadline,
+        tenant=tenant,
     )
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mmserve.config import Config, ServerConfig
+from mmserve.config import Config
 from mmserve.encode.store import MediaStore
 from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import Access
-from mmserve.rpc.auth import BearerAuth
 from mmserve.rpc.connections import connection_options
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.generation import GenerationService
@@ -29,7 +26,9 @@ from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
+from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.reflection import add_reflection
+from mmserve.rpc.reload import Guard, Load, Replacement, unfollowed
 from mmserve.rpc.room import Room
 from mmserve.v1 import (
     generation_pb2,
@@ -69,13 +68,16 @@ class Server:
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
         self.port = 0
+        self._guard = Guard(config, self.metrics.tenants.refused)
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another
-        self._threads = ThreadPoolExecutor(2 * len(self.engines.names), "mmserve-engine")
+        # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another; engines that
+        # replace others on SIGHUP need theirs, too
+        self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + 4, "mmserve-engine")
+        self._replacement = Replacement(self.engines, config, self._elsewhere)
 
     async def start(self) -> int:
         """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
@@ -87,6 +89,7 @@ class Server:
         try:
             if self.config.server.metrics_port:
                 self._scraped = Endpoint(self.metrics.registry, self.config.server)
+                self._guard.endpoint = self._scraped
             for name, engine in self._given.items():
                 await self._for_all([engine], "start")
                 started.append(engine)
@@ -128,28 +131,67 @@ class Server:
         """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` under way."""
         if self._ending is not None and not self._ending.done():
             logger.warning("stopping at once")
-            await self._for_all(self.engines.values(), "drain", 0.0)
+            await self._for_all([*self.engines.values(), *self._replacement.leaving], "drain", 0.0)
         await self._end(0.0)
 
-    async def serve_until_signal(self, ready: Callable[[], None] = lambda: None) -> None:
+    async def reload(self, read: Callable[[], Config], load: Load | None = None) -> None:
+        """Follow the configuration that ``read`` gives: its tokens, tenants and certificates as they are now.
+
+        Connections and requests under way go on. Raises ``ConfigError`` where something cannot be used: then everything
+        stays as it was. Models that are new are then loaded by ``load``, in the background (``Replacement``).
+        """
+        config, apply = await self._elsewhere(self._read, read)
+        apply()
+        self._replacement.begin(config, load)
+        for what in unfollowed(self.config, config):
+            logger.warning("%s of the configuration differs from what the server runs with: restart it for that", what)
+        logger.info("tokens, tenants and certificates are read again")
+
+    def _read(self, read: Callable[[], Config]) -> tuple[Config, Callable[[], None]]:
+        config = read()
+        return config, self._guard.read(config)
+
+    async def serve_until_signal(
+        self,
+        ready: Callable[[], None] = lambda: None,
+        read: Callable[[], Config] | None = None,
+        load: Load | None = None,
+    ) -> None:
         """Serve, once started, until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
-        ``ready`` is called when signals are watched.
+        ``ready`` is called when signals are watched. On SIGHUP, ``reload`` follows the configuration that ``read``
+        gives, by default the one that the server began with: its files are read again. ``load`` loads its new models.
         """
         loop = asyncio.get_running_loop()
         signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         watched = (signal.SIGTERM, signal.SIGINT)
         for number in watched:
             loop.add_signal_handler(number, signals.put_nowait, number)
+        hangups = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, hangups.set)
         ready()
-        obeying = asyncio.create_task(self._obey(signals))
+        tasks = [
+            asyncio.create_task(self._obey(signals)),
+            asyncio.create_task(self._follow(hangups, read or (lambda: self.config), load)),
+        ]
         try:
             await self._ended.wait()
             await self.drain()  # over already: raises what went wrong in it
         finally:
-            obeying.cancel()
-            for number in watched:
+            for task in tasks:
+                task.cancel()
+            for number in (*watched, signal.SIGHUP):
                 loop.remove_signal_handler(number)
+
+    async def _follow(self, hangups: asyncio.Event, read: Callable[[], Config], load: Load | None) -> None:
+        while await hangups.wait():
+            hangups.clear()
+            try:
+                await self.reload(read, load)
+            except ConfigError as error:
+                logger.error("SIGHUP: the configuration stays as it was: %s", error)
+            except Exception:
+                logger.exception("SIGHUP: the configuration stays as it was")
 
     async def _obey(self, signals: asyncio.Queue[signal.Signals]) -> None:
         logger.info("%s: draining", (await signals.get()).name)
@@ -167,14 +209,16 @@ class Server:
 
     async def _shut_down(self, seconds: float) -> None:
         self._health.set(NOT_SERVING)
+        self._replacement.cancel()
+        engines = [*self.engines.values(), *self._replacement.leaving]
         try:
-            ended = await self._for_all(self.engines.values(), "drain", seconds)
+            ended = await self._for_all(engines, "drain", seconds)
             if not all(ended):
                 logger.warning("requests were still running after %s seconds and were cancelled", seconds)
         finally:
             self._health.close()
             await self._grpc.stop(_GOODBYE_SECONDS)
-            await self._for_all(self.engines.values(), "stop")
+            await self._for_all(engines, "stop")
             await self._close_endpoint()
             self._incoming.close()
             self._threads.shutdown(wait=False)
@@ -187,16 +231,22 @@ class Server:
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines, side by side."""
-        loop = asyncio.get_running_loop()
-        calls = (loop.run_in_executor(self._threads, getattr(engine, method), *args) for engine in engines)
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*(self._elsewhere(getattr(engine, method), *args) for engine in engines))
+
+    async def _elsewhere(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a blocking function on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
 
     def _build(self) -> Any:
         config = self.config.server
-        asked = [BearerAuth(config.auth_tokens)] if config.auth_tokens else []
         room = Room(self.config.media.live_bytes)
         self._incoming = Incoming(config, room, self.metrics.message_refused)
-        interceptors = [Access(self.metrics, log=config.access_log), *asked, self._incoming]
+        interceptors = [
+            Access(self.metrics, log=config.access_log),
+            self._guard.auth,
+            Quotas(self.metrics.tenants.limited),
+            self._incoming,
+        ]
         server = grpc.aio.server(interceptors=interceptors, options=connection_options(config))
         generation = GenerationService(self.engines, self.media, self.config.media, self.metrics, room)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
@@ -212,33 +262,10 @@ class Server:
     def _bind(self) -> int:
         config = self.config.server
         host = f"[{config.host}]" if ":" in config.host else config.host
-        credentials = _credentials(config)
         try:
-            if credentials is None:
+            certificates = self._guard.certificates
+            if certificates is None:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
-            return int(self._grpc.add_secure_port(f"{host}:{config.port}", credentials))
+            return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{config.port}: is the port in use? ({error})") from error
-
-
-def _credentials(config: ServerConfig) -> Any:
-    if not config.tls_key:
-        return None
-    certificate, key = _pem("tls_certificate", config.tls_certificate), _pem("tls_key", config.tls_key)
-    try:  # gRPC itself would say no more than that the port cannot be bound
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, password="")
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"[server] tls_certificate and tls_key are not a pair (PEM, key not encrypted): {error}"
-        ) from error
-    client_ca = _pem("tls_client_ca", config.tls_client_ca) if config.tls_client_ca else None
-    return grpc.ssl_server_credentials(
-        [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )
-
-
-def _pem(name: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"[server] {name}: cannot read {path}: {error.strerror}") from error

@@ -1,60 +1,67 @@
 """The scheduler: a pure function from the requests' states and the budgets to a plan.
 
-First come, first served at every stage, each bounded by its budget; a prefill that is begun goes before new ones. A
-batch always takes at least its first request, so nothing can be too large to run. Of a next-token model's prompt that
-is longer than the budget a batch takes a chunk, and decode has its turn between two. Decode batches take whoever waited
-longest since their last step. A constrained request is encoded once its grammar is there; those after it do not wait
-for that. Nor does text wait for media: a request with media is encoded once these are read, one without is tokenized.
+First come, first served at every stage, each bounded by its budget, and fair between tenants (``fair.py``). A prefill
+that is begun goes before a tenant's new ones. A batch always takes at least its first request, so nothing can be too
+large to run. Of a next-token model's prompt that is longer than the budget a batch takes a chunk, and decode has its
+turn between two. Decode batches take whoever waited longest since their last step. A constrained request is encoded
+once its grammar is there; those after it do not wait for that. Nor does text wait for media: a request with media is
+encoded once these are read, one without is tokenized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from mmserve.core.plan import Budgets, Entry, Plan
-from mmserve.core.request import RequestId, Stage
+from mmserve.core.plan import Budgets, Entry, Plan, Served
+from mmserve.core.request import Stage
+from mmserve.schedule.fair import charged, fair_order
 
 _HOLDS_PAGES = frozenset({Stage.PREFILLING, Stage.PREFILLED, Stage.STEPPING, Stage.READY})
+#: Requests that a stage takes now, in order, each with its cost in that stage.
+_Taken = list[tuple[Entry, int]]
 
 
 def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
     """What each idle stage does next, given all live requests in order of arrival."""
-    return Plan(
-        constrain=_constrain(entries, budgets) if "constrain" in budgets.idle else (),
-        load=_load(entries, budgets) if "load" in budgets.idle else (),
-        tokenize=_tokenize(entries, budgets) if "tokenize" in budgets.idle else (),
-        encode=_encode(entries, budgets) if "encode" in budgets.idle else (),
-        prefill=_prefill(entries, budgets) if "prefill" in budgets.idle else (),
-        decode=_decode(entries, budgets) if "decode" in budgets.idle else (),
-    )
+    stages = {
+        "constrain": _constrain,
+        "load": _load,
+        "tokenize": _tokenize,
+        "encode": _encode,
+        "prefill": _prefill,
+        "decode": _decode,
+    }
+    taken = {name: plan(entries, budgets) if name in budgets.idle else [] for name, plan in stages.items()}
+    served = {name: charged(budgets.served.get(name, Served()), each) for name, each in taken.items()}
+    return Plan(**{name: tuple(entry.id for entry, _cost in each) for name, each in taken.items()}, served=served)
 
 
-def _constrain(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
-    """Those that go side by side begin in order of arrival; one whose constraint is slow may be overtaken."""
+def _constrain(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
+    """Those that go side by side begin in order; one whose constraint is slow may be overtaken."""
     room = budgets.handover - _count(entries, Stage.CONSTRAINING, Stage.CONSTRAINED)
-    waiting = [e.id for e in entries if e.stage is Stage.QUEUED and e.constrained]
-    return tuple(waiting[: min(budgets.constrain, max(0, room))])
+    waiting = [(e, 1) for e in entries if e.stage is Stage.QUEUED and e.constrained]
+    return _ordered(waiting, budgets, "constrain")[: min(budgets.constrain, max(0, room))]
 
 
-def _load(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
-    """Those that are read side by side begin in order of arrival; one whose media are slow may be overtaken."""
+def _load(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
+    """Those that are read side by side begin in order; one whose media are slow may be overtaken."""
     room = budgets.handover - _count(entries, Stage.LOADING, Stage.LOADED)
-    waiting = [e.id for e in entries if e.images and _startable(e)]
-    return tuple(waiting[: min(budgets.load, max(0, room))])
+    waiting = [(e, e.images) for e in entries if e.images and _startable(e)]
+    return _ordered(waiting, budgets, "load")[: min(budgets.load, max(0, room))]
 
 
-def _tokenize(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+def _tokenize(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     tokenizing = sum(e.stage is Stage.ENCODING and not e.images for e in entries)
     room = budgets.handover - tokenizing - _count(entries, Stage.ENCODED)
-    queued = [e for e in entries if not e.images and _startable(e)][: max(0, room)]
-    return _fill(queued, [1 for _ in queued], budgets.encode_batch)
+    queued = [(e, 1) for e in entries if not e.images and _startable(e)]
+    return _fill(_ordered(queued, budgets, "tokenize")[: max(0, room)], budgets.encode_batch)
 
 
-def _encode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+def _encode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     encoding = sum(e.stage is Stage.ENCODING and e.images > 0 for e in entries)
     room = budgets.handover - encoding - _count(entries, Stage.ENCODED)
-    loaded = [e for e in entries if e.stage is Stage.LOADED][: max(0, room)]
-    return _fill(loaded, [e.images for e in loaded], budgets.encode_batch)
+    loaded = [(e, e.images) for e in entries if e.stage is Stage.LOADED]
+    return _fill(_ordered(loaded, budgets, "encode")[: max(0, room)], budgets.encode_batch)
 
 
 def _startable(entry: Entry) -> bool:
@@ -62,35 +69,45 @@ def _startable(entry: Entry) -> bool:
     return entry.stage is Stage.CONSTRAINED or (entry.stage is Stage.QUEUED and not entry.constrained)
 
 
-def _prefill(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     places = max(0, budgets.handover - _count(entries, Stage.PREFILLING, Stage.PREFILLED))
     encoded = [e for e in entries if e.stage is Stage.ENCODED]
     begun = [e for e in encoded if e.prefilled is not None]  # these hold their pages already
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
-    waiting = begun[:places]
-    for entry in (e for e in encoded if e.prefilled is None):
-        if len(waiting) >= places or not running > 0 or entry.pages > pages:
-            break  # nobody overtakes the first that does not fit: it would wait for ever
-        running, pages = running - 1, pages - entry.pages
-        waiting.append(entry)
-    return _fill(waiting, [e.tokens - (e.prefilled or 0) for e in waiting], budgets.prefill_tokens)
+    new = [e for e in encoded if e.prefilled is None]
+    waiting: _Taken = []
+    for entry, cost in _ordered([(e, e.tokens - (e.prefilled or 0)) for e in begun + new], budgets, "prefill"):
+        if entry.prefilled is None:
+            if not running > 0 or entry.pages > pages:
+                running = 0  # nobody overtakes the first that does not fit: it would wait for ever
+                continue
+            running, pages = running - 1, pages - entry.pages
+        waiting.append((entry, cost))
+    return _fill(waiting[:places], budgets.prefill_tokens)
 
 
-def _decode(entries: Sequence[Entry], budgets: Budgets) -> tuple[RequestId, ...]:
+def _decode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     ready = sorted((e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)), key=lambda e: e.last_step)
-    return _fill(ready, [e.tokens for e in ready], budgets.decode_tokens)
+    return _fill(_ordered([(e, e.tokens) for e in ready], budgets, "decode"), budgets.decode_tokens)
+
+
+def _ordered(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
+    """``waiting`` in the order in which its tenants are to be served."""
+    entries, costs = [e for e, _cost in waiting], [cost for _e, cost in waiting]
+    return [waiting[i] for i in fair_order(entries, costs, budgets.served.get(stage, Served()))]
 
 
 def _count(entries: Sequence[Entry], *stages: Stage) -> int:
     return sum(e.stage in stages for e in entries)
 
 
-def _fill(entries: Sequence[Entry], costs: Iterable[int], budget: int) -> tuple[RequestId, ...]:
-    """The longest prefix whose costs fit the budget, at least one entry."""
-    taken: list[RequestId] = []
-    for entry, cost in zip(entries, costs, strict=True):
-        budget -= cost
-        if taken and budget < 0:
-            break
-        taken.append(entry.id)
-    return tuple(taken)
+def _fill(waiting: _Taken, budget: int) -> _Taken:
+    """The longest prefix whose costs fit the budget, at least one entry; what one takes is at most the budget."""
+    left = budget
+    for taken, (_entry, cost) in enumerate(waiting):
+        left -= cost
+        if taken and left < 0:
+            return waiting[:taken]
+        if left < 0:
+            return [(waiting[0][0], budget)]
+    return waiting

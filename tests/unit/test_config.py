@@ -68,6 +68,7 @@ configs = st.builds(
         auth_tokens=st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), max_size=3).map(
             tuple
         ),
+        allow_plaintext_tokens=st.just(True),  # hosts are any words
         drain_seconds=st.floats(0, 1e6),
     ),
     engine=st.builds(

@@ -1,0 +1,99 @@
+"""What a tenant may ask for at once and in a second, held to before anything of a call is read."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from mmserve.core.tenant import Tenant
+from mmserve.errors import ResourceExhausted
+from mmserve.rpc.auth import current_tenant
+from mmserve.rpc.status import abort
+
+#: The calls that count: those that take work or memory.
+LIMITED = ("/mmserve.v1.GenerationService/Generate", "/mmserve.v1.MediaService/UploadMedia")
+#: When a tenant may try again that has too many requests under way (seconds).
+_RETRY_AFTER = 1.0
+
+
+@dataclass
+class _Bucket:
+    """A token bucket: ``left`` requests could begin at ``at`` (monotonic clock, seconds)."""
+
+    left: float
+    at: float
+
+
+class Quotas(grpc.aio.ServerInterceptor):
+    """Refuses calls beyond a tenant's rate or concurrency with RESOURCE_EXHAUSTED; used on one event loop.
+
+    ``limited`` is called with the tenant's name and "rate" or "concurrency".
+    """
+
+    def __init__(self, limited: Callable[[str, str], None] = lambda _tenant, _limit: None) -> None:
+        self._limited = limited
+        self._buckets: dict[str, _Bucket] = {}
+        self._active: Counter[str] = Counter()
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """The method's own handler, within the limits of the call's tenant."""
+        handler = await continuation(handler_call_details)
+        tenant = current_tenant()
+        if handler is None or not (tenant.rate or tenant.concurrency) or handler_call_details.method not in LIMITED:
+            return handler
+        answer = handler.stream_stream or handler.stream_unary
+
+        async def within(messages: Any, context: Any) -> Any:
+            try:
+                held = self.taken(tenant)
+                with held:
+                    return await answer(messages, context)
+            except ResourceExhausted as error:  # of ``taken``: handlers end with their errors themselves
+                await abort(context, error)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(within, handler.request_deserializer, handler.response_serializer)
+
+    @contextmanager
+    def taken(self, tenant: Tenant) -> Iterator[None]:
+        """Count one request of ``tenant`` as under way; raises ``ResourceExhausted`` where that is one too many."""
+        name = tenant.name
+        if tenant.concurrency and self._active[name] >= tenant.concurrency:
+            self._limited(name, "concurrency")
+            raise ResourceExhausted(
+                f"the tenant {name!r} has {self._active[name]} requests under way, and its concurrency is "
+                f"{tenant.concurrency}; wait for one of them to end",
+                retry_after=_RETRY_AFTER,
+            )
+        if tenant.rate and (seconds := self._wait(tenant, time.monotonic())) > 0:
+            self._limited(name, "rate")
+            raise ResourceExhausted(
+                f"the tenant {name!r} sends more than its rate of {tenant.rate:g} requests a second; try again in "
+                f"{seconds:.3g} s",
+                retry_after=seconds,
+            )
+        self._active[name] += 1
+        try:
+            yield
+        finally:
+            self._active[name] -= 1
+
+    def _wait(self, tenant: Tenant, now: float) -> float:
+        """Take one request from the bucket of ``tenant``; where there is none, seconds until there is."""
+        bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.burst, now))
+        bucket.left = min(tenant.burst, bucket.left + (now - bucket.at) * tenant.rate)
+        bucket.at = now
+        if bucket.left < 1:
+            return (1 - bucket.left) / tenant.rate
+        bucket.left -= 1
+        return 0.0

@@ -1,0 +1,136 @@
+"""What of a running server follows its configuration: tokens and tenants, certificates, and models."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from mmserve.config import Config
+from mmserve.errors import ConfigError
+from mmserve.models.names import served_names
+from mmserve.observe.endpoint import Endpoint
+from mmserve.rpc.auth import BearerAuth
+from mmserve.rpc.certificates import Certificates
+from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.settle import settle
+from mmserve.tenants import accepted_tokens
+
+#: Loads the models of a configuration, one after another.
+Load = Callable[[Config], Iterator[EngineLike]]
+
+logger = logging.getLogger("mmserve.rpc")
+
+#: Keys of [server] that are followed; a change of any other needs a restart, and so does any of these tables.
+_FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_key", "tls_client_ca")
+_FIXED = ("engine", "media", "encoder_cache", "schedulers")
+
+
+class Guard:
+    """Who may call the server, and with which certificate it answers."""
+
+    def __init__(self, config: Config, refused: Callable[[str], None]) -> None:
+        self.auth = BearerAuth(accepted_tokens(config.tenants, config.server.auth_tokens), refused)
+        self.certificates = Certificates(config.server) if config.server.tls_key else None
+        self.endpoint: Endpoint | None = None  # of metrics, once it is there
+
+    def read(self, config: Config) -> Callable[[], None]:
+        """Read the tokens and certificates that ``config`` names now; what is returned puts them into use.
+
+        May be called from any thread; the result, on the server's event loop. Open connections and calls under way go
+        on. Raises ``ConfigError`` where something cannot be used: then everything stays as it was.
+        """
+        accepted = accepted_tokens(config.tenants, config.server.auth_tokens)
+        if self.auth.guards and not accepted:
+            raise ConfigError("the new configuration asks for no token: to open the server to everybody, restart it")
+        if bool(config.server.tls_key) != (self.certificates is not None):
+            raise ConfigError("[server] tls_key can be set or removed only by a restart")
+        use = None if self.certificates is None else self.certificates.read(config.server)
+
+        def apply() -> None:
+            self.auth.replace(accepted)
+            if use is not None:
+                use()
+            if self.endpoint is not None:
+                self.endpoint.follow(config.server)
+
+        return apply
+
+
+class Replacement:
+    """Serves the models of another configuration in place of those of ``config``; used on one event loop.
+
+    ``run`` calls a blocking function elsewhere.
+    """
+
+    def __init__(self, engines: Engines, config: Config, run: Callable[..., Awaitable[Any]]) -> None:
+        self._engines = engines
+        self._run = run
+        self._models = config.models
+        self.leaving: list[EngineLike] = []  # serve no longer, and end their requests
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, config: Config, load: Load | None) -> None:
+        """Have the models of ``config`` served once those that are new are loaded by ``load``, in the background.
+
+        A model whose entry differs is loaded anew. What serves no longer ends the requests that it has, for
+        ``drain_seconds`` at most. Where a model cannot be loaded, all stay as they were.
+        """
+        if config.models == self._models:
+            return
+        if load is None or self._engines.loading or (self._task is not None and not self._task.done()):
+            why = (
+                "this server cannot load models"
+                if load is None
+                else "models are still loading; send SIGHUP again later"
+            )
+            logger.warning("[[models]] differ, and stay as they were: %s", why)
+            return
+        self._task = asyncio.create_task(self._replace(config, load))
+
+    def cancel(self) -> None:
+        """Change nothing any more: the server ends."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _replace(self, config: Config, load: Load) -> None:
+        old = dict(zip(served_names(self._models), self._models, strict=True))
+        new = dict(zip(served_names(config.models), config.models, strict=True))
+        changed = {name: entry for name, entry in new.items() if old.get(name) != entry}
+        fresh: dict[str, EngineLike] = {}
+        try:
+            engines = load(dataclasses.replace(config, models=tuple(changed.values())))
+            for name in changed:
+                fresh[name] = await self._run(next, engines)
+                await self._run(fresh[name].start)
+        except Exception as error:
+            cause = None if isinstance(error, ConfigError) else error
+            logger.error("[[models]] stay as they were: %s", error, exc_info=cause)
+            for engine in fresh.values():
+                await self._run(engine.stop)
+            return
+        self.leaving += self._engines.replace(tuple(new), fresh)
+        self._models = config.models
+        logger.info("serving %s", ", ".join(self._engines))
+        for engine in list(self.leaving):
+            if not await self._run(engine.drain, config.server.drain_seconds):
+                logger.warning("a model was dropped while it had requests, which were cancelled")
+            await self._run(engine.stop)
+            self.leaving.remove(engine)
+        await self._run(_forget)
+
+
+def _forget() -> None:
+    """Let go of the weights of models that are gone: what ``settle`` set aside is looked at again."""
+    gc.unfreeze()
+    settle()
+
+
+def unfollowed(old: Config, new: Config) -> list[str]:
+    """What differs between two configurations that a running server cannot follow: tables, and keys of [server]."""
+    keys = [f.name for f in dataclasses.fields(old.server) if f.name not in _FOLLOWED]
+    changed = [f"[server] {key}" for key in keys if getattr(old.server, key) != getattr(new.server, key)]
+    return changed + [f"[{table}]" for table in _FIXED if getattr(old, table) != getattr(new, table)]

@@ -1,0 +1,149 @@
+"""Tenants as a configuration names them: their settings, and the tokens that they are known by.
+
+Tokens come from files and environment variables, and only their SHA-256 digests are kept. No error in here contains a
+token or a part of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmserve.core.tenant import Tenant
+from mmserve.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Characters that gRPC carries in metadata, and that a header may hold.
+_ACCEPTED = "printable ASCII without spaces at the ends"
+#: Bytes of a token file that are read: more is no list of tokens.
+_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantConfig:
+    """One entry of ``[[tenants]]``: who calls, by which tokens it is known, and how much of the server it may use."""
+
+    name: str = ""  # letters, digits, ".", "_" and "-"; in logs and metrics
+    token_file: str = ""  # a token a line, each accepted: list the old and the new one while clients change over
+    token_env: str = ""  # environment variable that holds the token
+    rate: float = 0.0  # requests a second; 0 = no limit
+    burst: int = 0  # requests that may come at once within the rate; 0 = those of one second
+    concurrency: int = 0  # requests at once, waiting or running; 0 = no limit
+    priority: int = 0  # class: 0 is served first, and each 10 seconds of waiting raise a request by one class
+    share: float = 1.0  # weight among tenants of a class that have requests waiting
+    shared_cache: bool = False  # use uploads and caches together with all other tenants that set this
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A token that is accepted, by its SHA-256 digest, and the tenant it belongs to."""
+
+    digest: bytes
+    tenant: Tenant
+
+
+def token_digest(token: str) -> bytes:
+    """The SHA-256 digest under which ``token`` is kept and compared."""
+    return hashlib.sha256(token.encode("utf-8", errors="surrogateescape")).digest()
+
+
+def accepted_tokens(
+    tenants: Sequence[TenantConfig], auth_tokens: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[Accepted, ...]:
+    """Every token that a server accepts; empty where it asks for none.
+
+    Each of ``auth_tokens`` is a tenant of its own, ``token-1`` and so on, with the default settings. Raises
+    ``ConfigError`` where a token cannot be read, or two tenants have the same.
+    """
+    found: dict[bytes, Tenant] = {}
+    for index, token in enumerate(dict.fromkeys(auth_tokens), 1):
+        found[token_digest(token)] = _tenant(TenantConfig(name=f"token-{index}"))
+    for config in tenants:
+        tenant = _tenant(config)
+        for token in _tokens(config, environment):
+            other = found.setdefault(token_digest(token), tenant)
+            if other.name != tenant.name:
+                raise ConfigError(f"the tenants {other.name!r} and {tenant.name!r} have the same token")
+    return tuple(Accepted(digest, tenant) for digest, tenant in found.items())
+
+
+def check_tenants(tenants: Sequence[TenantConfig], source: str) -> None:
+    """Raises ``ConfigError`` where an entry of ``[[tenants]]`` is not acceptable."""
+    names: set[str] = set()
+    for index, tenant in enumerate(tenants):
+        where = f"{source}: [[tenants]] {index}"
+        if not _NAME.fullmatch(tenant.name):
+            raise ConfigError(
+                f"{where} name must be 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first, not "
+                f"{tenant.name!r}"
+            )
+        if tenant.name in names or re.fullmatch(r"token-\d+", tenant.name):
+            taken = "an entry above has it" if tenant.name in names else "entries of auth_tokens are called so"
+            raise ConfigError(f"{where} name must be another than {tenant.name!r}: {taken}")
+        names.add(tenant.name)
+        if bool(tenant.token_file) == bool(tenant.token_env):
+            raise ConfigError(f"{where} ({tenant.name}) needs either token_file or token_env")
+        if not 0 < tenant.share < math.inf:
+            raise ConfigError(f"{where} ({tenant.name}) share must be above 0, not {tenant.share}")
+        for key in ("rate", "burst", "concurrency", "priority"):
+            if not 0 <= getattr(tenant, key) < math.inf:
+                raise ConfigError(f"{where} ({tenant.name}) {key} must be at least 0, not {getattr(tenant, key)}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_token(text: str) -> bool:
+    """Whether ``text`` can be a bearer token: metadata takes nothing else."""
+    return bool(text) and text.isascii() and text.isprintable()
+
+
+def _tenant(config: TenantConfig) -> Tenant:
+    return Tenant(
+        name=config.name,
+        share=config.share,
+        priority=config.priority,
+        cache="" if config.shared_cache else config.name,
+        rate=config.rate,
+        burst=config.burst or max(1, math.ceil(config.rate)),
+        concurrency=config.concurrency,
+    )
+
+
+def _tokens(config: TenantConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    who = f"the tenant {config.name!r}"
+    if config.token_env:
+        tokens = [environment.get(config.token_env, "").strip()]
+        where = f"the environment variable {config.token_env}, which token_env of {who} names,"
+    else:
+        tokens = [line.strip() for line in _text(config.token_file, who).splitlines() if line.strip()]
+        where = f"the file {config.token_file}, which token_file of {who} names,"
+    if not any(tokens):
+        raise ConfigError(f"{where} holds no token")
+    if not all(map(is_token, tokens)):
+        raise ConfigError(f"{where} holds a token that is not {_ACCEPTED}")
+    yield from tokens
+
+
+def _text(path: str, who: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}, which token_file of {who} names: {error.strerror}") from error
+    if len(data) > _FILE_BYTES:
+        raise ConfigError(f"{path}, which token_file of {who} names, is larger than {_FILE_BYTES} bytes")
+    return data.decode("utf-8", errors="replace")  # not ASCII is refused by its file's name, not by its contents

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("docs/client.md",)
+DOCUMENTS = ("README.md", "docs/client.md", "docs/constraints.md", "docs/policies.md", "docs/tuning.md")
 
 INFERRED = """
 from __future__ import annotations

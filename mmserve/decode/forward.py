@@ -15,7 +15,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.decode.embedding import deep_rows
 from mmserve.decode.graphs import Graphs
-from mmserve.decode.logits import Logits, by_slices
+from mmserve.decode.logits import Logits, by_slices, padded_rows
 from mmserve.decode.state import DeepStack
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
@@ -199,7 +199,7 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
         found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]
     positions = torch.from_numpy(np.concatenate(found, axis=-1)).to(model.device)
     x = torch.cat([embeddings[torch.from_numpy(rows).to(model.device)] for _canvas, embeddings, rows in batch])
-    short = -len(x) % floor
+    short = padded_rows(len(x), floor) - len(x)
     return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
 
 

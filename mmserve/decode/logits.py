@@ -19,6 +19,16 @@ from mmserve.models.decoder import Decoder
 SLICE_ELEMENTS = 1 << 22
 
 
+def padded_rows(rows: int, floor: int) -> int:
+    """How many rows a product of ``rows`` rows has: a multiple of ``floor``, and one of eight sizes an octave.
+
+    oneDNN compiles and keeps a kernel for each number of rows (up to 1,024 kernels, some 200 KiB each).
+    """
+    step = max(floor, 1 << max(0, rows.bit_length() - 4))
+    step += -step % floor
+    return rows + -rows % step
+
+
 def slice_rows(vocabulary: int) -> int:
     """Rows of a slice over ``vocabulary`` tokens, at least one."""
     return max(1, SLICE_ELEMENTS // vocabulary)
@@ -67,7 +77,7 @@ class _Head:
         if index != self._index:
             self._made = self._hidden[:0]
             start, end = self._bounds[index]
-            padding = -(end - start) % self._floor
+            padding = padded_rows(end - start, self._floor) - (end - start)
             self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)))
             self._index = index
         return self._made

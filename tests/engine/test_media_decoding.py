@@ -152,4 +152,16 @@ def test_idle_processes_are_used_again() -> None:
     with closing(DecodePool(MediaConfig())) as pool:
         for _ in range(3):
             list(pool.map([lambda decode: decode(file)], go_on))
-    assert len(PROCESSES._idle) == 1
+        assert len(PROCESSES._idle) == 1
+
+
+def test_idle_processes_end_with_the_last_pool() -> None:
+    file = MediaFile(picture(0), False, "image")
+    first, second = DecodePool(MediaConfig()), DecodePool(MediaConfig())
+    list(first.map([lambda decode: decode(file)], go_on))
+    first.close()
+    [child] = PROCESSES._idle
+    assert child.alive
+    second.close()
+    assert not PROCESSES._idle
+    assert not child.alive

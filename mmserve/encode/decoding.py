@@ -169,12 +169,14 @@ class DecodePool:
         self._working = self._held = 0  # threads at work; bytes that were decoded since memory was given back
         self._closed = False
         self._users = 0
-        PROCESSES.open()
 
     def open(self) -> None:
         """As ``Decoders.open``."""
         with self._changed:
             self._users += 1
+            first = self._users == 1
+        if first:
+            PROCESSES.open()
 
     def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
         """As ``Decoders.map``; raises ``Unavailable`` where no process can be had, or after ``close``."""
@@ -212,13 +214,15 @@ class DecodePool:
         """As ``Decoders.close``; nothing is decoded any more after the last."""
         with self._changed:
             self._users -= 1
+            last = self._users == 0
             if self._users > 0 or self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        PROCESSES.close()
+        if last:
+            PROCESSES.close()
 
     def _start(self) -> None:
         """One more thread, unless there are enough. Under the lock."""

@@ -152,12 +152,15 @@ def test_idle_processes_are_used_again() -> None:
     with closing(DecodePool(MediaConfig())) as pool:
         for _ in range(3):
             list(pool.map([lambda decode: decode(file)], go_on))
-        assert len(PROCESSES._idle) == 1
+    assert len(PROCESSES._idle) == 1
 
 
 def test_idle_processes_end_with_the_last_pool() -> None:
     file = MediaFile(picture(0), False, "image")
+    PROCESSES.end()
     first, second = DecodePool(MediaConfig()), DecodePool(MediaConfig())
+    first.open()
+    second.open()
     list(first.map([lambda decode: decode(file)], go_on))
     first.close()
     [child] = PROCESSES._idle

@@ -40,7 +40,7 @@ from mmserve.errors import (
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
-from mmserve.record import WORKERS, Record, Sink, open_call
+from mmserve.record import MEDIA_WORKERS, WORKERS, Record, Sink, open_call
 from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
 from mmserve.schedule.fair import guaranteed
 from mmserve.schedule.scheduler import schedule
@@ -114,7 +114,9 @@ class Engine:
         threads = self.config.torch_threads
         for name in WORKERS:
             inline = self.config.stages == "inline" and WORKERS[name] == 1  # the others wait for other processes
-            self._workers[name] = InlineWorker() if inline else ThreadWorker(name, threads, WORKERS[name])
+            self._workers[name] = (
+                InlineWorker() if inline else ThreadWorker(name, threads, WORKERS[name], low=name in MEDIA_WORKERS)
+            )
         self._refusal = ""
         self._thread.start()
 

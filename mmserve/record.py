@@ -20,6 +20,8 @@ from mmserve.stages import Answer
 Sink = Callable[[Event], None]
 #: Requests whose media are read at once; how many files are decoded at once is up to ``[media] decode_workers``.
 LOADS = 8
+#: The stages of media alone: they run at a low priority, and text does not wait for them.
+MEDIA_WORKERS = frozenset({"load", "encode"})
 #: The stages that have workers, and the jobs that each runs at once: a constraint mostly waits for its child process,
 #: and so do media.
 WORKERS = {"constrain": WAITING, "load": LOADS, "tokenize": 1, "encode": 1, "prefill": 1, "decode": 1}

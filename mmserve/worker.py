@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from mmserve.priority import lower_priority
+
 A = TypeVar("A")
 B = TypeVar("B")
 Job = Callable[[], None]
@@ -39,12 +41,12 @@ class InlineWorker:
 class ThreadWorker:
     """Runs jobs on a thread of its own, with its share of the cores; ``width`` of them at once, on as many threads.
 
-    Threads are started as they are needed; ``start`` is for one thread alone.
+    Threads are started as they are needed; ``start`` is for one thread alone. ``low``: at a low priority.
     """
 
-    def __init__(self, name: str, torch_threads: int, width: int = 1) -> None:
+    def __init__(self, name: str, torch_threads: int, width: int = 1, *, low: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._name, self._torch_threads, self._width = name, torch_threads, width
+        self._name, self._torch_threads, self._width, self._low = name, torch_threads, width, low
         self._free = threading.Semaphore(0)  # threads without a job
         self._threads: list[threading.Thread] = []
 
@@ -62,6 +64,8 @@ class ThreadWorker:
             thread.join()
 
     def _run(self) -> None:
+        if self._low:
+            lower_priority()  # before torch starts threads, which take it over
         torch.set_num_threads(self._torch_threads)
         while (job := self._jobs.get()) is not None:
             job()

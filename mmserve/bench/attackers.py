@@ -83,6 +83,18 @@ def _large_pictures(address: str) -> None:
     _again(address, [_pictures(picture, 11) for _ in range(2)])
 
 
+def _accepted_clips(address: str) -> None:
+    """Five requests at once, each with two clips of 1,780 black frames of 1920 x 1080, which the limits allow."""
+    clip = black_clip(1920, 1080, 1780)
+    _again(address, [_clips(clip, 2) for _ in range(5)])
+
+
+def _accepted_pictures(address: str) -> None:
+    """Three requests at once, each with 11 pictures of 4900 x 4900, which the limits allow."""
+    picture = large_png(4900)
+    _again(address, [_pictures(picture, 11) for _ in range(3)])
+
+
 def _messages(size: int) -> Attack:
     def attack(address: str) -> None:
         with repeated(address, empty_messages(size)):
@@ -125,6 +137,8 @@ ATTACKS: dict[str, Attack] = {
     "long_clips": _long_clips,
     "cancelled_clips": _cancelled_clips,
     "large_pictures": _large_pictures,
+    "accepted_clips": _accepted_clips,
+    "accepted_pictures": _accepted_pictures,
     "empty_messages_8mb": _messages(8_000_000),
     "empty_messages_60mb": _messages(60_000_000),
     "unfinished_messages": _unfinished,

@@ -98,7 +98,7 @@ class Child:
         raised once the process has stopped decoding.
         """
         message = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
-        head = {**message, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
+        head = {**message, "resize": file.resize, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
         images: list[Image.Image] = []
         seconds: list[float] = []
         check, sent = watch.check, False
@@ -175,7 +175,7 @@ class Child:
 
     def _picture(self, width: int, height: int, check: Callable[[], None]) -> Image.Image:
         """The next picture; what is held beside it is one band."""
-        image = Image.new("RGB", (width, height))
+        image = Image.new("RGB", (width, height), None)  # not filled: that takes long, and no other thread runs then
         rows = wire.rows_of_band(width)
         for top in range(0, height, rows):
             check()

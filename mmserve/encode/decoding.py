@@ -23,6 +23,7 @@ from mmserve.encode.watch import UNWATCHED
 from mmserve.encode.wire import MediaFile
 from mmserve.encode.worker import late
 from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
+from mmserve.priority import lower_priority
 
 T = TypeVar("T")
 Check = Callable[[], None]
@@ -111,11 +112,26 @@ class Budget:
 
 
 class _Processes:
-    """Idle processes of this one, kept for whoever decodes next; each ends by itself after some minutes."""
+    """Idle processes of this one, kept for whoever decodes next; each ends by itself after some minutes, and all of
+    them with the last pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Child] = []
+        self._pools = 0
+
+    def open(self) -> None:
+        """Count one more pool."""
+        with self._lock:
+            self._pools += 1
+
+    def close(self) -> None:
+        """Count one pool less."""
+        with self._lock:
+            self._pools -= 1
+            last = self._pools == 0
+        if last:
+            self.end()
 
     def take(self) -> Child:
         with self._lock:
@@ -158,6 +174,9 @@ class DecodePool:
         """As ``Decoders.open``."""
         with self._changed:
             self._users += 1
+            first = self._users == 1
+        if first:
+            PROCESSES.open()
 
     def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
         """As ``Decoders.map``; raises ``Unavailable`` where no process can be had, or after ``close``."""
@@ -195,12 +214,15 @@ class DecodePool:
         """As ``Decoders.close``; nothing is decoded any more after the last."""
         with self._changed:
             self._users -= 1
-            if self._users > 0:
+            last = self._users == 0
+            if self._users > 0 or self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        if last:
+            PROCESSES.close()
 
     def _start(self) -> None:
         """One more thread, unless there are enough. Under the lock."""
@@ -210,6 +232,7 @@ class DecodePool:
             self._threads[-1].start()
 
     def _loop(self) -> None:
+        lower_priority()
         torch.set_num_threads(1)
         while (job := self._next()) is not None:
             job()

@@ -253,7 +253,9 @@ class Viewer:
         """What each of ``eyes`` takes of an item."""
         first = eyes[0].vision
         frames = first.frames_per_video if item.clip else 1
-        decoded = decode(MediaFile(item.data, item.clip, item.path, frames, first.frames_per_second))
+        resizes = {eye.vision.first_resize(clip=item.clip, among=item.among) for eye in eyes}
+        resize = resizes.pop() if len(resizes) == 1 else None
+        decoded = decode(MediaFile(item.data, item.clip, item.path, frames, first.frames_per_second, resize))
         try:
             if item.clip:
                 return [eye.vision.prepare_clip(decoded.frames, decoded.seconds) for eye in eyes]

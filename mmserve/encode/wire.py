@@ -23,13 +23,18 @@ _BAND_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file to decode. ``frames`` and ``rate``: as ``read_video`` takes them; ``name``: the field of the request."""
+    """A file to decode. ``frames`` and ``rate``: as ``read_video`` takes them; ``name``: the field of the request.
+
+    ``resize``: width and height that every picture is resized to by this filter of pillow, where that is the first
+    thing done to it anyway; a decoder may leave it to whoever takes the pictures.
+    """
 
     data: bytes = field(repr=False)
     clip: bool
     name: str
     frames: int = 1
     rate: float = 0.0
+    resize: tuple[int, int, int] | None = None
 
 
 def packed(message: dict[str, Any]) -> bytes:

@@ -25,6 +25,7 @@ from mmserve.encode import wire
 from mmserve.encode.media import OUT_OF_MEMORY, decode_image
 from mmserve.encode.video import read_video
 from mmserve.errors import InvalidArgument
+from mmserve.priority import lower_priority
 
 #: Without a file to decode, before the process ends.
 IDLE_SECONDS = 300.0
@@ -33,7 +34,6 @@ _KEPT_BYTES = 128 << 20
 #: Address space: the process itself, and the pictures that a decoder refers to (17 frames of a video) or converts
 #: between. Measured: 16-bit grey takes 20 bytes a pixel, RGBA 16.
 _BASE_BYTES, _BYTES_A_PIXEL = 768 << 20, 48
-_LOWEST_PRIORITY = 10  # "nice": text must not wait for media where both want a core
 
 
 class Stopped(BaseException):
@@ -71,7 +71,7 @@ def late(seconds: float) -> str:
 
 def main() -> None:
     """Serve standard input."""
-    os.nice(_LOWEST_PRIORITY)
+    lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
@@ -85,7 +85,8 @@ def main() -> None:
         message = _message()
         data = _exactly(message["bytes"])
         limits = MediaConfig(**message["limits"])
-        file = wire.MediaFile(data, message["clip"], message["name"], message["frames"], message["rate"])
+        resize = tuple(message["resize"]) if message["resize"] else None
+        file = wire.MediaFile(data, message["clip"], message["name"], message["frames"], message["rate"], resize)
         # The backstop, where a decoder does not come to its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
@@ -103,7 +104,7 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
     watch = Watched(limits.decode_seconds, file.name)
     try:
         for seconds, image in _pictures(file, limits, watch):
-            _send_picture(image, seconds, watch)
+            _send_picture(_resized(image, file), seconds, watch)
         return {"done": watch.decoded}
     except Stopped:
         return {"stopped": watch.decoded}
@@ -120,6 +121,13 @@ def _pictures(file: wire.MediaFile, limits: MediaConfig, watch: Watched) -> Iter
         yield from read_video(file.data, limits, frames=file.frames, rate=file.rate, field=file.name, watch=watch)
     else:
         yield 0.0, decode_image(file.data, limits, field=file.name, watch=watch)
+
+
+def _resized(image: Image.Image, file: wire.MediaFile) -> Image.Image:
+    if file.resize is None:
+        return image
+    width, height, resample = file.resize
+    return image.resize((width, height), resample)
 
 
 def _send_picture(image: Image.Image, seconds: float, watch: Watched) -> None:

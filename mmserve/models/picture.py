@@ -18,6 +18,8 @@ from mmserve.prune.base import Evidence, Look
 #: What a tower takes of an image or clip: ``pixels`` (fp32, any shape), which go to its device and type, and whatever
 #: else its encoder wants to know of it again (a grid, sizes, seconds), which stays as it is.
 Prepared = Mapping[str, Tensor]
+#: Width, height and pillow's filter of a resize.
+Resize = tuple[int, int, int]
 #: Text among visual tokens: what the tokenizer makes of a string (special tokens too), or token ids.
 Text = str | tuple[int, ...]
 
@@ -119,6 +121,11 @@ class VisionEncoder(nn.Module):
         """All that decides, beside weights and tokenizer, what becomes of a picture; ``processor`` of it, what
         ``prepare`` and ``prepare_clip`` make."""
         raise NotImplementedError
+
+    def first_resize(self, *, clip: bool, among: bool) -> Resize | None:
+        """The resize of the whole picture that ``prepare`` (``among``: ``prepare_among``; ``clip``: ``prepare_clip``)
+        begins with, whatever its shape: who has done it already gets the same result. None = there is no such one."""
+        return None
 
     def prepare(self, image: Image.Image) -> Prepared:
         """An RGB image, resized, cut and normalised as the checkpoint says; may raise ``CannotPrepare``."""

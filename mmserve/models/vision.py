@@ -11,10 +11,21 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from mmserve.models.anyres import Anyres
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, Watched, layers_of
-from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, check_padded, check_shape, joined
+from mmserve.models.picture import (
+    Picture,
+    Prepared,
+    Resize,
+    Text,
+    Tile,
+    VisionEncoder,
+    check_padded,
+    check_shape,
+    joined,
+)
 from mmserve.prune.base import Evidence, Look
 
 #: Tiles that go through a tower together: all of its layers' outputs are held while they do.
@@ -99,6 +110,13 @@ class LlavaVision(VisionEncoder):
         self.pool, self._side = pool, int(config.image_size) // int(config.patch_size)
         self._cells = self._side if pool is None else pooled_side(self._side, *pool)
         self.tokens_per_image = 0 if anyres is not None else self._cells**2
+
+    def first_resize(self, *, clip: bool, among: bool) -> Resize | None:
+        if clip:
+            return _first_resize(self.frames)
+        if among and self._several is not None:
+            return _first_resize(self._several)
+        return _first_resize(self.processor) if self.anyres is None else None
 
     def prepare(self, image: Image.Image) -> Prepared:
         if self.anyres is None:
@@ -265,6 +283,16 @@ def _check(processor: Any, image: Image.Image) -> None:
         check_padded(image)
     elif not getattr(getattr(processor, "size", None), "height", None):  # or else the shape is lost at once
         check_shape(image)
+
+
+def _first_resize(processor: Any) -> Resize | None:
+    """What ``VisionEncoder.first_resize`` is to return for a processor, of transformers or around one."""
+    if type(processor) not in (CLIPImageProcessorPil, SiglipImageProcessorPil) or not processor.do_resize:
+        return None  # others pad or cut first
+    size, resample = processor.size, processor.resample
+    if not (size.height and size.width and isinstance(resample, int)) or size.shortest_edge or size.max_height:
+        return None  # sides that depend on the picture's, or a filter that is not pillow's
+    return int(size.width), int(size.height), int(resample)
 
 
 def _pixels(processor: Any, image: Image.Image) -> Tensor:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
-from clips import video_model
+import torch
+from clips import clip, video_model
 from harness import Bench, eventually
 from helpers import ask, picture
+from PIL import Image
+from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from mmserve.bench.hostile_media import black_clip, large_png
-from mmserve.config import MediaConfig
+from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Message, Stage, TextPart, VideoPart
+from mmserve.encode.cache import EncoderCache
 from mmserve.encode.child import Child, Pictures
 from mmserve.encode.decoding import PROCESSES, Decode, DecodePool
+from mmserve.encode.visual import Media, Viewer
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import Cancelled, InvalidArgument
+from mmserve.models.towers import PaddedProcessor
+from mmserve.priority import LOW_PRIORITY
 
 FRAMES = 1700
 
@@ -48,6 +56,10 @@ def pool() -> Iterator[DecodePool]:
 
 
 def go_on() -> None:
+    return
+
+
+def ignore(_rows: list[int]) -> None:
     return
 
 
@@ -153,3 +165,89 @@ def test_idle_processes_are_used_again() -> None:
         for _ in range(3):
             list(pool.map([lambda decode: decode(file)], go_on))
     assert len(PROCESSES._idle) == 1
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Width and height of the pictures that processes sent."""
+    found: list[tuple[int, int]] = []
+    real = Child._picture
+
+    def picture_of(child: Child, width: int, height: int, check: Callable[[], None]) -> Image.Image:
+        found.append((width, height))
+        return real(child, width, height, check)
+
+    monkeypatch.setattr(Child, "_picture", picture_of)
+    return found
+
+
+@pytest.mark.parametrize("kind", [CLIPImageProcessorPil, SiglipImageProcessorPil])
+@pytest.mark.parametrize("size", [(300, 200), (20, 50)])
+def test_a_plain_resize_is_done_where_the_file_is_decoded(
+    kind: type[Any], size: tuple[int, int], received: list[tuple[int, int]]
+) -> None:
+    model = video_model()
+    vision: Any = model.vision
+    vision.processor = vision.frames = kind(size={"height": 28, "width": 28}, do_center_crop=False)
+    image, video = picture(0, size), clip(frames=6, size=size)
+    items = [Media(image, False, "image", None, None, False), Media(video, True, "video", None, None, False)]
+    with closing(DecodePool(MediaConfig())) as pool:
+        alone = Viewer(model, MediaConfig(), EncoderCache.of(EncoderCacheConfig())).load(items, ignore)
+        loaded = Viewer(model, MediaConfig(), EncoderCache.of(EncoderCacheConfig()), pool).load(items, ignore)
+    assert received == [(28, 28)] * (1 + vision.frames_per_video)
+    for i in range(len(items)):
+        assert torch.equal(loaded.prepared[i][0]["pixels"], alone.prepared[i][0]["pixels"])
+    alone.close()
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        CLIPImageProcessorPil(size={"height": 28, "width": 28}, do_resize=False),
+        PaddedProcessor(CLIPImageProcessorPil(size={"height": 28, "width": 28})),
+    ],
+    ids=["by the shortest side", "none", "after padding"],
+)
+def test_a_resize_that_depends_on_the_picture_is_left_to_the_processor(processor: Any) -> None:
+    vision: Any = video_model().vision
+    vision.processor = vision.frames = processor
+    assert vision.first_resize(clip=False, among=False) is None
+    assert vision.first_resize(clip=True, among=False) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+def test_media_threads_have_a_low_priority_and_those_of_text_do_not() -> None:
+    b = Bench(video_model())
+    try:
+        message = Message("user", (VideoPart(clip(frames=4)), TextPart("what is it?")))
+        b.ask(dataclasses.replace(ask("clip"), messages=(message,)))
+        b.ask(ask("text"))
+        nice = {
+            thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+            for thread in threading.enumerate()
+            if thread.name.startswith("mmserve-")
+        }
+    finally:
+        b.close()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for low in ("mmserve-load", "mmserve-encode", "mmserve-media-0"):
+        assert nice[low] == max(own, LOW_PRIORITY)
+    for usual in ("mmserve-tokenize", "mmserve-prefill", "mmserve-decode"):
+        assert nice[usual] == own
+
+
+def test_idle_processes_end_with_the_last_pool() -> None:
+    file = MediaFile(picture(0), False, "image")
+    PROCESSES.end()
+    first, second = DecodePool(MediaConfig()), DecodePool(MediaConfig())
+    first.open()
+    second.open()
+    list(first.map([lambda decode: decode(file)], go_on))
+    first.close()
+    [child] = PROCESSES._idle
+    assert child.alive
+    second.close()
+    assert not PROCESSES._idle
+    assert not child.alive

@@ -16,9 +16,10 @@ from mmserve.core.constraint import ConstraintSpec
 _OVERHEAD = 1_000  # bytes an entry costs beside its text
 
 
-def key_of(spec: ConstraintSpec, fingerprint: str) -> bytes:
-    """The SHA-256 of a constraint, its mode and a vocabulary's fingerprint: what its outcome depends on."""
-    return hashlib.sha256(json.dumps([wire.from_spec(spec), fingerprint]).encode()).digest()
+def key_of(spec: ConstraintSpec, fingerprint: str, cache: str = "") -> bytes:
+    """The SHA-256 of a constraint, its mode and a vocabulary's fingerprint, on which its outcome depends, and of the
+    tenants' part of the caches (``core.tenant.Tenant.cache``)."""
+    return hashlib.sha256(json.dumps([wire.from_spec(spec), fingerprint, cache]).encode()).digest()
 
 
 class Outcomes:

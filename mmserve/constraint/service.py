@@ -30,14 +30,14 @@ class Grammars:
         self._compiler = Compiler(vocabulary, seconds, program=program)
         self._compiler.warm()
 
-    def grammar(self, spec: ConstraintSpec) -> Grammar:
+    def grammar(self, spec: ConstraintSpec, cache: str = "") -> Grammar:
         """The grammar of ``spec``, which a matcher may run under ``limits.PARSER_LIMITS``.
 
-        Takes microseconds when it was asked for before, else milliseconds, at worst ``seconds`` of processor time and a
-        wait for those before it. Raises ``InvalidArgument`` with a violation for every reason why there is none,
-        ``Unavailable`` where nothing can be compiled.
+        Takes microseconds when it was asked for before by a tenant of ``cache``, else milliseconds, at worst ``seconds``
+        of processor time and a wait for those before it. Raises ``InvalidArgument`` with a violation for every reason
+        why there is none, ``Unavailable`` where nothing can be compiled.
         """
-        key = key_of(spec, self._fingerprint)
+        key = key_of(spec, self._fingerprint, cache)
         outcome = self._outcomes.get(key)
         if outcome is None:
             outcome, lasting = self._compiler.compile(spec)
@@ -45,12 +45,12 @@ class Grammars:
                 self._outcomes.put(key, outcome)
         return _granted(spec, outcome)
 
-    def first(self, spec: ConstraintSpec, budget: int) -> tuple[Grammar, First]:
+    def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, First]:
         """The grammar of ``spec``, and the shortest answers found under it where there is room for ``budget`` tokens.
 
         Raises as ``grammar``; ``program`` must be one that looks for answers.
         """
-        key = key_of(spec, self._fingerprint)
+        key = key_of(spec, self._fingerprint, cache)
         outcome, first = self._outcomes.get(key), self._firsts.get(key)
         if outcome is None or (isinstance(outcome, Grammar) and (first is None or not first.covers(budget))):
             begun = self._compiler.begin(spec, budget)

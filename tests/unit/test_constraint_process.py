@@ -13,8 +13,8 @@ from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint import worker
-from mmserve.constraint.begun import Begun
-from mmserve.constraint.cache import Outcomes, key_of
+from mmserve.constraint.begun import Begun, First
+from mmserve.constraint.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -141,6 +141,33 @@ def test_a_constraint_is_compiled_anew_for_each_part_of_the_caches(monkeypatch: 
             made.first(spec(Regex("a+")), 8, cache)
             made.grammar(spec(Regex("a+")), cache)
             assert len(asked) == compiled, cache
+    finally:
+        made.close()
+
+
+def test_a_search_that_ran_out_of_time_is_known_for_a_while() -> None:
+    late, firsts = First(asked=True, late=True), Firsts(2)
+    firsts.put(b"late", late, 0.05)
+    firsts.put(b"done", First(asked=True))
+    assert firsts.get(b"late") is late
+    time.sleep(0.06)
+    assert firsts.get(b"late") is None and firsts.get(b"done") is not None
+
+
+def test_a_late_search_is_not_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Begun(Grammar("a", True, ()), First(asked=True, late=True), lasting=False)
+    asked: list[int | None] = []
+
+    def begin(_compiler: Compiler, _spec: ConstraintSpec, budget: int | None) -> Begun:
+        asked.append(budget)
+        return late
+
+    monkeypatch.setattr(Compiler, "begin", begin)
+    made = Grammars(BYTES)
+    try:
+        for _ in range(3):
+            assert made.first(spec(Regex("a")), 8) == (late.outcome, late.first)
+        assert asked == [8]
     finally:
         made.close()
 

@@ -21,8 +21,8 @@ from mmserve.bench.schemas import SCHEMAS, Wanted
 from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
+from mmserve.decode.constrained.first import look
 from mmserve.decode.constrained.shared import SharedPlaces
-from mmserve.decode.constraint.first import look
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Outcome, begun
 from mmserve.decode.paths.lexicon import Lexicon

@@ -22,6 +22,7 @@ from mmserve.rpc.arrivals import Arrivals
 from mmserve.rpc.room import Room
 from mmserve.rpc.status import abort
 from mmserve.rpc.wire import Shape, check_fields, shape_of
+from mmserve.settle import trim_soon
 from mmserve.v1 import generation_pb2, media_pb2
 
 #: Larger messages are parsed off the event loop (bytes).
@@ -113,6 +114,7 @@ class Incoming(grpc.aio.ServerInterceptor):
             return await self._parsed(read, method, [await coming])
         except MMServeError as error:
             self._refused(error.code)
+            trim_soon()  # what has come of the message is freed with the call
             raise error.with_traceback(None) from None  # whose frames hold the bytes, until a collection of cycles
 
     async def _parsed(self, read: Callable[[bytes], Any], method: str, came: list[Any]) -> Any:
@@ -127,6 +129,7 @@ class Incoming(grpc.aio.ServerInterceptor):
         else:
             with self._room.taken((), len(data)):
                 message = await asyncio.get_running_loop().run_in_executor(self._parser, read, data)
+            trim_soon()
         if isinstance(message, MMServeError):
             size = len(data)
             del data

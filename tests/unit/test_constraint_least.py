@@ -16,7 +16,7 @@ from mmserve.bench.search import made_up
 from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
-from mmserve.decode.constraint.first import look
+from mmserve.decode.constrained.first import look
 from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
 from mmserve.decode.paths import least, shorter
 from mmserve.decode.paths.completion import Work, completes

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 import mmserve
 from mmserve.bench.copyist import Copyist, decode, draw, written
 from mmserve.constraint.begun import First
-from mmserve.decode.constraint.first import look
+from mmserve.decode.constrained.first import look
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import (
     Infeasible,

@@ -24,6 +24,7 @@ from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import Vocabulary as Proved
 from mmserve.core.constraint import Choice, ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
 from mmserve.core.request import Request
+from mmserve.decode.constrained import first
 from mmserve.decode.constrained.allot import allotted
 from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.filling import Filling, Layout, laid_out
@@ -31,7 +32,6 @@ from mmserve.decode.constrained.futures import Place
 from mmserve.decode.constrained.shared import SharedPlaces
 from mmserve.decode.constrained.state import Constrained, Split
 from mmserve.decode.constrained.templates import Opened, one_by_one, opened, side_by_side, spelling
-from mmserve.decode.constraint import first
 from mmserve.decode.constraint.concatenation import Concatenation
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Infeasible, Witness, begun, fitting

@@ -1,6 +1,6 @@
 """The child process that also looks for the first answer under a grammar: ``constraint.worker`` with a search.
 
-Run as ``python -m mmserve.decode.constraint.first``; imports no torch. The parser's limits bound each step that native
+Run as ``python -m mmserve.decode.constrained.first``; imports no torch. The parser's limits bound each step that native
 code takes, the worker's timers all of them together.
 """
 

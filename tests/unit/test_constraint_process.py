@@ -22,7 +22,7 @@ from mmserve.constraint.process import Compiler
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import BYTES, Vocabulary, trie_of
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema, Lark, Regex
-from mmserve.decode.constraint import first
+from mmserve.decode.constrained import first
 from mmserve.errors import InvalidArgument
 
 PATIENCE = 20.0  # seconds; the limit itself is two, and the machine may be busy

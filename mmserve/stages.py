@@ -247,7 +247,9 @@ class Stages:
         for request in batch:
             assert request.constraint is not None
             sampling = request.sampling
-            admitted = self._admission.admit(request.constraint, sampling.max_new_tokens, sampling.n)
+            admitted = self._admission.admit(
+                request.constraint, sampling.max_new_tokens, sampling.n, request.tenant.cache
+            )
             self._admitted[request.id] = admitted
         return [None] * len(batch)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import OrderedDict
+from math import inf
 
 from mmserve.constraint import wire
 from mmserve.constraint.begun import First
@@ -16,9 +18,10 @@ from mmserve.core.constraint import ConstraintSpec
 _OVERHEAD = 1_000  # bytes an entry costs beside its text
 
 
-def key_of(spec: ConstraintSpec, fingerprint: str) -> bytes:
-    """The SHA-256 of a constraint, its mode and a vocabulary's fingerprint: what its outcome depends on."""
-    return hashlib.sha256(json.dumps([wire.from_spec(spec), fingerprint]).encode()).digest()
+def key_of(spec: ConstraintSpec, fingerprint: str, cache: str = "") -> bytes:
+    """The SHA-256 of a constraint, its mode and a vocabulary's fingerprint, on which its outcome depends, and of the
+    tenants' part of the caches (``core.tenant.Tenant.cache``)."""
+    return hashlib.sha256(json.dumps([wire.from_spec(spec), fingerprint, cache]).encode()).digest()
 
 
 class Outcomes:
@@ -60,20 +63,22 @@ class Firsts:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._entries: OrderedDict[bytes, First] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[First, float]] = OrderedDict()  # and until when
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> First | None:
         """What was put under ``key`` last, if it is still there."""
         with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-            return self._entries.get(key)
+            first, until = self._entries.get(key, (None, inf))
+            if first is None or time.monotonic() > until:
+                return None
+            self._entries.move_to_end(key)
+            return first
 
-    def put(self, key: bytes, first: First) -> None:
-        """Keep ``first`` in the place of what was there."""
+    def put(self, key: bytes, first: First, seconds: float = inf) -> None:
+        """Keep ``first`` in the place of what was there, for so many seconds."""
         with self._lock:
-            self._entries[key] = first
+            self._entries[key] = first, time.monotonic() + seconds
             self._entries.move_to_end(key)
             if len(self._entries) > self._most:
                 self._entries.popitem(last=False)

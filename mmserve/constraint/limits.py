@@ -34,6 +34,7 @@ IDLE_BYTES = 64 << 20  # that a child process may have taken beside its vocabula
 START_SECONDS = 60.0  # for a child process to start and to read its vocabulary
 CACHE_BYTES = 32 << 20
 CLOSES = 1024  # grammars whose first answers are kept: a few tokens each, at worst some thousands
+LATE_SECONDS = 60.0  # that the result of a search ended by its time limit is kept: the next one would take as long
 FAR_TOKENS = 1000  # that any answer is known to need: where there is less room, none is looked for
 REPLY_BYTES = 8 << 20  # of a grammar as it comes back
 FINDING_CHARS = 1000  # of each text that says what is wrong with a constraint; schemas have names of any length

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from mmserve.constraint.begun import First
 from mmserve.constraint.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.child import PROGRAM
 from mmserve.constraint.findings import Refused, as_error
 from mmserve.constraint.grammar import Grammar, kind_of
-from mmserve.constraint.limits import CACHE_BYTES, CLOSES, COMPILE_SECONDS
+from mmserve.constraint.limits import CACHE_BYTES, CLOSES, COMPILE_SECONDS, LATE_SECONDS
 from mmserve.constraint.process import Compiler
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec
@@ -30,14 +32,14 @@ class Grammars:
         self._compiler = Compiler(vocabulary, seconds, program=program)
         self._compiler.warm()
 
-    def grammar(self, spec: ConstraintSpec) -> Grammar:
+    def grammar(self, spec: ConstraintSpec, cache: str = "") -> Grammar:
         """The grammar of ``spec``, which a matcher may run under ``limits.PARSER_LIMITS``.
 
-        Takes microseconds when it was asked for before, else milliseconds, at worst ``seconds`` of processor time and a
-        wait for those before it. Raises ``InvalidArgument`` with a violation for every reason why there is none,
-        ``Unavailable`` where nothing can be compiled.
+        Takes microseconds when a tenant of ``cache`` asked for it before, else milliseconds, at worst ``seconds`` of
+        processor time and a wait for those before it. Raises ``InvalidArgument`` with a violation for every reason
+        why there is none, ``Unavailable`` where nothing can be compiled.
         """
-        key = key_of(spec, self._fingerprint)
+        key = key_of(spec, self._fingerprint, cache)
         outcome = self._outcomes.get(key)
         if outcome is None:
             outcome, lasting = self._compiler.compile(spec)
@@ -45,20 +47,20 @@ class Grammars:
                 self._outcomes.put(key, outcome)
         return _granted(spec, outcome)
 
-    def first(self, spec: ConstraintSpec, budget: int) -> tuple[Grammar, First]:
+    def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, First]:
         """The grammar of ``spec``, and the shortest answers found under it where there is room for ``budget`` tokens.
 
         Raises as ``grammar``; ``program`` must be one that looks for answers.
         """
-        key = key_of(spec, self._fingerprint)
+        key = key_of(spec, self._fingerprint, cache)
         outcome, first = self._outcomes.get(key), self._firsts.get(key)
         if outcome is None or (isinstance(outcome, Grammar) and (first is None or not first.covers(budget))):
             begun = self._compiler.begin(spec, budget)
             outcome, first = begun.outcome, begun.first
-            if begun.lasting:
+            if begun.lasting or first is not None:
                 self._outcomes.put(key, outcome)
-                if first is not None:
-                    self._firsts.put(key, first)
+            if first is not None:
+                self._firsts.put(key, first, inf if begun.lasting else LATE_SECONDS)
         grammar = _granted(spec, outcome)
         assert first is not None  # every grammar that a child gives comes with one
         return grammar, first

@@ -40,7 +40,7 @@ def fields(error: MMServeError) -> list[str]:
 SPECIAL = ["<|eot_id|>", "<|mdm_mask|>", "<|endoftext|>", "<|startoftext|>", "<|start_header_id|>assistant"]
 
 
-@pytest.mark.parametrize("text", [*SPECIAL, "".join(SPECIAL) * 3, "<|mdm_mask|>" * 200])
+@pytest.mark.parametrize("text", [*SPECIAL, "".join(SPECIAL) * 3, "<|mdm_mask|>" * 80])
 def test_special_tokens_in_the_text_are_answered(server: Running, text: str) -> None:
     result = server.client.generate(f"before {text} after", max_new_tokens=6)
     assert isinstance(result.text, str) and result.finish_reason in ("end", "length")

@@ -13,6 +13,9 @@ from helpers import picture
 from mmserve.assembly import BackgroundServer
 from mmserve.client import Blend, Client
 from mmserve.config import ModelConfig
+from mmserve.constraint.begun import Begun
+from mmserve.constraint.process import Compiler
+from mmserve.core.constraint import ConstraintSpec
 from mmserve.core.request import ImagePart, Message, TextPart
 from mmserve.engine import Engine
 from mmserve.errors import ResourceExhausted
@@ -35,8 +38,31 @@ def engine(server: BackgroundServer) -> Engine:
     return server.engines["m"]
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[ConstraintSpec]:
+    """The constraints that are compiled from now on."""
+    found: list[ConstraintSpec] = []
+    real = Compiler.begin
+
+    def counting(self: Compiler, spec: ConstraintSpec, budget: int | None) -> Begun:
+        found.append(spec)
+        return real(self, spec, budget)
+
+    monkeypatch.setattr(Compiler, "begin", counting)
+    return found
+
+
 def client(server: BackgroundServer, token: str, timeout: float = 20.0) -> Client:
     return Client(server.address, token=token, timeout=timeout)
+
+
+def test_no_grammar_shows_what_another_tenant_asked(server: BackgroundServer, compiled: list[ConstraintSpec]) -> None:
+    schema = {"type": "object", "properties": {"count": {"type": "integer", "maximum": 9}}, "required": ["count"]}
+    for token, before in (("alice", 0), ("alice", 1), ("bob", 1), ("alice", 2)):
+        assert len(compiled) == before
+        with client(server, token) as who:
+            who.generate("How many?", schema=schema, max_new_tokens=12)
+    assert len(compiled) == 2
 
 
 def test_no_cache_shows_what_another_tenant_asked(server: BackgroundServer, engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from helpers import picture
 from mmserve import assembly, cli
 from mmserve.assembly import BackgroundServer
 from mmserve.client import AsyncClient, Client, Finished, ImagePart, Message, TextPart, VideoPart
+from mmserve.config import ModelConfig
 from mmserve.errors import InvalidArgument, NotFound, Unimplemented
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
@@ -28,7 +30,8 @@ def videos() -> Iterator[BackgroundServer]:
     """A server of the tiny model: four frames a clip, each one token behind its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "load_model", lambda _config: video_model(stride=2, time="{seconds}s:"))
-        background = BackgroundServer(settings(engine={"stages": "threads"}, media={"max_videos": 2}))
+        config = settings(engine={"stages": "threads"}, media={"max_videos": 2})
+        background = BackgroundServer(replace(config, models=(ModelConfig(path="bundled", name=MODEL),)))
     with background:
         yield background
 

@@ -206,6 +206,7 @@ def test_places_are_kept_for_the_grammars_asked_for_last_and_only_so_many() -> N
     shared = SharedPlaces(language().lexicon, limit)
     first = shared.of(grammar("person"))
     assert shared.of(grammar("person")) is first
+    assert shared.of(grammar("person"), "another tenant") is not first
     list(steps("person", 0, SIZE, lambda: first))
     second = shared.of(grammar("matrix"))
     assert shared.used <= limit

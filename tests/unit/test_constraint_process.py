@@ -13,7 +13,8 @@ from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint import worker
-from mmserve.constraint.cache import Outcomes, key_of
+from mmserve.constraint.begun import Begun, First
+from mmserve.constraint.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -21,6 +22,7 @@ from mmserve.constraint.process import Compiler
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import BYTES, Vocabulary, trie_of
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema, Lark, Regex
+from mmserve.decode.constrained import first
 from mmserve.errors import InvalidArgument
 
 PATIENCE = 20.0  # seconds; the limit itself is two, and the machine may be busy
@@ -124,6 +126,52 @@ def test_an_outcome_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.close()
 
 
+def test_a_constraint_is_compiled_anew_for_each_part_of_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ConstraintSpec] = []
+    real = Compiler.begin
+
+    def counting(self: Compiler, one: ConstraintSpec, budget: int | None) -> Begun:
+        asked.append(one)
+        return real(self, one, budget)
+
+    monkeypatch.setattr(Compiler, "begin", counting)
+    made = Grammars(BYTES, program=first.__name__)
+    try:
+        for cache, compiled in (("alice", 1), ("alice", 1), ("bob", 2), ("alice", 2)):
+            made.first(spec(Regex("a+")), 8, cache)
+            made.grammar(spec(Regex("a+")), cache)
+            assert len(asked) == compiled, cache
+    finally:
+        made.close()
+
+
+def test_a_search_that_ran_out_of_time_is_known_for_a_while() -> None:
+    late, firsts = First(asked=True, late=True), Firsts(2)
+    firsts.put(b"late", late, 0.05)
+    firsts.put(b"done", First(asked=True))
+    assert firsts.get(b"late") is late
+    time.sleep(0.06)
+    assert firsts.get(b"late") is None and firsts.get(b"done") is not None
+
+
+def test_a_late_search_is_not_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Begun(Grammar("a", True, ()), First(asked=True, late=True), lasting=False)
+    asked: list[int | None] = []
+
+    def begin(_compiler: Compiler, _spec: ConstraintSpec, budget: int | None) -> Begun:
+        asked.append(budget)
+        return late
+
+    monkeypatch.setattr(Compiler, "begin", begin)
+    made = Grammars(BYTES)
+    try:
+        for _ in range(3):
+            assert made.first(spec(Regex("a")), 8) == (late.outcome, late.first)
+        assert asked == [8]
+    finally:
+        made.close()
+
+
 def test_the_cache_is_bounded_and_forgets_the_oldest() -> None:
     outcomes = Outcomes(10_000)
     for name in "abcdefghijkl":
@@ -140,12 +188,13 @@ def test_keys_tell_everything_apart() -> None:
     kinds: list[ConstraintKind] = [Regex("a"), Lark("a"), Choice(("a",)), Choice(("a", "b")), JsonSchema("a")]
     other = Vocabulary((*BYTES.tokens[:-1], b"x"), 256)
     keys = {
-        key_of(spec(kind, mode), vocabulary.fingerprint())
+        key_of(spec(kind, mode), vocabulary.fingerprint(), cache)
         for kind in kinds
         for mode in ConstraintMode
         for vocabulary in (BYTES, other)
+        for cache in ("", "alice")
     }
-    assert len(keys) == len(kinds) * 3 * 2
+    assert len(keys) == len(kinds) * 3 * 2 * 2
     assert all(len(key) == 32 for key in keys)
 
 

@@ -114,16 +114,17 @@ class _Language:
     tokenizer: Tokenizer
     large: threading.Lock  # held while a large grammar is compiled: others are to have a processor meanwhile
     ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
+    cache: str = ""  # the tenants' part of the caches
 
     def opened(self, spec: ConstraintSpec, budget: int, field: str) -> Opened:
         """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
-        grammar, found = self.grammars.first(spec, budget)
+        grammar, found = self.grammars.first(spec, budget, self.cache)
         judge = judge_of(spec, exact=grammar.exact)
         with failures(f"at least {{}} for {{}} that obeys the constraint, not {budget}", field):
             close = fitting(found, budget)
             with self.large if len(grammar.text) > LARGE_BYTES else contextlib.nullcontext():
                 compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
-                witness = begun(compiled, budget, close, self.places.of(compiled))
+                witness = begun(compiled, budget, close, self.places.of(compiled, self.cache))
         return Opened(compiled, witness, grammar.warnings, judge, grammar.longest)
 
     def filled(self, hole: Hole) -> Opened:
@@ -167,20 +168,21 @@ class Admission:
         self._closed = False
         self._lock = threading.Lock()
 
-    def admit(self, spec: ConstraintSpec, budget: int, samples: int = 1) -> list[Admitted]:
+    def admit(self, spec: ConstraintSpec, budget: int, samples: int = 1, cache: str = "") -> list[Admitted]:
         """The first witness of an answer of ``budget`` tokens that obeys ``spec``, for each of ``samples``.
 
+        What is kept of it is used for requests of the tenants of ``cache`` only (``core.tenant.Tenant.cache``).
         Raises ``InvalidArgument`` where there is no grammar for it, with every reason, or the budget is too small,
         with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained.
         """
-        admitted = self._first(spec, budget)
+        admitted = self._first(spec, budget, cache)
         if admitted.weight * (samples - 1) > _APART:
             return [admitted] * samples
         with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
             return [admitted, *(admitted.apart() for _ in range(samples - 1))]
 
-    def _first(self, spec: ConstraintSpec, budget: int) -> Admitted:
-        language = self._made()
+    def _first(self, spec: ConstraintSpec, budget: int, cache: str) -> Admitted:
+        language = replace(self._made(), cache=cache)
         if isinstance(spec.kind, Template):
             return self._template(language, spec.kind, budget)
         whole = language.opened(spec, budget, "sampling.max_new_tokens")

@@ -21,12 +21,12 @@ class SharedPlaces:
 
     def __init__(self, lexicon: Lexicon, limit: int = LIMIT) -> None:
         self._lexicon, self._limit = lexicon, limit
-        self._places: OrderedDict[bytes, tuple[Places, int]] = OrderedDict()  # and bytes of its parser
+        self._places: OrderedDict[tuple[str, bytes], tuple[Places, int]] = OrderedDict()  # and bytes of its parser
         self._lock = threading.Lock()
 
-    def of(self, grammar: Grammar) -> Places:
-        """The places of ``grammar``, the same for each request while they are kept."""
-        key = hashlib.sha256(grammar.source.encode()).digest()
+    def of(self, grammar: Grammar, cache: str = "") -> Places:
+        """The places of ``grammar``, the same for each request of the tenants of ``cache`` while they are kept."""
+        key = cache, hashlib.sha256(grammar.source.encode()).digest()
         with self._lock:
             if key not in self._places:
                 parsers = 2 * (_GRAMMAR + _BYTE * len(grammar.source))  # one of them is no request's

@@ -26,6 +26,7 @@ class Retries:
         self._reconnect_seconds = math.inf if reconnect_seconds is None else reconnect_seconds
         self._attempts = 1
         self._lost: float | None = None  # since when the server cannot be reached
+        self._unreached: MMServeError | None = None  # the last error of an attempt that did not reach it
         self._delay = _FIRST_DELAY
 
     def remaining(self) -> float:
@@ -39,7 +40,10 @@ class Retries:
         is full and reports when it will not be, and where it is ending or cannot be reached, for at most
         ``reconnect_seconds``. The error raised at last has the number of attempts, and the time they took.
         """
+        if isinstance(error, DeadlineExceeded) and self._unreached is not None and not started:
+            raise self._told(self._unreached)  # what the time was spent on
         lost = isinstance(error, Unavailable) and not isinstance(error, TLSError)
+        self._unreached = error if lost else None
         full = isinstance(error, ResourceExhausted) and error.retry_after is not None
         now = time.monotonic()
         self._lost = (now if self._lost is None else self._lost) if lost else None

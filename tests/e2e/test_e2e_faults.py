@@ -231,11 +231,11 @@ def test_a_bug_in_a_batch_fails_one_request_alone(
     monkeypatch.setattr(owner, method, poison)
     gate = getattr(gates, {"encode": "encode", "prefill": "prefill", "propose": "decode"}[method])
     gate.close()
-    first = server.ask("holds the stage", max_new_tokens=4)  # the others gather behind it
+    first = server.ask("holds the stage", images=asks[-1].images, max_new_tokens=4)  # the others gather behind it
     server.reach("holds the stage", Stage[stage])
     good = [server.start(a.of, server.client) for a in asks]
     bad = server.ask("poison", images=asks[0].images, max_new_tokens=4)
-    waiting = {"encode": Stage.QUEUED, "prefill": Stage.ENCODED, "propose": Stage.PREFILLED}[method]
+    waiting = {"encode": Stage.LOADED, "prefill": Stage.ENCODED, "propose": Stage.PREFILLED}[method]
     wait_for("all behind it", lambda: list(server.stages().values()).count(waiting) == 6)
     gate.open()
     error = failure(bad)

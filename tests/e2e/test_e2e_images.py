@@ -230,13 +230,15 @@ def test_a_bad_picture_fails_alone_among_the_good_ones_it_is_encoded_with(server
     images = [saved(picture(seed), "PNG") for seed in range(5)]
     alone = [answer(ask(server, image)) for image in images]
     gates.encode.close()
-    first = server.ask("holds the encoder")
+    first = server.ask("holds the encoder", images=[saved(picture(9), "PNG")])
     server.reach("holds the encoder", Stage.ENCODING)
     asked = [server.start(ask, server, data) for data in (*images[:2], images[0][:-200], *images[2:])]
-    wait_for("all to queue", lambda: server.engine.stats().live == 7)
-    gates.encode.open()
-    first.result(60)
     bad = asked.pop(2)
     assert isinstance(bad.exception(60), InvalidArgument)
+    wait_for(
+        "all to be decoded", lambda: [r.stage for r in list(server.engine._records.values())].count(Stage.LOADED) == 5
+    )
+    gates.encode.open()
+    first.result(60)
     assert [answer(f.result(60)) for f in asked] == alone
     assert max(gates.encode.sizes) > 1

@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_cpu_runs_the_reference(op: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "mmserve.kernels"):
+    with caplog.at_level(logging.DEBUG, "mmserve.kernels"):
         chosen = pick(op, CPU, torch.float32, 64)
     assert chosen.path == "pytorch"
     assert chosen.run is getattr(import_module(f"{OPS[op].package}.reference"), op)

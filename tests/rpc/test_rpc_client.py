@@ -376,7 +376,10 @@ def test_asyncio_nobody_there() -> None:
 
 def test_large_messages_pass() -> None:
     engine = EchoEngine()
-    with threaded(engine, config(max_item_bytes=70 << 20)) as address, Client(address) as client:
+    with (
+        threaded(engine, config({"max_message_bytes": 80 << 20}, max_item_bytes=70 << 20)) as address,
+        Client(address) as client,
+    ):
         client.generate("x", images=[b"\1" * (64 << 20)])
     assert len(engine.requests[0].messages[0].parts[0].data) == 64 << 20
 

@@ -193,15 +193,15 @@ def test_pages_for_one_largest_request_are_enough_for_many(small: Running) -> No
 class Poison:
     """Stands in for a stage's batch function and raises whenever the poisoned request is in the batch."""
 
-    def __init__(self, run: Callable[[list[Any]], Any], error: BaseException) -> None:
+    def __init__(self, run: Callable[..., Any], error: BaseException) -> None:
         self._run, self._error = run, error
         self.together = 0  # requests beside the poisoned one, at most
 
-    def __call__(self, batch: list[Any]) -> Any:
+    def __call__(self, batch: list[Any], *rest: Any) -> Any:
         if any("poison" in text_of(_request(item)) for item in batch):
             self.together = max(self.together, len(batch) - 1)
             raise self._error
-        return self._run(batch)
+        return self._run(batch, *rest)
 
 
 def _request(item: Any) -> Request:
@@ -243,7 +243,8 @@ def test_a_bug_in_a_batch_fails_one_request_alone(
     assert "secret" not in error.message, "what is in the log is not for clients"
     assert [answer(f.result(PATIENCE)) for f in good] == alone
     assert first.result(PATIENCE).forwards
-    assert poison.together > 0, "the bug must have met a batch of several"
+    if method != "encode":  # on a CPU each request is encoded by itself
+        assert poison.together > 0, "the bug must have met a batch of several"
     logged = [r for r in caplog.records if error.error_id in r.getMessage()]
     assert [r.levelno for r in logged] == [logging.ERROR]
     assert "the secret of the bug" in caplog.text and stage in logged[0].getMessage()

@@ -11,6 +11,7 @@ import pytest
 from e2e_helpers import Ask, Gates, Running, answer, draw_asks, running, settings, wait_for
 
 from mmserve.client import Client, Delta, DkvDecode, Finished, Result, Snapshot, Threshold
+from mmserve.core.request import Stage
 from mmserve.reference.tasks import sample
 
 CLIENTS = 64
@@ -32,6 +33,9 @@ def test_64_clients_at_once_get_the_answers_they_get_alone(server: Running, gate
     with ThreadPoolExecutor(CLIENTS) as pool:
         futures = [pool.submit(one, ask) for ask in asks]
         wait_for("all of them at once", lambda: server.engine.stats().live == CLIENTS)
+        records, handover = server.engine._records, server.engine.config.handover
+        full = lambda: [r.stage for r in list(records.values())].count(Stage.PREFILLED) >= handover  # noqa: E731
+        wait_for("as many to be prefilled as may wait", full)
         gates.decode.open()
         together = [answer(f.result(100)) for f in futures]
     assert max(gates.decode.sizes) >= server.engine.config.handover, "the requests must have shared batches"

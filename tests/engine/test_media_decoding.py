@@ -238,16 +238,18 @@ def test_media_threads_have_a_low_priority_and_those_of_text_do_not() -> None:
         assert nice[usual] == own
 
 
-def test_idle_processes_end_with_the_last_pool() -> None:
-    file = MediaFile(picture(0), False, "image")
-    PROCESSES.end()
+def test_idle_processes_end_with_the_last_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, processes = MediaFile(picture(0), False, "image"), type(PROCESSES)()
+    monkeypatch.setattr(
+        "mmserve.encode.decoding.PROCESSES", processes
+    )  # other tests' servers have pools in this process, too
     first, second = DecodePool(MediaConfig()), DecodePool(MediaConfig())
     first.open()
     second.open()
     list(first.map([lambda decode: decode(file)], go_on))
     first.close()
-    [child] = PROCESSES._idle
+    [child] = processes._idle
     assert child.alive
     second.close()
-    assert not PROCESSES._idle
+    assert not processes._idle
     assert not child.alive

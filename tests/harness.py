@@ -164,6 +164,14 @@ class Bench:
             self.engine.submit(call.request, call.sink)
         return calls
 
+    def submit_together(self, *requests: Request) -> list[Call]:
+        """Submit, and hold decode until every request is prefilled: text is sooner than media."""
+        gate, waiting = self.gate("decode"), (Stage.PREFILLED, Stage.STEPPING)
+        calls = self.submit(*requests)
+        eventually(lambda: all(self.stage(request.id) in waiting for request in requests), "all to be prefilled")
+        gate.open()
+        return calls
+
     def ask(self, request: Request) -> Finished:
         """One request, alone, to its end."""
         return self.submit(request)[0].finished()

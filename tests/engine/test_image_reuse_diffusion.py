@@ -63,7 +63,7 @@ def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, model
     assert len({e[-1] for e in expected.values()}) > 10, "rules differ"
     together = bench(model)
     for _round in range(2):
-        assert {call.request.id: told(call.finished()) for call in together.submit(*asked)} == expected
+        assert {call.request.id: told(call.finished()) for call in together.submit_together(*asked)} == expected
     assert max(map(len, together.batches)) > 4
     assert together.engine.stats().kv_cache.made == 3, "each image once"
     chunked = bench(model, prefill_tokens=8, stages="inline")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Call, eventually
+from harness import PATIENCE, Bench, Call, eventually
 from helpers import ask, picture, tiny_model
 from plain_reuse import with_three_layers
 from reusing import ONE, PARTS, TWO, requests, rule, say, told
@@ -42,7 +43,7 @@ def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, causa
     )
     together = bench(causal)
     for _round in range(2):
-        calls = together.submit(*requests())
+        calls = together.submit_together(*requests())
         assert {call.request.id: told(call.finished()) for call in calls} == expected
     assert max(map(len, together.batches)) > 4
     assert together.engine.stats().kv_cache.made == 3, "each image once"
@@ -165,18 +166,27 @@ def test_running_decodes_wait_for_a_chunk_of_what_comes_before_a_pass(
     """Images that are run alone, and the prompt that is looked at: no more than a chunk, and the layer it ends in."""
     b = bench(causal, stages="inline", prefill_tokens=8, prefix_cache=False)
     ran: list[tuple[str, int]] = []
-    alone, decode = blending.kv_alone, b.engine.stages.decode
+    alone, load, decode = blending.kv_alone, b.engine.stages.load, b.engine.stages.decode
+    loaded = threading.Event()
 
     def watched(decoder: Any, x: torch.Tensor, *given: Any, **named: Any) -> Any:
         for of_layer in alone(decoder, x, *given, **named):
             ran.append(("layer", len(x)))
             yield of_layer
 
+    def watched_load(batch: Any, *given: Any) -> Any:
+        try:
+            return load(batch, *given)
+        finally:
+            loaded.set()
+
     def watched_decode(batch: Any) -> Any:
+        assert loaded.wait(PATIENCE), "the short one decodes while the long one is prefilled"
         ran.append(("decode", 0))
         return decode(batch)
 
     monkeypatch.setattr(blending, "kv_alone", watched)
+    monkeypatch.setattr(b.engine.stages, "load", watched_load)
     monkeypatch.setattr(b.engine.stages, "decode", watched_decode)
     parts = (TextPart("a line of text. " * 3), ONE, TWO, ONE, TextPart("what?"))
     calls = b.submit(

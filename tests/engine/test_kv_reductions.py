@@ -53,7 +53,7 @@ def test_answers_are_the_same_alone_and_together(bench: Make, causal: LoadedMode
     expected = {r.id: told(alone.ask(r)) for r in (*plain, *requests)}
     assert sum(expected[p.id][0] != expected[r.id][0] for p, r in zip(plain, requests, strict=True)) > 4
     together = bench(causal, max_tokens=256, prefix_cache=False)
-    calls = together.submit(*[r for pair in zip(requests, plain, strict=True) for r in pair])
+    calls = together.submit_together(*[r for pair in zip(requests, plain, strict=True) for r in pair])
     assert {call.request.id: told(call.finished()) for call in calls} == expected
     assert max(map(len, together.batches)) > 4
     together.await_nothing_left()

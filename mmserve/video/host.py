@@ -15,10 +15,10 @@ from mmserve.config import Config, VideoConfig
 from mmserve.encode.decoding import Decoders
 from mmserve.engine import Engine
 from mmserve.errors import Unimplemented
-from mmserve.observe.metrics import Watch
+from mmserve.observe.sessions import SessionMetrics
 from mmserve.video.base import Streams
 from mmserve.video.reading import PushReader
-from mmserve.video.session import Surroundings, Work
+from mmserve.video.session import Noted, Surroundings, Work
 from mmserve.video.standing import Standing
 from mmserve.video.streams import EngineStreams
 
@@ -39,14 +39,15 @@ class Host:
         """What decodes the pushes of one session."""
         return PushReader(self._decoders, self._config.media, sampler)
 
-    def surroundings(self, watched: Callable[[], Watch]) -> Surroundings:
-        """What its sessions share; ``watched`` makes what notes a question's events."""
+    def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics) -> Surroundings:
+        """What its sessions share; ``noted`` makes what takes note of a question."""
         return Surroundings(
             self._config.video,
             self._threads.work,
             self._threads.judge,
             self.engine.cancel,
-            watched,
+            noted,
+            metrics,
             self._standing,
         )
 

@@ -6,7 +6,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Gauge
 
 from mmserve.config import VideoConfig
 from mmserve.core.tenant import Tenant
@@ -26,8 +29,8 @@ _RETRY_AFTER = 5.0
 class Registry:
     """Sessions by their handles; used on one event loop."""
 
-    def __init__(self, config: VideoConfig) -> None:
-        self._config = config
+    def __init__(self, config: VideoConfig, count: Gauge | None = None) -> None:
+        self._config, self._count = config, count
         self._sessions: dict[str, Session] = {}
         self._opening = 0
         self._sweeping: asyncio.Task[None] | None = None
@@ -40,7 +43,7 @@ class Registry:
         """Raise ``ResourceExhausted`` where ``tenant`` cannot have one more session, ``Unavailable`` in a drain."""
         if self._ends_at is not None:
             raise Unavailable("the server is shutting down; open the session on another one")
-        if len(self._sessions) >= self._config.max_sessions:
+        if len(self._sessions) + self._opening >= self._config.max_sessions:
             raise ResourceExhausted(
                 f"there are {len(self._sessions)} sessions, as many as [video] max_sessions allows; try again later",
                 retry_after=_RETRY_AFTER,
@@ -52,6 +55,15 @@ class Registry:
                 retry_after=_RETRY_AFTER,
             )
 
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Count a session that is being opened."""
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+
     def open(self, tenant: Tenant, make: Callable[[str, Callable[[Session], None]], Session]) -> Session:
         """A new session, that ``make`` makes of its handle and what is to be called at its end.
 
@@ -60,6 +72,7 @@ class Registry:
         self.check_room(tenant)
         session = make(secrets.token_urlsafe(_HANDLE_BYTES), self._ended)
         self._sessions[session.handle] = session
+        self._counted()
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = asyncio.create_task(self._sweep())
         return session
@@ -79,6 +92,12 @@ class Registry:
         if self._ends_at is None:
             return None
         return GoAway(max(0.0, self._ends_at - time.monotonic()), "the server is shutting down")
+
+    def end_all(self, owner: object) -> None:
+        """End the sessions of an engine that ends."""
+        for session in list(self._sessions.values()):
+            if session.owner is owner:
+                session.end(Unavailable("the session's model is not served any more; open a new session"))
 
     async def drain(self, seconds: float) -> None:
         """Announce the end to all sessions, wait until they are closed, and end what is left after ``seconds``.
@@ -100,6 +119,11 @@ class Registry:
 
     def _ended(self, session: Session) -> None:
         self._sessions.pop(session.handle, None)
+        self._counted()
+
+    def _counted(self) -> None:
+        if self._count is not None:
+            self._count.set(len(self._sessions))
 
     async def _sweep(self) -> None:
         """End sessions without a connection after ``resume_seconds``, and silent ones after ``idle_seconds``."""

@@ -30,7 +30,7 @@ from mmserve.errors import (
     ResourceExhausted,
     Unimplemented,
 )
-from mmserve.observe.metrics import Watch as Watched
+from mmserve.observe.sessions import SessionMetrics
 from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
 from mmserve.video.base import Frame, Seen, Stream
@@ -41,6 +41,8 @@ from mmserve.video.standing import Judged, Standing, StandingQuestion
 
 logger = logging.getLogger("mmserve.video")
 
+#: When a client may resume that did not read its responses (seconds).
+_RETRY_AFTER = 0.1
 #: Calls a blocking function elsewhere.
 Work = Callable[..., Awaitable[Any]]
 
@@ -53,19 +55,37 @@ class Reader(Protocol):
         ...
 
 
+class Noted(Protocol):
+    """What takes note of one question, for quotas and metrics."""
+
+    def begin(self) -> None:
+        """It came; raises ``ResourceExhausted`` where its tenant may not ask now."""
+        ...
+
+    def see(self, event: Event) -> None:
+        """Something of its answer was made."""
+        ...
+
+    def end(self, error: MMServeError | None) -> None:
+        """It was answered, or ended with ``error``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Surroundings:
-    """What sessions of one model share. ``work`` calls a blocking function elsewhere, ``judge`` one that runs the model.
+    """What sessions of one model share.
 
-    ``cancel`` ends a request of the engine; ``watched`` makes what notes a question's events for metrics; ``standing``
-    is None where the model cannot be asked standing questions.
+    ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
+    ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
+    the model cannot be asked standing questions.
     """
 
     config: VideoConfig
     work: Work
     judge: Work
     cancel: Callable[[str], None]
-    watched: Callable[[], Watched]
+    noted: Callable[[], Noted]
+    metrics: SessionMetrics
     standing: Standing | None
 
 
@@ -81,7 +101,7 @@ class _Pushed:
 class _Question:
     ask: m.Ask
     request: Request
-    watched: Watched
+    noted: Noted
     left: int  # samples that have not finished
     submitted: bool = False
     held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
@@ -117,7 +137,8 @@ class Session:
         ended: Callable[[Session], None],
     ) -> None:
         self.handle, self.tenant = handle, tenant
-        self.greeting: object = None  # what its connections are told first; its owner's
+        self.greeting: Any = None  # what its connections are told first; who opens it sets that
+        self.owner: object = None  # the engine that it is of; the same
         self.last_request = time.monotonic()
         self.detached: float | None = self.last_request  # since when it has no connection
         self.error: MMServeError | None = None  # what it ended with
@@ -158,6 +179,7 @@ class Session:
         if received is not None:
             self._responses.resume(received)
             self._stats = replace(self._stats, resumes=self._stats.resumes + 1)
+            self._around.metrics.resumed()
         if self._connection is not None:
             self._connection.fail(FailedPrecondition("the session was resumed on another connection"))
         self.detached = None
@@ -265,17 +287,18 @@ class Session:
         if ask.question_id in self._questions:
             raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
         self._stats = replace(self._stats, questions=self._stats.questions + 1)
-        watched = self._around.watched()
+        noted = self._around.noted()
         try:
             if len(self._questions) >= self._config.max_questions:
                 limit = f"{self._config.max_questions} ([video] max_questions)"
                 raise ResourceExhausted(f"a session has at most {limit} questions at once; wait for one to be answered")
+            noted.begin()
             request = ask.request()
         except MMServeError as error:
-            _note_end(watched, error)
+            noted.end(error)
             self._report(m.Answer(ask.question_id, error))
             return
-        question = _Question(ask, request, watched, request.sampling.n)
+        question = _Question(ask, request, noted, request.sampling.n)
         self._questions[ask.question_id] = question
         self._queue(question)
 
@@ -319,6 +342,7 @@ class Session:
         dropped = self._waiting.put(frame)
         if dropped:
             self._stats = replace(self._stats, frames_dropped=self._stats.frames_dropped + dropped)
+            self._around.metrics.dropped(dropped)
             self._report(m.FramesTaken(0, dropped, self._stats.seconds, 0.0))
         self._changes.notify()
 
@@ -326,7 +350,9 @@ class Session:
 
     async def _take(self) -> None:
         while True:
-            await self._changes.until(lambda: len(self._waiting) > 0 and self._under_way < self._config.frames_under_way)
+            await self._changes.until(
+                lambda: len(self._waiting) > 0 and self._under_way < self._config.frames_under_way
+            )
             item = self._waiting.pop()
             self._changes.notify()
             if isinstance(item, WaitingFrame):
@@ -381,7 +407,9 @@ class Session:
             self._to_judge.append((done.result(), watches))
         seconds = waiting.frame.seconds
         self._stats = replace(self._stats, frames_taken=self._stats.frames_taken + 1, seconds=seconds)
-        self._report(m.FramesTaken(1, 0, seconds, time.monotonic() - waiting.arrived))
+        ready = time.monotonic() - waiting.arrived
+        self._around.metrics.taken(ready)
+        self._report(m.FramesTaken(1, 0, seconds, ready))
 
     async def _ask(self, question: _Question) -> None:
         if self._questions.get(question.ask.question_id) is not question:
@@ -413,7 +441,7 @@ class Session:
         if isinstance(event, Failed):
             self._end_question(question, event.error)
             return
-        question.watched.see(event)
+        question.noted.see(event)
         self._report(m.Answer(question.ask.question_id, event))
         question.left -= isinstance(event, Finished)
         if not question.left:
@@ -423,7 +451,7 @@ class Session:
         """The last of a question: its answer is whole, or ``error``, which is reported."""
         if self._questions.pop(question.ask.question_id, None) is None:
             return
-        _note_end(question.watched, error)
+        question.noted.end(error)
         if error is not None:
             if question.submitted:
                 self._around.cancel(question.request.id)
@@ -474,6 +502,7 @@ class Session:
         alert = watching.state.update(probability, found.mass, seconds)
         if alert is not None:
             self._stats = replace(self._stats, alerts=self._stats.alerts + 1)
+            self._around.metrics.alerted()
             self._report(m.Alert(watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
 
     def _stop_watch(self, watching: _Watching, error: MMServeError) -> None:
@@ -519,6 +548,7 @@ class Session:
             return
         self._failed_push = index
         self._stats = replace(self._stats, pushes_failed=self._stats.pushes_failed + 1)
+        self._around.metrics.push_failed(error.code)
         self._report(m.PushFailed(index, error))
 
     def _report(self, response: m.Numbered) -> None:
@@ -531,7 +561,8 @@ class Session:
             connection.fail(
                 ResourceExhausted(
                     f"more than {self._config.outbox_bytes} bytes of responses wait to be read ([video] outbox_bytes); "
-                    "resume the session and read them"
+                    "resume the session and read them",
+                    retry_after=_RETRY_AFTER,
                 )
             )
             self.detach(connection)
@@ -561,10 +592,6 @@ class Session:
         """A bug here ends this session, and no other."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.end(Internal.logged(error, "a session of video", logger))
-
-
-def _note_end(watched: Watched, error: MMServeError | None) -> None:
-    watched.__exit__(None if error is None else type(error), error, None)
 
 
 def _typed(error: BaseException) -> MMServeError:

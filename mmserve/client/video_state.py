@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.events import Event, Finished
 from mmserve.errors import (
     Cancelled,
-    DeadlineExceeded,
     InvalidArgument,
     MMServeError,
     ResourceExhausted,
     TLSError,
     Unavailable,
 )
+from mmserve.rpc.event_messages import from_response
 from mmserve.rpc.outgoing import build_request
 from mmserve.rpc.policies import put, put_policy
-from mmserve.rpc.video_answers import from_asked, from_error, from_event, from_statistics
+from mmserve.rpc.video_answers import from_asked, from_error, from_statistics
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
 from mmserve.video.messages import Alert, PushFailed, Statistics
@@ -189,6 +189,12 @@ class SessionState:
         self._requests: deque[pb.SessionRequest] = deque()  # those that are not acknowledged
         self._next = 0  # index of the next one to send on this connection
         self._may_send = False  # the connection has said what it has
+        self.closing = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be had of the server."""
+        return self.closed or self.error is not None
 
     # --- the connection ---
 
@@ -217,21 +223,13 @@ class SessionState:
         request.received = self._confirmed = self._received
         return request
 
-    def worth_resuming(self, error: MMServeError, *, from_server: bool) -> bool:
-        """Whether the session may go on after its connection ended with ``error``."""
-        if self.configured is None or isinstance(error, TLSError):
-            return False
-        if from_server:  # gRPC knows what it said of the session
-            return isinstance(error, ResourceExhausted) and error.retry_after is not None
-        return isinstance(error, Unavailable | Cancelled | DeadlineExceeded) or error.code == "INTERNAL"
-
     # --- what is asked ---
 
     def enqueue(self, **request: Any) -> None:
         """Have a request sent, after those before it."""
         if self.error is not None:
             raise self.error
-        if self.closed:
+        if self.closing:
             raise Cancelled("the session is closed")
         self._index += 1
         self._requests.append(pb.SessionRequest(index=self._index, **request))
@@ -258,8 +256,18 @@ class SessionState:
 
     def cancel(self, pending: Pending) -> None:
         """End a question early; nothing happens where it has ended."""
-        if not pending.done and self.error is None and not self.closed:
+        if not pending.done and self.error is None and not self.closing:
             self.enqueue(cancel_ask=pb.CancelAsk(question_id=pending.question_id))
+
+    def cancel_all(self) -> None:
+        """End every question in progress."""
+        for pending in list(self._questions.values()):
+            self.cancel(pending)
+
+    def close(self) -> None:
+        """End the session once everything before is done."""
+        self.enqueue(close=pb.CloseSession())
+        self.closing = True
 
     def watch(
         self,
@@ -277,7 +285,7 @@ class SessionState:
 
     def unwatch(self, watching: Watching) -> None:
         """End a standing question."""
-        if not watching.removed and self.error is None and not self.closed:
+        if not watching.removed and self.error is None and not self.closing:
             self.enqueue(unwatch=pb.Unwatch(watch_id=watching.watch_id))
 
     def statistics(self) -> Statistics | None:
@@ -350,8 +358,7 @@ class SessionState:
             case "error":
                 pending.error = from_error(answer.error)
             case "response":
-                event = from_event(answer.response)
-                assert not isinstance(event, Failed)
+                event = from_response(answer.response)
                 pending.events.append(event)
                 pending.finished += isinstance(event, Finished)
         if pending.done:
@@ -384,6 +391,20 @@ class SessionState:
                 watching.removed = True
         if watching.removed:
             del self._watches[state.watch_id]
+
+
+def lost(state: SessionState, error: MMServeError, *, from_server: bool) -> MMServeError:
+    """What a connection that ended with ``error`` means for another attempt (``Retries.delay``).
+
+    What the server says of an open session is its end, but for a client that is to come back later. Raises it then.
+    """
+    if state.configured is None or isinstance(error, TLSError):
+        return error
+    if not from_server:
+        return error if isinstance(error, Unavailable) else Unavailable(f"the connection was lost: {error.message}")
+    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        return error
+    raise error
 
 
 def _push_bytes(request: pb.SessionRequest) -> int:

@@ -22,6 +22,7 @@ from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.video_messages import (
+    DEFAULT_RATE,
     OVERLOADS,
     asked_memory,
     asked_sampler,
@@ -49,7 +50,9 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         self._engines, self._hosts, self._sessions = engines, hosts, sessions
         self._config, self._metrics, self._quotas = config, metrics, quotas
 
-    async def Session(self, messages: AsyncIterator[pb.SessionRequest], context: Any) -> AsyncIterator[pb.SessionResponse]:
+    async def Session(
+        self, messages: AsyncIterator[pb.SessionRequest], context: Any
+    ) -> AsyncIterator[pb.SessionResponse]:
         """Serve one connection of a session."""
         label = calls.current().request_id
         async with errors_to_status(context, f"Session {label}"):
@@ -101,7 +104,9 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             raise InvalidArgument(*wrong)
         host = self._hosts.find(engine)
         memory, overload = asked_memory(asked.memory), Overload(OVERLOADS[asked.overload])
-        around = host.surroundings(lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions)
+        around = host.surroundings(
+            lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
+        )
         with self._sessions.opening():
             stream = await around.work(host.streams.open, memory, tenant, asked_vision(asked.vision))
         try:
@@ -118,7 +123,9 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         session.greeting = self._greeting(session, engine, asked, memory)
         return session, session.greeting
 
-    def _greeting(self, session: Session, engine: EngineLike, asked: pb.ConfigureSession, memory: Any) -> pb.SessionConfigured:
+    def _greeting(
+        self, session: Session, engine: EngineLike, asked: pb.ConfigureSession, memory: Any
+    ) -> pb.SessionConfigured:
         video = self._config.video
         configured = pb.SessionConfigured(
             resume_handle=session.handle,
@@ -136,7 +143,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         if not asked.overload:
             configured.config.overload = pb.OVERLOAD_POLICY_BLOCK
         if not asked.sampler.HasField("rate"):
-            configured.config.sampler.rate = 1.0
+            configured.config.sampler.rate = DEFAULT_RATE
         return configured
 
     def _asked(self, session: Session, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:

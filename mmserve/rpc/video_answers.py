@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from google.rpc import status_pb2
 
-from mmserve.core.events import Event
 from mmserve.errors import MMServeError
-from mmserve.rpc.event_messages import from_response
 from mmserve.rpc.status import from_status
-from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
 from mmserve.video.messages import Statistics
@@ -22,11 +19,6 @@ def from_error(error: pb.SessionError) -> MMServeError:
 def from_asked(asked: pb.Asked) -> Asked:
     """What a question was asked about."""
     return Asked(asked.frames, asked.begin_seconds, asked.end_seconds, asked.recomputed_rows)
-
-
-def from_event(response: gen.GenerateResponse) -> Event:
-    """An event of an answer."""
-    return from_response(response)
 
 
 def from_statistics(statistics: pb.SessionStatistics) -> Statistics:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from mmserve.config import VideoConfig
 from mmserve.core.events import Event
 from mmserve.core.request import Request
+from mmserve.encode.sampling import FixedRate, Sampler, Scene, SlowFast
 from mmserve.errors import FieldViolation, InvalidArgument, MMServeError
 from mmserve.rpc.event_messages import to_response
 from mmserve.rpc.request_id import MAX_CHARACTERS, is_label
@@ -30,6 +28,8 @@ MAX_OTHER_BYTES = 1 << 20
 #: Seconds of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
 _LAST_SECOND = 100 * 366 * 86_400.0
 _MAX_RATE = 30.0
+DEFAULT_RATE = 1.0
+DEFAULT_SCENE_FRAMES = 4
 
 
 def asked_memory(memory: pb.StreamMemory) -> Memory:
@@ -39,9 +39,13 @@ def asked_memory(memory: pb.StreamMemory) -> Memory:
     return Memory(**texts, **{name: getattr(memory, name) for name in numbers if memory.HasField(name)})
 
 
-def asked_sampler(sampler: pb.FrameSampler) -> Any:
-    """Which frames of segments are looked at."""
-    return None
+def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
+    """Which frames of segments are looked at; ``sampler`` is one in which ``wrong_config`` finds nothing."""
+    rate = sampler.rate if sampler.HasField("rate") else DEFAULT_RATE
+    chosen: FixedRate | Scene = FixedRate(rate)
+    if sampler.HasField("scene_similarity"):
+        chosen = Scene(rate, sampler.scene_frames or DEFAULT_SCENE_FRAMES, sampler.scene_similarity)
+    return SlowFast(chosen, sampler.detail_every) if sampler.HasField("detail_every") else chosen
 
 
 def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
@@ -61,9 +65,7 @@ def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
         yield FieldViolation("overload", "must be OVERLOAD_POLICY_BLOCK, _DROP_OLDEST or _THIN")
 
 
-def to_session_request(
-    message: pb.SessionRequest, to_request: Callable[[pb.Ask], Request]
-) -> m.SessionRequest | None:
+def to_session_request(message: pb.SessionRequest, to_request: Callable[[pb.Ask], Request]) -> m.SessionRequest | None:
     """The plain form of a request after the first; None for an empty one, and for one that this version does not know.
 
     Raises ``InvalidArgument`` for a name or time that cannot be used, or where it is too large.
@@ -138,8 +140,8 @@ def _name(value: str, field: str) -> str:
 
 
 def _seconds(value: float, field: str) -> float:
-    if not (math.isfinite(value) and abs(value) <= _LAST_SECOND):
-        raise InvalidArgument.of(field, f"must be finite, and at most a century, not {value}")
+    if not 0 <= value <= _LAST_SECOND:
+        raise InvalidArgument.of(field, f"must be at least 0, and at most a century, not {value}")
     return value
 
 

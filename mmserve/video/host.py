@@ -13,8 +13,10 @@ import torch
 
 from mmserve.config import Config, VideoConfig
 from mmserve.encode.decoding import Decoders
+from mmserve.encode.sampling import Sampler
 from mmserve.engine import Engine
 from mmserve.errors import Unimplemented
+from mmserve.models.picture import Resize
 from mmserve.observe.sessions import SessionMetrics
 from mmserve.video.base import Streams
 from mmserve.video.reading import PushReader
@@ -35,9 +37,17 @@ class Host:
         except Unimplemented:
             self._standing = None
 
-    def reader(self, sampler: Any = None) -> PushReader:
+    def reader(self, sampler: Sampler) -> PushReader:
         """What decodes the pushes of one session."""
-        return PushReader(self._decoders, self._config.media, sampler)
+        return PushReader(self._decoders, sampler, self._config.video.waiting_bytes, self._resize())
+
+    def _resize(self) -> Resize | None:
+        """What the model does first to every frame, as one of a clip and as an image by itself."""
+        vision = self.engine.stages.model.vision
+        if vision is None:
+            return None
+        first = {vision.first_resize(clip=clip, among=False) for clip in (True, False)}
+        return first.pop() if len(first) == 1 else None
 
     def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics) -> Surroundings:
         """What its sessions share; ``noted`` makes what takes note of a question."""

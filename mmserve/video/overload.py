@@ -6,10 +6,17 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
+from PIL import Image
+
 from mmserve.video.base import Frame
 
 #: What a decoded pixel takes: pillow keeps RGB in 32 bits.
 _PIXEL_BYTES = 4
+
+
+def pixel_bytes(image: Image.Image) -> int:
+    """That the pixels of ``image`` take."""
+    return image.width * image.height * _PIXEL_BYTES
 
 
 class Overload(Enum):
@@ -31,8 +38,7 @@ class WaitingFrame:
     @property
     def bytes(self) -> int:
         """That its pixels take."""
-        image = self.frame.image
-        return image.width * image.height * _PIXEL_BYTES
+        return pixel_bytes(self.frame.image)
 
 
 class Waiting:

@@ -162,7 +162,6 @@ class Session:
         self._questions: dict[str, _Question] = {}
         self._closing = False
         self._closed = False
-        self._seconds: float | None = None  # of the newest frame given to the model
         self._failed_push = 0  # index of the last push that was reported
         self._stats = m.Statistics()
         self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._judge)]
@@ -376,17 +375,11 @@ class Session:
                     self._report(m.Closed())
 
     async def _append(self, waiting: WaitingFrame) -> None:
-        seconds = waiting.frame.seconds
-        if self._seconds is not None and seconds <= self._seconds:
-            why = f"the frame at {seconds:g} s is not after the one before it, at {self._seconds:g} s"
-            self._fail_push(waiting.index, InvalidArgument.of("seconds", why))
-            return
         try:
             future: Future[Seen] = await self._call(self._stream.append, waiting.frame)
         except Exception as error:  # noqa: BLE001 - the same
             self._fail_push(waiting.index, _typed(error))
             return
-        self._seconds = seconds
         self._appending += 1
         self._under_way += 1
         watches = tuple(self._watches.values())

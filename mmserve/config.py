@@ -101,21 +101,12 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderCacheConfig:
-    """What is kept of media for later requests with the same, in bytes, least recently used first out; 0 = nothing."""
-
-    token_bytes: int = 256 << 20  # visual tokens
-    pixel_bytes: int = 64 << 20  # pixels as towers take them: for the same media under another pruner
-    kv_bytes: int = 256 << 20  # keys and values, for requests that ask for ``image_reuse``; on the models' devices
-    disk_folder: str = ""  # visual tokens are also kept here, over restarts; one server a folder; "" = nowhere
-    disk_bytes: int = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
 class VideoConfig:
     """Sessions of streaming video: how many, and what each may hold."""
 
-    max_sessions: int = 64
+    max_sessions: int = 64  # open at once
+    session_bytes: int = 256 << 20  # K/V and features that one may keep
+    total_bytes: int = 2 << 30  # … and all of a model together: more is refused with RESOURCE_EXHAUSTED
     sessions_per_tenant: int = 0  # 0 = as many as there may be
     resume_seconds: float = 60.0  # how long a session without a connection is kept
     idle_seconds: float = 300.0  # a session ends that sends nothing for so long, and has no question under way
@@ -127,6 +118,17 @@ class VideoConfig:
     waiting_bytes: int = 64 << 20  # … and their pixels, 4 bytes each
     frames_under_way: int = 4  # frames of a session that the model has and has not seen yet
     outbox_bytes: int = 4 << 20  # responses that a client has not read, and as much again that it has not confirmed
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderCacheConfig:
+    """What is kept of media for later requests with the same, in bytes, least recently used first out; 0 = nothing."""
+
+    token_bytes: int = 256 << 20  # visual tokens
+    pixel_bytes: int = 64 << 20  # pixels as towers take them: for the same media under another pruner
+    kv_bytes: int = 256 << 20  # keys and values, for requests that ask for ``image_reuse``; on the models' devices
+    disk_folder: str = ""  # visual tokens are also kept here, over restarts; one server a folder; "" = nowhere
+    disk_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +354,8 @@ _LEAST = (
         ", which means that nothing is kept",
         ("token_bytes", "pixel_bytes", "kv_bytes", "disk_bytes"),
     ),
-    ("video", 0, "", ("max_sessions", "sessions_per_tenant", "resume_seconds", "max_watches")),
+    ("video", 0, "", ("sessions_per_tenant", "resume_seconds", "max_watches")),
+    ("video", 1, "", ("max_sessions", "session_bytes", "total_bytes")),
     ("video", 1, "", ("idle_seconds", "max_questions", "credit_pushes", "credit_bytes", "waiting_frames")),
     ("video", 1, "", ("waiting_bytes", "frames_under_way", "outbox_bytes")),
 )

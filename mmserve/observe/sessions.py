@@ -16,10 +16,8 @@ class SessionMetrics:
         self.sessions = Gauge(PREFIX + "video_sessions", "Sessions, with and without a connection", registry=registry)
         self._frames = Counter(PREFIX + "video_frames", "Frames by what became of them", ("result",), registry=registry)
         self._failed = Counter(PREFIX + "video_push_failures", "Pushes that failed", ("code",), registry=registry)
-        self._resumes = Counter(PREFIX + "video_resumes", "Sessions resumed after a lost connection", registry=registry)
-        self._alerts = Counter(
-            PREFIX + "video_alerts", "Standing questions that turned true or false", registry=registry
-        )
+        self._resumes = Counter(PREFIX + "video_resumes", "Sessions that were resumed", registry=registry)
+        self._alerts = Counter(PREFIX + "video_alerts", "Alerts of standing questions", registry=registry)
         self._ready = Histogram(
             PREFIX + "video_frame_ready_seconds",
             "From when a push was received to when its frame could be seen",

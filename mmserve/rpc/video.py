@@ -34,6 +34,7 @@ from mmserve.rpc.video_messages import (
 from mmserve.rpc.vision_messages import asked_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
+from mmserve.video.base import Memory
 from mmserve.video.connection import Connection
 from mmserve.video.host import Hosts
 from mmserve.video.overload import Overload
@@ -124,7 +125,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         return session, session.greeting
 
     def _greeting(
-        self, session: Session, engine: EngineLike, asked: pb.ConfigureSession, memory: Any
+        self, session: Session, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory
     ) -> pb.SessionConfigured:
         video = self._config.video
         configured = pb.SessionConfigured(

@@ -58,7 +58,7 @@ class Watch:
     text: str
     choices: tuple[str, ...] = ("yes", "no")
     wanted: str = "yes"
-    rule: Rule = Rule()
+    rule: Rule = field(default_factory=Rule)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def push_bytes(push: Push) -> int:
 
 @dataclass(frozen=True)
 class FramesTaken:
-    """``seconds``: of the newest frame taken; ``ready``: seconds from push to visible, of the frame that took longest."""
+    """``seconds``: of the newest frame taken; ``ready``: seconds from push to visible, of the slowest frame."""
 
     taken: int
     dropped: int

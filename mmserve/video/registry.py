@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from prometheus_client import Gauge
 
@@ -33,6 +33,7 @@ class Registry:
         self._config, self._count = config, count
         self._sessions: dict[str, Session] = {}
         self._opening = 0
+        self._changed = asyncio.Event()  # a session ended, or another drain began
         self._sweeping: asyncio.Task[None] | None = None
         self._ends_at: float | None = None  # of a drain, on the monotonic clock (seconds)
 
@@ -108,8 +109,11 @@ class Registry:
         if (notice := self.notice()) is not None:
             for session in self._sessions.values():
                 session.go_away(notice)
-        while self._sessions and time.monotonic() < self._ends_at:
-            await asyncio.sleep(min(0.05, max(0.0, self._ends_at - time.monotonic())))
+        self._changed.set()
+        while self._sessions and (seconds := self._ends_at - time.monotonic()) > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
         if left := list(self._sessions.values()):
             logger.info("%d sessions are ended: the server is shutting down", len(left))
         for session in left:
@@ -119,6 +123,7 @@ class Registry:
 
     def _ended(self, session: Session) -> None:
         self._sessions.pop(session.handle, None)
+        self._changed.set()
         self._counted()
 
     def _counted(self) -> None:

@@ -18,7 +18,6 @@ from mmserve.engine import Engine
 from mmserve.errors import Unimplemented
 from mmserve.models.picture import Resize
 from mmserve.observe.sessions import SessionMetrics
-from mmserve.video.base import Streams
 from mmserve.video.reading import PushReader
 from mmserve.video.session import Noted, Surroundings, Work
 from mmserve.video.standing import Standing
@@ -30,7 +29,7 @@ class Host:
 
     def __init__(self, engine: Engine, config: Config, threads: Threads) -> None:
         self.engine, self._config, self._threads = engine, config, threads
-        self.streams: Streams = EngineStreams(engine, config.video)
+        self.streams = EngineStreams(engine, config.video)
         self._decoders: Decoders = engine.stages.decoders
         try:
             self._standing: Standing | None = Standing(engine.stages.model)
@@ -103,7 +102,7 @@ class Hosts:
     def takes_sessions(self, engine: object) -> bool:
         """Whether the model of ``engine`` takes sessions."""
         try:
-            self.find(engine).streams.check()
+            _ = self.find(engine).streams.model
         except Unimplemented:
             return False
         return True

@@ -24,7 +24,11 @@ class Changes:
     async def until(self, so: Callable[[], bool]) -> None:
         """Wait until ``so()``."""
         while not so():
-            await self._event.wait()
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait for the next ``notify``."""
+        await self._event.wait()
 
 
 class Connection:

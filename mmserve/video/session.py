@@ -41,6 +41,8 @@ from mmserve.video.standing import Judged, Standing, StandingQuestion
 
 logger = logging.getLogger("mmserve.video")
 
+#: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
+MOST_QUEUED = 1024
 #: When a client may resume that did not read its responses (seconds).
 _RETRY_AFTER = 0.1
 #: Calls a blocking function elsewhere.
@@ -151,6 +153,7 @@ class Session:
         self._window = Window(config.credit_pushes, config.credit_bytes)
         self._responses = Responses(config.outbox_bytes)
         self._connection: Connection | None = None
+        self._most_unsent = config.outbox_bytes  # what may wait to be sent before the connection is given up
         self._to_decode: deque[object] = deque()
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
         self._appending = 0  # frames that the stream has not seen yet
@@ -183,6 +186,7 @@ class Session:
             self._connection.fail(FailedPrecondition("the session was resumed on another connection"))
         self.detached = None
         self.last_request = time.monotonic()
+        self._most_unsent = self._responses.unsent_bytes + self._config.outbox_bytes
         self._connection = Connection(
             self._responses, lambda: m.Acknowledged(self._requests.taken, self._window.credit)
         )
@@ -280,6 +284,8 @@ class Session:
             self._fail_push(index, ResourceExhausted("it was pushed without credit; wait for `credit`"))
 
     def _queue(self, item: object) -> None:
+        if len(self._to_decode) + len(self._waiting) >= MOST_QUEUED + self._config.credit_pushes:
+            raise ResourceExhausted(f"more than {MOST_QUEUED} requests wait; a session that sends on is ended")
         self._to_decode.append(item)
 
     def _ask_later(self, ask: m.Ask) -> None:
@@ -549,7 +555,7 @@ class Session:
             return
         self._responses.add(response)
         self._wake()
-        if self._connection is not None and self._responses.unsent_bytes > self._config.outbox_bytes:
+        if self._connection is not None and self._responses.unsent_bytes > self._most_unsent:
             connection = self._connection
             connection.fail(
                 ResourceExhausted(

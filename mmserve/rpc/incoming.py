@@ -36,7 +36,7 @@ _LARGE = {
 #: received at this rate (bytes a second).
 _REFUSED_RATE = 16 << 20
 #: Most large messages that memory is made ready for at a time.
-_POPULATED = 1
+_POPULATED = 4
 #: Most bytes of a message of the others.
 SMALL_BYTES = 64 << 10
 

@@ -83,6 +83,11 @@ class DiffusionDecoder:
         """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
         self._ways = {"prefill": prefill, "decode": decode}
 
+    @property
+    def floor(self) -> int:
+        """The number of rows, a multiple of which a pass runs (see ``row_floor``)."""
+        return self._floor
+
     @torch.inference_mode()
     def ready(self, begun: Prefilling) -> bool:
         """Go on with what comes before a request's first pass, by as much as a chunk; whether that pass is due."""
@@ -174,7 +179,7 @@ class DiffusionDecoder:
             d.constrained.meter.end_step()
         device = self.model.device
         fresh = self.model.decoder.embed(torch.from_numpy(tokens).to(device))
-        d.prefilled.embeddings[torch.from_numpy(positions).to(device)] = fresh
+        d.prefilled.embeddings.index_copy_(0, torch.from_numpy(positions).to(device), fresh)
         answer, complete = d.canvas.answer(self.model.spec.end_ids, revised=d.commit.revises)
         delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
         if reason == "length" and d.constrained is not None:
@@ -331,7 +336,10 @@ class DiffusionDecoder:
         if reduction is not None:
             begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
         reuse = reuse_of(request)
-        if reuse is not None and self.blender is not None:
+        if encoded.past is not None and self.blender is not None:
+            begun.taken = self.blender.place(encoded.past, canvas, ids_of_pages)
+            begun.reused += len(encoded.past.rows)
+        elif reuse is not None and self.blender is not None:
             begun.taking = self.blender.take(reuse, encoded, canvas, embeddings, deep, ids_of_pages)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)

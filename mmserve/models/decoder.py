@@ -113,13 +113,17 @@ class DecoderLayer(nn.Module):
         q_THK = self.q_norm(self.q_proj(h_TD).unflatten(-1, (-1, self.head_dim)))
         k_TGK = self.k_norm(self.k_proj(h_TD).unflatten(-1, (-1, self.head_dim)))
         v_TGK = self.v_proj(h_TD).unflatten(-1, (-1, self.head_dim))
-        x_TD = x_TD + self.o_proj(attend(layer, q_THK, k_TGK, v_TGK, cos, sin).flatten(-2))
+        return self.after_attention(x_TD, attend(layer, q_THK, k_TGK, v_TGK, cos, sin))
+
+    def after_attention(self, x_TD: Tensor, attended_THK: Tensor) -> Tensor:
+        """The layer's output for rows of its input, from what attention gives them."""
+        x_TD = x_TD + self.o_proj(attended_THK.flatten(-2))
         h_TD = self.mlp_norm(x_TD)
         if self.moe is not None:
             return x_TD + self.moe(h_TD)
         return x_TD + self.down_proj(F.silu(self.gate_proj(h_TD)) * self.up_proj(h_TD))
 
-    def queries_and_keys(self, x_TD: Tensor, asking: slice) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self, x_TD: Tensor, asking: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Queries ``[R, H, K]`` of the R tokens ``asking`` and keys ``[T, G, K]``, not yet rotated, that the layer
         makes of its input."""
         h_TD = self.attn_norm(x_TD)

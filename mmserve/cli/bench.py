@@ -24,6 +24,7 @@ BENCHMARKS = {
     "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
     "serving": "mmserve.bench.serving",
+    "video": "mmserve.bench.video",
     "vision": "mmserve.bench.vision",
 }
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="A,B,…",
         help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and "
-        "search; of `attacks` attacks; of `kernels` ops (default all)",
+        "search; of `attacks` attacks; of `kernels` ops; of `video` sections (default all)",
     )
     parser.add_argument(
         "--recompute",
@@ -73,13 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="PNG of accuracy against speed, of `decode`, tokens, of `vision`, or density, of `attention`",
+        help="PNG of accuracy against speed, of `decode`, tokens, of `vision`, density, of `attention`, or budget, of "
+        "`video`, there with memory over time",
     )
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep rows of `attention` here, and take those that are there"
     )
     parser.add_argument(
         "--clients", default="", metavar="N,N,…", help="clients at once in `load`, a row each (default 1,4,16,64,200)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="how long sessions of `video` last (default 60)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads in `peers` (default 1)")

@@ -101,6 +101,15 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoConfig:
+    """Bounds of the streams of video that sessions keep."""
+
+    max_sessions: int = 64  # open at once, of each model
+    session_bytes: int = 256 << 20  # K/V and features that one may keep
+    total_bytes: int = 2 << 30  # … and all of a model together: more is refused with RESOURCE_EXHAUSTED
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncoderCacheConfig:
     """What is kept of media for later requests with the same, in bytes, least recently used first out; 0 = nothing."""
 
@@ -146,6 +155,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     encoder_cache: EncoderCacheConfig = field(default_factory=EncoderCacheConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     schedulers: tuple[SchedulerConfig, ...] = ()
     tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
@@ -189,6 +199,7 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
         "engine": EngineConfig,
         "media": MediaConfig,
         "encoder_cache": EncoderCacheConfig,
+        "video": VideoConfig,
     }
     tables = [*known, "models", "schedulers", "tenants"]
     if unknown := set(data) - set(tables):
@@ -326,6 +337,7 @@ _LEAST = (
     ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
+    ("video", 1, "", ("max_sessions", "session_bytes", "total_bytes")),
     (
         "encoder_cache",
         0,

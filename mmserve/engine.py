@@ -25,6 +25,7 @@ from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
 from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
+from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
 from mmserve.errors import (
@@ -124,8 +125,10 @@ class Engine:
         """Have what the first constrained request needs made ready in the background, for servers that stay."""
         threading.Thread(target=self.stages.warm, name="mmserve-warm", daemon=True).start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, prompt: Encoded | None = None) -> None:
         """Take a request in, or refuse it at once with a typed error.
+
+        ``prompt``: what its messages became, where the caller has encoded them already.
 
         Its samples take a place in the queue each, all of them or none. ``sink`` gets ``Admitted`` before this returns.
         Later, from the engine's thread, its last event is the ``Finished`` of its last sample, or one ``Failed``. It
@@ -147,6 +150,8 @@ class Engine:
                 )
             self._shed_by_wait(request)
             record = open_call(request, sink, time.monotonic())
+            if prompt is not None:
+                self.stages.give(request.id, prompt)
             ahead = self._queued
             self._queued += wanted
             self._waiting[request.tenant] += wanted

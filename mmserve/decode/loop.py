@@ -77,6 +77,11 @@ class DiffusionDecoder:
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
 
+    @property
+    def floor(self) -> int:
+        """The number of rows, a multiple of which a pass runs (see ``row_floor``)."""
+        return self._floor
+
     @torch.inference_mode()
     def ready(self, begun: Prefilling) -> bool:
         """Go on with what comes before a request's first pass, by as much as a chunk; whether that pass is due."""
@@ -308,7 +313,10 @@ class DiffusionDecoder:
         if reduction is not None:
             begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
         reuse = reuse_of(request)
-        if reuse is not None and self.blender is not None:
+        if encoded.past is not None and self.blender is not None:
+            begun.taken = self.blender.place(encoded.past, canvas, ids_of_pages)
+            begun.reused += len(encoded.past.rows)
+        elif reuse is not None and self.blender is not None:
             begun.taking = self.blender.take(reuse, encoded, canvas, embeddings, deep, ids_of_pages)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)

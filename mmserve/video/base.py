@@ -9,7 +9,7 @@ from typing import Protocol
 from PIL import Image
 from torch import Tensor
 
-from mmserve.core.request import Request
+from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
 from mmserve.record import Sink
 
@@ -109,9 +109,12 @@ class Stream(Protocol):
 class Streams(Protocol):
     """All streams of one engine."""
 
-    def open(self, memory: Memory, tenant: Tenant) -> Stream:
-        """A stream of its own; ``InvalidArgument``, ``Unimplemented`` where the model cannot keep it so,
-        ``ResourceExhausted`` where the bounds of all streams leave no room."""
+    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None) -> Stream:
+        """A stream of its own, each of its frames pruned as ``vision`` says (by default not at all).
+
+        ``InvalidArgument``, ``Unimplemented`` where the model cannot keep it so, ``ResourceExhausted`` where the bounds
+        of all streams leave no room.
+        """
         ...
 
     def stop(self) -> None:

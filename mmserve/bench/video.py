@@ -15,6 +15,7 @@ from mmserve.errors import ConfigError
 
 #: Section to its module, in the order in which they are run.
 SECTIONS = {
+    "accuracy": "mmserve.bench.video_accuracy",
     "watches": "mmserve.bench.video_watches",
 }
 

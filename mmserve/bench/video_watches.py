@@ -232,7 +232,7 @@ def _stream(
             alert = state.update(judged.probability("yes"), judged.mass, float(second))
             if truth and not before[i]:
                 events += 1
-                waiting[i] = part if at else 0.0  # of a second since the event, which falls on a whole one
+                waiting[i] = part  # of a second since the event, which falls on a whole one
             if not truth and waiting[i] is not None:
                 missed, waiting[i] = missed + 1, None
             if alert is not None and alert.on:

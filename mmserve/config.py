@@ -102,11 +102,22 @@ class MediaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VideoConfig:
-    """Bounds of the streams of video that sessions keep."""
+    """Sessions of streaming video: how many, and what each may hold."""
 
-    max_sessions: int = 64  # open at once, of each model
+    max_sessions: int = 64  # open at once
     session_bytes: int = 256 << 20  # K/V and features that one may keep
     total_bytes: int = 2 << 30  # … and all of a model together: more is refused with RESOURCE_EXHAUSTED
+    sessions_per_tenant: int = 0  # 0 = as many as there may be
+    resume_seconds: float = 60.0  # how long a session without a connection is kept
+    idle_seconds: float = 300.0  # a session ends that sends nothing for so long, and has no question under way
+    max_questions: int = 8  # of a session at once
+    max_watches: int = 32  # standing questions of a session
+    credit_pushes: int = 32  # pushes of a session that wait to be decoded …
+    credit_bytes: int = 8 << 20  # … and their bytes; no push may be larger
+    waiting_frames: int = 16  # decoded frames of a session that wait for the model …
+    waiting_bytes: int = 64 << 20  # … and their pixels, 4 bytes each
+    frames_under_way: int = 4  # frames of a session that the model has and has not seen yet
+    outbox_bytes: int = 4 << 20  # responses that a client has not read, and as much again that it has not confirmed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,13 +348,16 @@ _LEAST = (
     ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
-    ("video", 1, "", ("max_sessions", "session_bytes", "total_bytes")),
     (
         "encoder_cache",
         0,
         ", which means that nothing is kept",
         ("token_bytes", "pixel_bytes", "kv_bytes", "disk_bytes"),
     ),
+    ("video", 0, "", ("sessions_per_tenant", "resume_seconds", "max_watches")),
+    ("video", 1, "", ("max_sessions", "session_bytes", "total_bytes")),
+    ("video", 1, "", ("idle_seconds", "max_questions", "credit_pushes", "credit_bytes", "waiting_frames")),
+    ("video", 1, "", ("waiting_bytes", "frames_under_way", "outbox_bytes")),
 )
 #: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
 _MOST_SECONDS = ((1 << 31) - 1) // 1000

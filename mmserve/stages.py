@@ -86,14 +86,14 @@ class Stages:
         self.model = model
         offered = Offered.by(model, schedulers)
         self.capabilities = Capabilities(model, engine, media, offered)
-        self._decoders = decoders or DecodePool(media)
-        self._decoders.open()
+        self.decoders = decoders or DecodePool(media)
+        self.decoders.open()
         self.encoder = Encoder(
             model,
             media,
             max_tokens=self.capabilities.max_tokens,
             cache=cache,
-            decoders=self._decoders,
+            decoders=self.decoders,
         )
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
         self._given: dict[RequestId, Encoded] = {}  # prompts that came encoded
@@ -234,7 +234,7 @@ class Stages:
 
     def stop(self) -> None:
         """Give back what decodes media; after the last request."""
-        self._decoders.close()
+        self.decoders.close()
 
     @property
     def held(self) -> int:

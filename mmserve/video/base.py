@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from PIL import Image
-from torch import Tensor
 
 from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
-from mmserve.record import Sink
+
+if TYPE_CHECKING:  # the client knows these types without torch
+    from torch import Tensor
+
+    from mmserve.record import Sink
 
 
 @dataclass(frozen=True)

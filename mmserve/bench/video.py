@@ -16,7 +16,10 @@ from mmserve.errors import ConfigError
 #: Section to its module, in the order in which they are run.
 SECTIONS = {
     "accuracy": "mmserve.bench.video_accuracy",
+    "sessions": "mmserve.bench.video_sessions",
     "watches": "mmserve.bench.video_watches",
+    "long": "mmserve.bench.video_long",
+    "cuts": "mmserve.bench.video_cuts",
 }
 
 

@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from mmserve.bench.measures import at_least, at_most, percentile, stated
+from mmserve.bench.video_alerts import event_to_alert
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
@@ -112,13 +114,16 @@ def _measured(
     cost = _cost(model, standing, ROUNDS * arguments.repeats, seed, progress)
     pictures = _pictures(model, standing, PICTURES * arguments.limit, seed, progress)
     stream = _stream(model, standing, FRAMES * arguments.limit, seed, progress)
-    rows = [{"measured": "watches: cost", **cost}, *pictures[0], stream[0]]
+    known = [(each.text, partial(_holds_name, name) if any(name) else None) for name, each in watches()]
+    alerts = event_to_alert(arguments, known, progress)
+    rows = [{"measured": "watches: cost", **cost}, *pictures[0], stream[0], alerts[0]]
     measures = [
         at_most(f"{WATCHES} watches a frame", cost["together_ms"], "ms", FRAME_MS),
         at_least("one after another over together", cost["one_by_one_ms"] / cost["together_ms"], "x", CHEAPER),
         at_most(f"{WATCHES} watches over one", cost["together_ms"] / cost["one_ms"], "x", OVER_ONE),
         *pictures[1],
         *stream[1],
+        *alerts[1],
     ]
     settings = {"model": model.spec.name, "threads": 1, "watches": WATCHES, "seed": seed}
     return {"rows": rows, "measures": measures, "settings": settings}
@@ -202,6 +207,10 @@ def holds(clip: Clip, moment: float, name: Named) -> bool:
         actor.there(moment) and color in (None, actor.color(moment)) and kind in (None, actor.shape.kind)
         for actor in clip.actors
     )
+
+
+def _holds_name(name: Named, clip: Clip, moment: float) -> bool:
+    return holds(clip, moment, name)
 
 
 def _stream(

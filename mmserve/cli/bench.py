@@ -86,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="how long sessions of `video` last (default 60)"
     )
+    parser.add_argument(
+        "--hours", type=float, default=8.0, metavar="H", help="hours of the stream of `video`'s `long` (default 8)"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads in `peers` (default 1)")
     parser.add_argument(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from mmserve.bench.video_plot import plot
 from mmserve.errors import ConfigError
 
 #: Section to its module, in the order in which they are run.
@@ -36,4 +37,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         rows += found["rows"]
         measures += [{**measure, "name": f"{name}: {measure['name']}"} for measure in found["measures"]]
         settings[name] = found["settings"]
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
+        progress(f"wrote {arguments.plot}")
     return {"rows": rows, "measures": measures, "settings": settings}

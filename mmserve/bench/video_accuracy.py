@@ -12,10 +12,9 @@ import argparse
 import random
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mmserve.assembly import build_engines
@@ -113,6 +112,7 @@ class Running:
         self.streams = [streams.open(memory, ANONYMOUS) for _ in seeds]
         self.rngs = [random.Random(f"questions {seed}") for seed in seeds]
         self.second = 0  # of the next frame
+        self.recalls = memory.policy == "recall"
 
     def advance(self, second: int) -> None:
         """Take frames in up to ``second``."""
@@ -126,8 +126,8 @@ class Running:
             each.result(PATIENCE)
         self.second = max(second, self.second)
 
-    def last_clips(self, until: int) -> dict[str, Score]:
-        """Questions about the last clip at each end of a clip before ``until``, those about all of it only."""
+    def scores(self, until: int) -> dict[str, Score]:
+        """Scores of questions at each end of a clip before ``until``: about it ("last"), about one ``AGO`` ("ago")."""
         score, ago = Score(), Score()
         for second in range(self.second, until):
             self.advance(second + 1)
@@ -151,8 +151,6 @@ class Running:
         scope = Scope(then.begin, then.end)
         return [_Answer(stream, question, scope) for question in then.questions(rng)]
 
-    recalls = False
-
     def close(self) -> None:
         """Forget the streams."""
         for stream in self.streams:
@@ -160,7 +158,7 @@ class Running:
 
 
 @contextmanager
-def engine_streams(arguments: argparse.Namespace) -> Any:
+def engine_streams(arguments: argparse.Namespace) -> Iterator[EngineStreams]:
     """The streams of the bundled causal model, or of the one of ``--model``, in this process."""
     path = arguments.model[0] if arguments.model else "bundled-causal"
     engine = next(iter(build_engines(Config(models=(ModelConfig(path=path),))).values()))
@@ -183,9 +181,6 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         rows, measures = _long(streams, seeds, progress)
         more_rows, more_measures = _unbounded(streams, seeds, progress)
     settings = {"frames": FRAMES, "whole_frames": WHOLE_FRAMES, "streams": count, "seed": arguments.seed}
-    if arguments.plot is not None:
-        _plot(rows, arguments.plot)
-        progress(f"wrote {arguments.plot}")
     return {"rows": rows + more_rows, "measures": measures + more_measures, "settings": settings}
 
 
@@ -227,35 +222,12 @@ def _unbounded(
 
 def _scores(streams: Streams, memory: Memory, seeds: Sequence[int], frames: int) -> dict[str, Score]:
     running = Running(streams, memory, seeds, frames + ASKED_SECONDS + 8)
-    running.recalls = memory.policy == "recall"
     try:
         running.advance(frames)
-        return running.last_clips(frames + ASKED_SECONDS)
+        return running.scores(frames + ASKED_SECONDS)
     finally:
         running.close()
 
 
 def _named(memory: Memory) -> dict[str, Any]:
     return {"policy": memory.policy, "positions": memory.positions, "budget": memory.budget}
-
-
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy about the last clip over the budget, a line a policy, as PNG."""
-    try:
-        import matplotlib.figure  # an extra: only this needs it
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'mmserve[plots]'") from error
-    figure = matplotlib.figure.Figure(figsize=(6, 3.6), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    colors = {"window": "#0072b2", "carrier": "#d55e00", "similarity": "#009e73", "group": "#cc79a7"}
-    for policy, color in colors.items():
-        own = [r for r in rows if r["policy"] == policy and r["positions"] == "renumber"]
-        own = sorted((r for r in own if "last clip" in r["measured"]), key=lambda r: r["budget"])
-        ends = [[r["accuracy"] - r["low"] for r in own], [r["high"] - r["accuracy"] for r in own]]
-        budgets = [r["budget"] for r in own]
-        axes.errorbar(budgets, [r["accuracy"] for r in own], ends, fmt="o-", color=color, label=policy, capsize=2)
-    axes.set(xscale="log", xlabel="rows of K/V", ylabel=f"right about the last clip after {FRAMES} frames")
-    axes.set_xticks([64, 128, 256, 512], ["64", "128", "256", "512"])
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)

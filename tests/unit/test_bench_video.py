@@ -86,7 +86,7 @@ def test_a_cut_proxy_forwards_until_it_cuts() -> None:
         assert proxy.cuts == 1
 
 
-@pytest.mark.slow  # five engines' worth of streams: 8 s
+@pytest.mark.slow  # 10 s: it loads a model and plays streams through an engine
 def test_a_small_round_of_accuracy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(video_accuracy, "FRAMES", 8)

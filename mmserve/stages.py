@@ -36,8 +36,8 @@ from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
+from mmserve.memory import trim_soon
 from mmserve.models.base import CanvasModel, Model
-from mmserve.settle import trim_soon
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 from mmserve.worker import run_isolated

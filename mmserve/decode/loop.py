@@ -173,7 +173,7 @@ class DiffusionDecoder:
             d.constrained.meter.end_step()
         device = self.model.device
         fresh = self.model.decoder.embed(torch.from_numpy(tokens).to(device))
-        d.prefilled.embeddings[torch.from_numpy(positions).to(device)] = fresh
+        d.prefilled.embeddings.index_copy_(0, torch.from_numpy(positions).to(device), fresh)
         answer, complete = d.canvas.answer(self.model.spec.end_ids, revised=d.commit.revises)
         delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
         if reason == "length" and d.constrained is not None:

@@ -61,7 +61,7 @@ def attention_alone(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *
 def hidden_alone(decoder: Decoder, x_TD: Tensor, positions_T: Tensor, sees_TT: Tensor, wanted_n: Tensor) -> Tensor:
     """Final hidden states ``[n, D]`` of some rows of embedded tokens, each of which sees what ``sees_TT`` (bool) says.
 
-    In the last layer only the ``wanted_n`` rows (int64) are run: of the others nothing but keys and values is needed.
+    In the last layer only the ``wanted_n`` rows (int64) attend: of the others nothing but keys and values is needed.
     """
     mask_TT = torch.where(sees_TT, 0.0, -torch.inf).to(x_TD.dtype)
     cos, sin = decoder.rotary(positions_T)
@@ -70,8 +70,8 @@ def hidden_alone(decoder: Decoder, x_TD: Tensor, positions_T: Tensor, sees_TT: T
         x_1TD = decoder.layers[index](x_1TD, cos, sin, index, attend)
     last, x_TD = decoder.layers[-1], x_1TD[0]
     assert isinstance(last, DecoderLayer)
-    q, k = last.queries_and_keys(x_TD, wanted_n)
-    q, k, v = rotate(q, cos[wanted_n], sin[wanted_n]), rotate(k, cos, sin), last.values(x_TD)
+    q, k, v = last.heads(x_TD)
+    q, k = rotate(q[wanted_n], cos[wanted_n], sin[wanted_n]), rotate(k, cos, sin)
     q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT[wanted_n][None, None], enable_gqa=grouped)

@@ -94,6 +94,7 @@ class MediaConfig:
     max_video_pixels: int = 4_000_000_000  # all frames of a video together (a minute of 1920 x 1080 at 30 a second)
     max_sampled_pixels: int = 134_000_000  # its frames that are looked at, together (64 of 1920 x 1080)
     decode_workers: int = 2  # processes that decode images and videos, an item each at a time
+    decode_threads: int = 2  # of a process, for a long video
     decode_seconds: float = 10.0  # of processor time that an item may take
     decode_bytes: int = 512 << 20  # decoded pixels held at once, 4 bytes each, of all requests
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
@@ -345,7 +346,7 @@ _LEAST = (
     ("engine", 0, ", which means auto", ("torch_threads", "pages")),
     ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
-    ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
+    ("media", 1, "", ("decode_workers", "decode_threads", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
     (

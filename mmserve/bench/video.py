@@ -1,7 +1,7 @@
-"""Streams of video, section by section: ``mmserve bench video --tasks decoding,accuracy,…``.
+"""What streams of video cost, and how right answers about them are: ``mmserve bench video``.
 
 Each section is a module with ``run(arguments, progress) -> {"rows": [...], "measures": [...], "settings": {...}}``;
-a row names its section as ``measured``. Measures are made by ``mmserve.bench.measures``.
+``--tasks`` names those that are run, by default all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mmserve.errors import ConfigError
 
 #: Section to its module, in the order in which they are run.
 SECTIONS = {
+    "decoding": "mmserve.bench.video_decoding",
     "accuracy": "mmserve.bench.video_accuracy",
     "sessions": "mmserve.bench.video_sessions",
     "watches": "mmserve.bench.video_watches",
@@ -25,19 +26,22 @@ SECTIONS = {
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """The rows and measures of the sections that ``--tasks`` names, by default of all."""
+    """The rows and measures of the sections, the settings of each, and the plot that ``--plot`` asks for."""
     names = [name for name in arguments.tasks.split(",") if name] or list(SECTIONS)
     if unknown := [name for name in names if name not in SECTIONS]:
         raise ConfigError(f"--tasks of `video`: {unknown[0]!r} is none of {', '.join(SECTIONS)}")
-    rows: list[dict[str, Any]] = []
-    measures: list[dict[str, Any]] = []
-    settings: dict[str, Any] = {}
+    report: dict[str, Any] = {"rows": [], "measures": [], "settings": {}}
     for name in names:
         found = import_module(SECTIONS[name]).run(arguments, progress)
-        rows += found["rows"]
-        measures += [{**measure, "name": f"{name}: {measure['name']}"} for measure in found["measures"]]
-        settings[name] = found["settings"]
+        report["rows"] += found["rows"]
+        report["measures"] += [{**measure, "name": _named(name, measure["name"])} for measure in found["measures"]]
+        report["settings"][name] = found["settings"]
     if arguments.plot is not None:
-        plot(rows, arguments.plot)
+        plot(report["rows"], arguments.plot)
         progress(f"wrote {arguments.plot}")
-    return {"rows": rows, "measures": measures, "settings": settings}
+    return report
+
+
+def _named(section: str, measure: str) -> str:
+    """The name of a measure with its section in front."""
+    return measure if measure.startswith(f"{section}: ") else f"{section}: {measure}"

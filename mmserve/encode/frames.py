@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from io import BytesIO
 from typing import Any
 
 import av
-import numpy as np
 from av.container import InputContainer
 from av.error import FFmpegError
 from av.sidedata.sidedata import Type
@@ -23,138 +21,32 @@ from PIL import Image
 
 from mmserve.config import MediaConfig
 from mmserve.encode.containers import RAW
+from mmserve.encode.index import Index
 from mmserve.encode.media import OUT_OF_MEMORY, check_size, named
+from mmserve.encode.parallel import in_parallel
 from mmserve.encode.watch import Watch
 from mmserve.errors import InvalidArgument
 
-#: Frames a second beyond which a file is refused: no camera's, and each frame costs a decode.
-MAX_RATE = 240
-NO_FRAMES = "has no video frames"
 #: What PyAV raises on damaged files beside FFmpeg's own errors, which are no subclasses of these.
 _DAMAGE = (FFmpegError, ValueError, OverflowError, RuntimeError)
 #: Packets that are kept after they were decoded: a decoder reads up to 16 further than the frame that it returns, and
 #: decoding may have to start again at a keyframe among them.
 _KEPT_PACKETS = 64
-
-
-@dataclass
-class Index:
-    """When each frame of a stream begins and the last one ends, in ticks of the stream, and where decoding can start.
-
-    ``ordered`` is False where the container stores no presentation times (AVI, raw streams): then frames are known by
-    their rank. 8 bytes a frame, and 16 a keyframe; no packet is kept.
-    """
-
-    times: Sequence[int]  # ascending
-    end: int
-    ordered: bool
-    packets: int
-    first: tuple[int | None, int | None, int]  # times (pts, dts) and bytes of the first packet
-    begins_with_key: bool
-    backwards: bool  # whether the clock runs backwards between packets or keyframes
-    keys: Sequence[int]  # times of the keyframes that have one, ascending
-    key_packets: Sequence[int]  # which packets they are
-
-    @classmethod
-    def of(cls, container: InputContainer, stream: VideoStream, limits: MediaConfig, field: str) -> Index:
-        """Read all packets of ``stream`` once."""
-        most = MAX_RATE * limits.max_video_seconds
-        avi, raw = container.format.name == "avi", container.format.name in RAW
-        shown_pts, shown_dts, keys, key_packets = array("q"), array("q"), array("q"), array("q")
-        packets = shown = 0
-        first: tuple[int | None, int | None, int] = (None, None, 0)
-        first_key = any_key = backwards = False
-        every_pts = every_key = True
-        last_pts, last_dts = _Last(), _Last()
-        before: int | None = None
-        for packet in container.demux(stream):
-            if not packet.size:
-                continue  # the end of the stream, or a frame that AVI says to show again
-            if packet.is_corrupt:
-                raise InvalidArgument.of(field, "is a damaged video: a packet is marked as corrupt")
-            pts, dts, key = packet.pts, packet.dts, packet.is_keyframe
-            if not packets:
-                first, first_key = (pts, dts, packet.size), key
-            any_key |= key
-            if key and pts is not None:
-                backwards |= bool(keys) and pts < keys[-1]
-                keys.append(pts)
-                key_packets.append(packets)
-            if dts is not None:
-                backwards |= before is not None and dts < before
-                before = dts
-            packets += 1
-            if packets > most:
-                raise InvalidArgument.of(field, f"has more than {most:g} frames ({MAX_RATE} a second)")
-            if packet.is_discard:
-                continue
-            shown += 1
-            every_key &= key
-            if pts is None:
-                every_pts = False
-            else:
-                shown_pts.append(pts)
-                last_pts.see(pts, packet.duration)
-            if raw:
-                dts = shown_dts[-1] + (packet.duration or 0) if shown_dts else 0
-            if dts is not None:
-                shown_dts.append(dts)
-                last_dts.see(dts, packet.duration)
-        if not shown:
-            raise InvalidArgument.of(field, NO_FRAMES)
-        if not any_key:  # some decoders make pictures of nothing and changes to it
-            raise InvalidArgument.of(field, "is a damaged video: it has no keyframe, so no frame is whole")
-        # AVI has no presentation times, and those that FFmpeg makes up are wrong where frames refer forward
-        ordered = every_pts and (not avi or every_key)
-        times = _ascending(shown_pts if ordered else shown_dts)
-        if not times:
-            raise InvalidArgument.of(field, "has no times for its frames")
-        duration = (last_pts if ordered else last_dts).duration or _usual_duration(stream, times)
-        if not ordered:
-            keys, key_packets = array("q"), array("q")
-        elif backwards:
-            keys, key_packets = _sorted_together(keys, key_packets)
-        return cls(times, times[-1] + duration, ordered, packets, first, first_key, backwards, keys, key_packets)
-
-
-@dataclass
-class _Last:
-    """The latest time of a packet, and how long it says that its frame is on screen (0 = it does not)."""
-
-    time: int | None = None
-    duration: int = 0
-
-    def see(self, time: int, duration: int | None) -> None:
-        if self.time is None or time >= self.time:
-            self.duration = max(duration or 0, self.duration if time == self.time else 0)
-            self.time = time
-
-
-def _usual_duration(stream: VideoStream, times: Sequence[int]) -> int:
-    """Ticks that a frame is on screen on average."""
-    if len(times) > 1:
-        return (times[-1] - times[0]) // (len(times) - 1)
-    if stream.average_rate and stream.time_base:
-        return int(1 / (stream.average_rate * stream.time_base))
-    return 0
-
-
-def _ascending(times: array[int]) -> array[int]:
-    return array("q", np.unique(np.frombuffer(times, dtype=np.int64)).tobytes() if times else b"")
-
-
-def _sorted_together(keys: array[int], packets: array[int]) -> tuple[array[int], array[int]]:
-    order = np.argsort(np.frombuffer(keys, dtype=np.int64), kind="stable")
-    pair = (np.frombuffer(values, dtype=np.int64)[order] for values in (keys, packets))
-    first, second = (array("q", values.tobytes()) for values in pair)
-    return first, second
+#: Decoded pixels from which several threads are worth it (some 0.3 s of one core).
+PARALLEL_PIXELS = 100_000_000
 
 
 class Footage:
     """One video stream of a file, opened and indexed; within ``limits`` as far as its header and packets tell."""
 
     def __init__(
-        self, data: bytes, container: InputContainer, stream: VideoStream, limits: MediaConfig, field: str
+        self,
+        data: bytes,
+        container: InputContainer,
+        stream: VideoStream,
+        limits: MediaConfig,
+        field: str,
+        index: Index | None = None,
     ) -> None:
         context = stream.codec_context
         if context is None or stream.time_base is None:
@@ -169,7 +61,7 @@ class Footage:
         self.data, self.container, self.stream = data, container, stream
         self.context, self.tick = context, stream.time_base
         self.width, self.height = context.width, context.height
-        self.index = Index.of(container, stream, limits, field)
+        self.index = index or Index.of(container, stream, limits, field)
         self._limits, self._field = limits, field
         self._check()
 
@@ -195,63 +87,106 @@ class Footage:
         """Seconds from the beginning of the first frame to ``time`` (ticks)."""
         return float((time - self.index.times[0]) * self.tick)
 
-    def pick(self, wanted: Sequence[int], watch: Watch) -> Iterator[tuple[int, av.VideoFrame]]:
-        """The frames of these indices (ascending) of ``index.times``, each with the tick at which it begins.
+    def pick(self, wanted: Sequence[int], watch: Watch) -> Iterator[tuple[int, Image.Image]]:
+        """The frames of these indices (ascending) of ``index.times``: the tick at which each begins, RGB, upright.
 
-        The first after it where its packet shows none; each once. The pixels are reserved before.
+        The first after it where its packet shows none; each once. The pixels are reserved before. Where there is much
+        to decode, ``MediaConfig.decode_threads`` threads do it, each from a keyframe on.
         """
-        limits, field, index = self._limits, self._field, self.index
+        limits, field = self._limits, self._field
         reserved = len(wanted) * self.width * self.height
         _check_sampled(reserved, limits, field)
         watch.reserve(reserved)
-        decoder = Decoder(self, watch)
+        threads = self._threads(runs := self.index.runs(wanted))
+        found = in_parallel(self, runs, threads, watch) if threads > 1 else self.sequence(wanted, watch)
         held, last = 0, None
+        with closing(found) as frames:
+            for time, image in frames:
+                held += image.width * image.height  # which a stream may change on its way
+                _check_sampled(held, limits, field)
+                if held > reserved:
+                    watch.reserve(held - reserved)
+                    reserved = held
+                if last is None or time > last:
+                    last = time
+                    yield time, image
+
+    def sequence(self, wanted: Iterable[int], watch: Watch) -> Generator[tuple[int, Image.Image], None, None]:
+        """As ``pick``, by one thread; a frame that is on screen for several of ``wanted`` comes again."""
+        decoder = self.decoder(watch)
         for number in wanted:
-            frame = decoder.at(number)
+            frame = self.frame(decoder, number)
             if frame is None:
-                break
-            if frame.is_corrupt:
-                raise InvalidArgument.of(field, "is a damaged video: a frame cannot be decoded whole")
-            check_size((frame.width, frame.height), limits, field)
-            held += frame.width * frame.height  # which a stream may change on its way
-            _check_sampled(held, limits, field)
-            if held > reserved:
-                watch.reserve(held - reserved)
-                reserved = held
-            time = frame.pts if index.ordered and frame.pts is not None else index.times[number]
-            if last is None or time > last:
-                last = time
-                yield time, frame
+                return
+            yield frame
+
+    def decoder(self, watch: Watch) -> Decoder:
+        """One for ``frame``, at the beginning of the stream."""
+        return Decoder(self, watch)
+
+    def frame(self, decoder: Decoder, number: int) -> tuple[int, Image.Image] | None:
+        """The tick at which a frame begins, and the frame; None where the stream ends before."""
+        frame = decoder.at(number)
+        if frame is None:
+            return None
+        if frame.is_corrupt:
+            raise InvalidArgument.of(self._field, "is a damaged video: a frame cannot be decoded whole")
+        check_size((frame.width, frame.height), self._limits, self._field)
+        time = frame.pts if self.index.ordered else None
+        return self.index.times[number] if time is None else time, upright(frame)
+
+    @contextmanager
+    def again(self) -> Iterator[Footage]:
+        """The same stream, opened once more, with the same index: for another thread."""
+        demuxer = self.container.format.name.split(",")[0]
+        with _opened(self.data, demuxer, self._limits, self._field) as (container, stream):
+            yield Footage(self.data, container, stream, self._limits, self._field, self.index)
+
+    def _threads(self, runs: Sequence[Sequence[int]]) -> int:
+        """How many threads are worth it."""
+        size = self.width * self.height
+        if self.index.decoded(runs) * size < PARALLEL_PIXELS:
+            return 1
+        # each has a decoder with its reference frames
+        return min(self._limits.decode_threads, os.cpu_count() or 1, len(runs), self._limits.max_pixels // size)
 
     def packets(self) -> Iterator[av.Packet]:
         """All packets of the stream from its beginning; one iterator at a time."""
         self._rewind()
         packets = (packet for packet in self.container.demux(self.stream) if packet.size)
         first = next(packets, None)
-        if first is None or (first.pts, first.dts, first.size) != self.index.first:
-            raise InvalidArgument.of(self._field, "is a damaged video: it cannot be read twice")
-        yield first
-        yield from packets
+        if first is not None and (first.pts, first.size) == self.index.first:
+            yield first
+            yield from packets
+        else:  # a container that cannot be gone back in
+            with self.again() as own:
+                yield from (packet for packet in own.container.demux(own.stream) if packet.size)
 
     def _rewind(self) -> None:
         if self.container.format.name in (*RAW, "mpegts"):
             self.container.seek(0, stream=self.stream, unsupported_byte_offset=True)
         else:
-            pts, dts, _size = self.index.first
-            self.container.seek(min(t for t in (pts, dts, 0) if t is not None), stream=self.stream)
+            first, _size = self.index.first
+            self.container.seek(min(first or 0, 0), stream=self.stream)
 
 
 @contextmanager
 def opened(data: bytes, demuxer: str, limits: MediaConfig, field: str) -> Iterator[Footage]:
     """The first video stream in ``data``; ``InvalidArgument`` naming ``field`` for what is wrong with it, also while
     the context lasts."""
+    with _opened(data, demuxer, limits, field) as (container, stream):
+        yield Footage(data, container, stream, limits, field)
+
+
+@contextmanager
+def _opened(data: bytes, demuxer: str, limits: MediaConfig, field: str) -> Iterator[tuple[InputContainer, VideoStream]]:
     options = {"max_pixels": str(limits.max_pixels), "err_detect": "explode"}
     try:
         with av.open(BytesIO(data), mode="r", format=demuxer, options=options, metadata_errors="replace") as container:
             stream = next((s for s in container.streams.video if not s.disposition & Disposition.attached_pic), None)
             if stream is None:
                 raise InvalidArgument.of(field, "has no video stream")
-            yield Footage(data, container, stream, limits, field)
+            yield container, stream
     except (MemoryError, av.error.MemoryError):
         raise InvalidArgument.of(field, OUT_OF_MEMORY) from None
     except _DAMAGE as error:
@@ -360,7 +295,7 @@ def _check_sampled(pixels: int, limits: MediaConfig, field: str) -> None:
 
 def upright(frame: av.VideoFrame) -> Image.Image:
     """The frame as a picture, turned and mirrored as its display matrix says (``libavutil/display.h``)."""
-    image = frame.to_image()
+    image = frame.to_image(threads=1)  # threads for scaling would stay until the frame is collected, two a frame
     image.info = {}
     side_data: Any = frame.side_data  # PyAV's stub has the type of motion vectors only
     matrix = side_data.get(Type.DISPLAYMATRIX)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmserve.config import MediaConfig
 from mmserve.encode.containers import CONTAINERS, STREAMED, cut_off, is_image, looks_like, needs_init, segment_demuxer
-from mmserve.encode.frames import Footage, opened, upright
+from mmserve.encode.frames import Footage, opened
 from mmserve.encode.media import decode_image, too_large
 from mmserve.encode.sampling import Sampled, Sampler, packed, unpacked
 from mmserve.encode.watch import UNWATCHED, Watch
@@ -134,13 +134,11 @@ def _chosen(
     times = [begin + footage.at(time) for time in index.times[skipped:]]
     wanted = [skipped + number for number in sampler.look(times, begin + footage.seconds)]
     size: tuple[int, int] | None = None
-    for time, frame in footage.pick(wanted, watch):
-        if size not in (None, (frame.width, frame.height)):
-            raise InvalidArgument.of(
-                field,
-                f"changes the size of its frames to {frame.width} x {frame.height} pixels: begin a new segment there",
-            )
-        size = frame.width, frame.height
-        found = sampler.take(begin + footage.at(time), upright(frame))
+    for time, image in footage.pick(wanted, watch):
+        if size not in (None, image.size):
+            to = f"{image.width} x {image.height}"
+            raise InvalidArgument.of(field, f"changes the size of its frames to {to} pixels: begin a new segment there")
+        size = image.size
+        found = sampler.take(begin + footage.at(time), image)
         if found is not None:
             yield found

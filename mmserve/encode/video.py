@@ -9,7 +9,8 @@ from PIL import Image
 
 from mmserve.config import MediaConfig
 from mmserve.encode.containers import CONTAINERS, cut_off, file_demuxer, looks_like
-from mmserve.encode.frames import NO_FRAMES, opened, upright
+from mmserve.encode.frames import opened
+from mmserve.encode.index import NO_FRAMES
 from mmserve.encode.media import too_large
 from mmserve.encode.sampling import spread
 from mmserve.encode.watch import UNWATCHED, Watch
@@ -65,8 +66,8 @@ def read_video(
         if rate:
             frames = min(frames, max(1, round(rate * footage.seconds)))
         found = False
-        for time, frame in footage.pick(spread(footage.index.times, footage.index.end, frames), watch):
+        for time, image in footage.pick(spread(footage.index.times, footage.index.end, frames), watch):
             found = True
-            yield footage.at(time), upright(frame)
+            yield footage.at(time), image
         if not found:
             raise InvalidArgument.of(field, NO_FRAMES)

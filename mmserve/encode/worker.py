@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -48,22 +49,26 @@ class Watched:
     def __init__(self, seconds: float, name: str) -> None:
         self._begun, self._seconds, self._name = time.process_time(), seconds, name
         self.decoded = 0  # frames
+        self._lock = threading.Lock()  # decoding may take several threads
 
     def reserve(self, pixels: int) -> None:
-        _send({"pixels": pixels})
-        if _exactly(1) != wire.GO:
-            raise Stopped
+        with self._lock:
+            _send({"pixels": pixels})
+            if _exactly(1) != wire.GO:
+                raise Stopped
 
     def check(self) -> None:
-        self.decoded += 1
+        with self._lock:
+            self.decoded += 1
         self.check_stop()
         if time.process_time() - self._begun > self._seconds:
             raise InvalidArgument.of(self._name, late(self._seconds))
 
     def check_stop(self) -> None:
         """Raise ``Stopped`` if the server says so."""
-        if _readable(0.0) and _exactly(1) == wire.STOP:
-            raise Stopped
+        with self._lock:
+            if _readable(0.0) and _exactly(1) == wire.STOP:
+                raise Stopped
 
 
 def late(seconds: float) -> str:

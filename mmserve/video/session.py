@@ -106,6 +106,7 @@ class _Question:
     noted: Noted
     left: int  # samples that have not finished
     submitted: bool = False
+    cancelled: bool = False
     held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
 
 
@@ -224,7 +225,7 @@ class Session:
             self._end_question(question, Cancelled("the session ended"))
         self._to_decode.clear()
         if not self._closed:
-            self._loop.create_task(self._close_stream())
+            self._tasks.append(self._loop.create_task(self._close_stream()))
         if self._connection is not None:
             self._connection.fail(error)
         self._ended(self)
@@ -308,6 +309,7 @@ class Session:
         self._queue(question)
 
     def _cancel(self, question: _Question) -> None:
+        question.cancelled = True
         if question.submitted:
             self._around.cancel(question.request.id)
         else:
@@ -423,9 +425,14 @@ class Session:
                 question.ask.scope,
                 lambda event: self._soon(self._answered, question, event),
             )
+        except asyncio.CancelledError:  # the session ended while the stream was asked
+            self._around.cancel(question.request.id)
+            raise
         except Exception as error:  # noqa: BLE001 - the same
             self._end_question(question, _typed(error))
             return
+        if question.cancelled:  # before the engine knew of it
+            self._around.cancel(question.request.id)
         self._report(m.Answer(question.ask.question_id, asked))
         held, question.held = question.held or [], None
         for event in held:
@@ -536,8 +543,14 @@ class Session:
             logger.error("a stream could not be closed: %r", error)
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call the stream; who is cancelled meanwhile waits for that call to end, so that the next one is alone."""
         async with self._calls:
-            return await self._around.work(method, *args)
+            calling = asyncio.ensure_future(self._around.work(method, *args))
+            try:
+                return await asyncio.shield(calling)
+            except asyncio.CancelledError:
+                await asyncio.wait({calling})
+                raise
 
     # --- responses ---
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from clips import clip
@@ -23,6 +25,8 @@ from mmserve.errors import (
 )
 from mmserve.tenants import TenantConfig
 from mmserve.v1 import video_pb2 as pb
+from mmserve.video.base import Frame, Seen, StreamStats
+from mmserve.video.streams import EngineStream
 
 INVALID, PRECONDITION, EXHAUSTED, CANCELLED = 3, 9, 8, 1
 
@@ -395,6 +399,33 @@ async def _drained(config: Config, engine: Engine) -> tuple[Raw, Raw]:
     return closing, staying
 
 
+def test_frames_that_come_too_fast_are_dropped_as_chosen_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    append, gate = EngineStream.append, threading.Event()
+
+    def held(stream: EngineStream, frame: Frame) -> Future[Seen]:
+        assert gate.wait(PATIENCE)
+        return append(stream, frame)
+
+    monkeypatch.setattr(EngineStream, "append", held)
+    with video_server({"waiting_frames": 2, "frames_under_way": 1, "credit_pushes": 10}) as (address, _):
+        policies = (pb.OVERLOAD_POLICY_BLOCK, pb.OVERLOAD_POLICY_DROP_OLDEST, pb.OVERLOAD_POLICY_THIN)
+        block, oldest, thin = (Raw.opened(address, overload=policy) for policy in policies)
+        for raw in (block, oldest, thin):
+            for number in range(10):
+                raw.send(push_image=image(number))
+        for raw in (oldest, thin):  # one is with the stream, two wait
+            wait_for("seven dropped", lambda raw=raw: sum(r.frames_taken.dropped for r in list(raw.responses)) == 7)
+        wait_for("ten taken in", lambda: max(r.acknowledged.index for r in block.responses) == 10)
+        assert [r for r in block.responses if r.HasField("acknowledged")][-1].acknowledged.credit.pushes == 3
+        gate.set()
+        for raw, seen in ((block, 10), (oldest, 3), (thin, 3)):
+            raw.send(ask=ask("q", everything=pb.Everything()))
+            asked = raw.wait("answer", lambda a: a.HasField("asked")).asked
+            assert (asked.frames, asked.begin_seconds, asked.end_seconds) == (seen, 0.0, 9.0)
+            raw.answer("q")
+            raw.close()
+
+
 def test_a_drain_is_announced_and_ends_what_is_left() -> None:
     config, engine = video_engine(server={"drain_seconds": 1.5})
     closing, staying = asyncio.run(_drained(config, engine))
@@ -413,11 +444,18 @@ def test_clients_can_ask_whether_a_model_takes_sessions(address: str) -> None:
             client.video_session()
 
 
-def test_flooding_with_requests_that_need_no_credit_ends_the_session(raw: Raw) -> None:
-    raw.send(push_image=image(0))
-    for _ in range(20_000):
+def test_flooding_with_requests_that_need_no_credit_ends_the_session(raw: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, gate = EngineStream.stats, threading.Event()
+
+    def held(stream: EngineStream) -> StreamStats:
+        assert gate.wait(PATIENCE)
+        return stats(stream)
+
+    monkeypatch.setattr(EngineStream, "stats", held)
+    for _ in range(1200):
         raw.send(get_statistics=pb.GetStatistics())
-        if raw.ended.is_set():
-            break
-    with pytest.raises(ResourceExhausted, match="requests wait"):
-        raise raw.failure()
+    try:
+        with pytest.raises(ResourceExhausted, match="requests wait"):
+            raise raw.failure()
+    finally:
+        gate.set()

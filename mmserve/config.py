@@ -68,8 +68,8 @@ class EngineConfig:
     pages: int = 0  # 0 = as many as max_running requests of max_tokens need
     max_tokens: int = 1024  # prompt and generated tokens of one request
     encode_batch: int = 8  # images and frames of videos encoded together
-    prefill_tokens: int = 2048  # a next-token model's longer prompts are run in chunks of this
-    decode_tokens: int = 4096
+    prefill_tokens: int = 0  # a next-token model's longer prompts are run in chunks of this; 0 = by the device
+    decode_tokens: int = 0  # a request with more rows a step runs alone, and shorter ones meanwhile; 0 = by the device
     cuda_graphs: str = "auto"  # "auto": on a CUDA device, decode steps run as graphs where the model can; "off": never
     prefix_cache: bool = True  # prompts that begin alike share K/V pages, where attention makes that exact
     sparse_prefill: str = ""  # how prefill chooses the blocks that rows look at; "" = it looks at everything
@@ -173,19 +173,28 @@ class Config:
     tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
 
 
-def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
+#: Rows of a prefill and of a decode batch on a CPU, where a pass takes nearly as long as its rows together, and on
+#: accelerators, where a few rows take as long as many.
+_CPU_ROWS, _ACCELERATOR_ROWS = (256, 256), (2048, 4096)
+
+
+def resolve(engine: EngineConfig, *, cores: int | None = None, device: str = "cpu") -> EngineConfig:
     """Replace every "auto" of ``engine`` by its number; the engine only ever sees resolved values.
 
-    Stages × torch threads stays within ``cores`` where that is possible: threads of one OpenMP pool spin while
-    they wait, and two pools on the same cores were measured four times slower than one thread each.
+    ``device``: the type of the model's device. Stages × torch threads stays within ``cores`` where that is possible:
+    threads of one OpenMP pool spin while they wait, and two pools on the same cores were measured four times slower
+    than one thread each.
     """
     cores = cores or len(os.sched_getaffinity(0))
     busy = 1 if engine.stages == "inline" else 3
     pages_each = -(-engine.max_tokens // engine.page_size)
+    prefill, decode = _CPU_ROWS if device == "cpu" else _ACCELERATOR_ROWS
     return dataclasses.replace(
         engine,
         torch_threads=engine.torch_threads or max(1, cores // busy),
         pages=engine.pages or engine.max_running * pages_each,
+        prefill_tokens=engine.prefill_tokens or prefill,
+        decode_tokens=engine.decode_tokens or decode,
     )
 
 
@@ -339,11 +348,9 @@ _LEAST = (
             "page_size",
             "max_tokens",
             "encode_batch",
-            "prefill_tokens",
-            "decode_tokens",
         ),
     ),
-    ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("engine", 0, ", which means auto", ("torch_threads", "pages", "prefill_tokens", "decode_tokens")),
     ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
     ("media", 1, "", ("decode_workers", "decode_threads", "decode_seconds", "decode_bytes")),

@@ -12,15 +12,9 @@ from pathlib import Path
 _TRIM_AFTER, _TRIM_WITHIN = 5.0, 60.0
 #: Parameters of glibc's ``mallopt``, which takes integers of 32 bits.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _INT_MAX = -1, -3, (1 << 31) - 1
-#: Linux since 5.14: fault pages in, writable, and leave what they hold.
-_MADV_POPULATE_WRITE = 23
-#: Bytes that are faulted in at a time: others who need the process's memory map wait for that long.
-_AT_A_TIME = 512 << 10
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _library = ctypes.CDLL(None)
-_populating = threading.Lock()
-_kept = 0  # bytes: larger blocks are mapped each by itself; 0 = the C library's own way
 
 
 def resident() -> int:
@@ -38,37 +32,10 @@ def keep_blocks(size: int) -> bool:
     glibc maps each large block anew and unmaps it afterwards, so that each of its pages is faulted in again: for a
     message of 60 MB, which gRPC copies on the event loop, some 100 ms. Call it before large blocks are allocated.
     """
-    global _kept
     if not hasattr(_library, "gnu_get_libc_version"):
         return False
     size = min(size, _INT_MAX)
-    if _library.mallopt(_M_MMAP_THRESHOLD, size) and _library.mallopt(_M_TRIM_THRESHOLD, _INT_MAX):
-        _kept = size
-    return _kept > 0
-
-
-def populate(size: int, count: int) -> None:
-    """Fault in, on a thread, ``count`` blocks of ``size`` bytes that this thread may allocate next; where
-    ``keep_blocks`` keeps no such blocks, the system cannot, or a thread is at it, do nothing."""
-    if not 0 < size < _kept or not _populating.acquire(blocking=False):
-        return
-    _library.malloc.argtypes, _library.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
-    _library.free.argtypes, _library.free.restype = (ctypes.c_void_p,), None
-    blocks = [block for _ in range(count) if (block := _library.malloc(size))]
-    for block in blocks:
-        _library.free(block)  # stays in the process, as free memory
-    threading.Thread(target=_populate, args=(blocks, size), name="mmserve-populate", daemon=True).start()
-
-
-def _populate(blocks: list[int], size: int) -> None:
-    """Fault in pages that may belong to anybody by now, or be gone: neither is changed by that."""
-    try:
-        for start in blocks:
-            for at in range(start // _PAGE * _PAGE, start + size, _AT_A_TIME):
-                if _library.madvise(ctypes.c_void_p(at), ctypes.c_size_t(_AT_A_TIME), _MADV_POPULATE_WRITE):
-                    return
-    finally:
-        _populating.release()
+    return bool(_library.mallopt(_M_MMAP_THRESHOLD, size) and _library.mallopt(_M_TRIM_THRESHOLD, _INT_MAX))
 
 
 def trim() -> None:

@@ -6,7 +6,7 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -147,6 +147,10 @@ class Stages:
         for request in batch:
             self._unload(request.id)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
+
+    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+        """Have long passes call these between their layers, each on its stage's thread; before the first request."""
+        self.decoder.give_way(prefill, decode)
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[int | BaseException | None]:
         """Prefill each request into its pages, a long prompt by a chunk.

@@ -20,7 +20,7 @@ SLICE_ELEMENTS = 1 << 22
 
 
 #: The fewest rows of a product. oneDNN takes less time for 4 rows than for 1 or 2: all products of a 15 M LLaMA in fp32
-#: (AVX-512, one thread) 4.9 ms for 4 to 6 rows, 6.1 for 1 or 2; in bf16 3.0 and 3.4.
+#: (AVX-512, one thread) 4.6 to 5.1 ms for 4 to 6 rows, 6.0 and 6.2 for 1 and 2; in bf16 3.1, and 3.3 and 3.5.
 FEWEST_ROWS = 4
 
 

@@ -28,6 +28,7 @@ class Stepped:
     snapshot: Snapshot | None
     reason: str | None  # None = goes on; "end", "stop" or "length"
     pages: int | None = None  # how many it needs from now on; None = all that it has
+    rows: int | None = None  # positions of its next pass; None = not known before
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from mmserve.errors import DeadlineExceeded, MMServeError, ResourceExhausted
 
 #: A message that takes longer counts as late (seconds).
 PROMPT_SECONDS = 1.0
-#: One that takes longer may be large: memory for it is made ready (seconds).
-_LARGE_SECONDS = 0.01
 #: When a client may try again (seconds).
 _RETRY_AFTER = 1.0
 
 
 class Arrivals:
     """Reads the messages of calls, on one event loop: each within ``seconds`` (0 = no limit), and at most ``most`` late
-    ones at a time.
+    ones at a time."""
 
-    ``coming`` is called for each message that is not there at once, and so may be large, with the number of those that
-    are on their way.
-    """
-
-    def __init__(self, most: int, seconds: float, coming: Callable[[int], None] = lambda number: None) -> None:
-        self._coming = coming
-        self._reading = 0
+    def __init__(self, most: int, seconds: float) -> None:
         self._most = most
         self._seconds = seconds or None
         self._late: dict[
@@ -54,14 +45,8 @@ class Arrivals:
         # with the call.
         reading = asyncio.ensure_future(context.read())
         reading.add_done_callback(_look_at)
-        self._reading += 1
-        try:
-            if not (await asyncio.wait({reading}, timeout=_LARGE_SECONDS))[0]:
-                self._coming(self._reading)
-            if not (await asyncio.wait({reading}, timeout=PROMPT_SECONDS))[0]:
-                await self._wait_for(reading, _host(context.peer()))
-        finally:
-            self._reading -= 1
+        if not (await asyncio.wait({reading}, timeout=PROMPT_SECONDS))[0]:
+            await self._wait_for(reading, _host(context.peer()))
         return reading.result()
 
     async def _wait_for(self, reading: asyncio.Future[Any], host: str) -> None:

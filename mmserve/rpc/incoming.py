@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from mmserve.config import ServerConfig
 from mmserve.errors import InvalidArgument, MMServeError
-from mmserve.memory import populate, trim_soon
+from mmserve.memory import trim_soon
 from mmserve.rpc.arrivals import Arrivals
 from mmserve.rpc.room import Room
 from mmserve.rpc.status import abort
@@ -36,8 +36,6 @@ _LARGE = {
 #: Who sent a large message in vain is told so late: a client that only ever sends such messages, one after another, is
 #: received at this rate (bytes a second).
 _REFUSED_RATE = 16 << 20
-#: Most large messages that memory is made ready for at a time.
-_POPULATED = 4
 #: Most bytes of a message of the others.
 SMALL_BYTES = 64 << 10
 
@@ -52,23 +50,13 @@ class Incoming(grpc.aio.ServerInterceptor):
     def __init__(self, config: ServerConfig, room: Room, refused: Callable[[str], None] = lambda code: None) -> None:
         self._room = room
         self._refused = refused
-        self._arrivals = Arrivals(
-            max(1, room.capacity // config.max_message_bytes),
-            config.message_seconds,
-            self._make_ready,
-        )
-        self._block = config.max_message_bytes * 9 // 8  # gRPC's own copy grows to somewhat more than it needs
+        self._arrivals = Arrivals(max(1, room.capacity // config.max_message_bytes), config.message_seconds)
         # one thread: parsing holds the interpreter, so that two would serve nobody sooner
         self._parser = ThreadPoolExecutor(1, "mmserve-parse")
 
     def close(self) -> None:
         """End the thread that parses."""
         self._parser.shutdown(wait=False)
-
-    def _make_ready(self, number: int) -> None:
-        """Have memory for ``number`` large messages, as gRPC copies them on this thread."""
-        populate(self._block, min(number, _POPULATED) + 1)
-        trim_soon()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The method's own handler, behind a look at what comes in."""

@@ -16,7 +16,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="page faults are coun
 
 #: Copies a message twice, as gRPC does, and prints how many pages were faulted in for it: the first time and then.
 COPIES = """
-import resource, sys, time
+import resource, sys
 from mmserve import memory
 
 def copied():
@@ -29,9 +29,6 @@ def copied():
 
 SIZE, part = 40 << 20, bytes(1 << 20)
 kept = memory.keep_blocks(128 << 20) if sys.argv[1] == "kept" else True
-memory.populate(SIZE * 9 // 8, 2)
-while memory._populating.locked():
-    time.sleep(0.01)
 first, again = copied(), copied()
 held = memory.resident()
 memory.trim()
@@ -48,13 +45,12 @@ def copies(how: str) -> list[int]:
 
 @LINUX
 def test_a_large_block_is_faulted_in_once_and_given_back_by_trim() -> None:
-    kept, first, again, given_back = copies("kept")
+    kept, _first, again, given_back = copies("kept")
     if not kept:
         pytest.skip("the C library has no such setting")
     _, _, plain, _ = copies("plain")
     assert plain > 10_000, "80 MiB are faulted in each time"
     assert again < plain / 10
-    assert first < plain, "some of it was made ready before"
     assert given_back > 60 << 20
 
 

@@ -29,9 +29,8 @@ def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[
 
     ``cache``: that of engines loaded before, of the same server. Raises ``ConfigError`` where a checkpoint is wrong.
     """
-    engine_config = resolve(config.engine)
     schedulers = load_schedulers(config.schedulers)
-    torch.set_num_threads(engine_config.torch_threads)
+    torch.set_num_threads(resolve(config.engine).torch_threads)
     cache, decoders = cache or EncoderCache.of(config.encoder_cache), DecodePool(config.media)
     for entry in config.models:
         model = load_model(entry)
@@ -43,6 +42,7 @@ def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[
             str(model.dtype).removeprefix("torch."),
             model.device,
         )
+        engine_config = resolve(config.engine, device=model.device.type)
         engine = Engine(model, engine_config, config.media, schedulers, cache, decoders)
         logger.info("kernels of %s: %s", model.spec.name, _summary(engine.info.kernels))
         yield engine

@@ -37,8 +37,8 @@ class Capabilities:
         self.model, self._media, self._offered = model, media, offered
         models = [model, *([model.companion] if model.companion is not None else [])]
         self.max_tokens = min([engine.max_tokens, *(m.spec.max_tokens for m in models)])
-        # A reduction moves keys and values as they are, and every one it leaves is read.
-        self._reducible = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
+        # Whether passes read all pages as they are: a reduction moves K/V as they are, and every one it leaves is read.
+        self.reads_pages = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
         self._drafts = not engine.sparse_prefill and rows_apart(engine)
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
         self.tuning = tuning_of(model, self._recompute_policies, self._commit_policies, offered)
@@ -75,8 +75,8 @@ class Capabilities:
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=str(self.model.device),
             kernels=kernels,
-            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self._reducible else (),
-            image_reuses=() if no_reuse(self.model, reads_pages=self._reducible) else tuple(REUSES),
+            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self.reads_pages else (),
+            image_reuses=() if no_reuse(self.model, reads_pages=self.reads_pages) else tuple(REUSES),
         )
 
     def check(self, request: Request) -> None:
@@ -97,7 +97,7 @@ class Capabilities:
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
         self._check_reduction(request)
-        check_reuse(request, self.model, reads_pages=self._reducible)
+        check_reuse(request, self.model, reads_pages=self.reads_pages)
         if self.model.spec.renoising is not None:
             check_renoising(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
@@ -115,7 +115,7 @@ class Capabilities:
         name = self.model.spec.name
         if not self.model.spec.causal:
             raise Unimplemented(f"model {name!r} reduces no K/V: only autoregressive models never run a position again")
-        if not self._reducible:
+        if not self.reads_pages:
             raise Unimplemented(f"model {name!r} reduces no K/V here: the server has [engine] sparse_* or kv_bits")
         if request.diffusion.recompute.name != "last":
             raise InvalidArgument.of("diffusion.recompute", "must be 'last' with kv_reduction")

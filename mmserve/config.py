@@ -68,8 +68,8 @@ class EngineConfig:
     pages: int = 0  # 0 = as many as max_running requests of max_tokens need
     max_tokens: int = 1024  # prompt and generated tokens of one request
     encode_batch: int = 8  # images and frames of videos encoded together
-    prefill_tokens: int = 2048  # a next-token model's longer prompts are run in chunks of this
-    decode_tokens: int = 4096
+    prefill_tokens: int = 0  # a next-token model's longer prompts are run in chunks of this; 0 = by the device
+    decode_tokens: int = 0  # a request with more rows a step runs alone, and shorter ones meanwhile; 0 = by the device
     cuda_graphs: str = "auto"  # "auto": on a CUDA device, decode steps run as graphs where the model can; "off": never
     prefix_cache: bool = True  # prompts that begin alike share K/V pages, where attention makes that exact
     sparse_prefill: str = ""  # how prefill chooses the blocks that rows look at; "" = it looks at everything
@@ -94,10 +94,31 @@ class MediaConfig:
     max_video_pixels: int = 4_000_000_000  # all frames of a video together (a minute of 1920 x 1080 at 30 a second)
     max_sampled_pixels: int = 134_000_000  # its frames that are looked at, together (64 of 1920 x 1080)
     decode_workers: int = 2  # processes that decode images and videos, an item each at a time
+    decode_threads: int = 2  # of a process, for a long video
     decode_seconds: float = 10.0  # of processor time that an item may take
     decode_bytes: int = 512 << 20  # decoded pixels held at once, 4 bytes each, of all requests
     store_bytes: int = 256 << 20  # uploaded media kept, least recently used first out
     live_bytes: int = 1 << 30  # files and long texts of all requests under way; more is refused with RESOURCE_EXHAUSTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoConfig:
+    """Sessions of streaming video: how many, and what each may hold."""
+
+    max_sessions: int = 64  # open at once
+    session_bytes: int = 256 << 20  # K/V and features that one may keep
+    total_bytes: int = 2 << 30  # … and all of a model together: more is refused with RESOURCE_EXHAUSTED
+    sessions_per_tenant: int = 0  # 0 = as many as there may be
+    resume_seconds: float = 60.0  # how long a session without a connection is kept
+    idle_seconds: float = 300.0  # a session ends that sends nothing for so long, and has no question under way
+    max_questions: int = 8  # of a session at once
+    max_watches: int = 32  # standing questions of a session
+    credit_pushes: int = 32  # pushes of a session that wait to be decoded …
+    credit_bytes: int = 8 << 20  # … and their bytes; no push may be larger
+    waiting_frames: int = 16  # decoded frames of a session that wait for the model …
+    waiting_bytes: int = 64 << 20  # … and their pixels, 4 bytes each
+    frames_under_way: int = 4  # frames of a session that the model has and has not seen yet
+    outbox_bytes: int = 4 << 20  # responses that a client has not read, and as much again that it has not confirmed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,24 +167,34 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     encoder_cache: EncoderCacheConfig = field(default_factory=EncoderCacheConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     schedulers: tuple[SchedulerConfig, ...] = ()
     tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
 
 
-def resolve(engine: EngineConfig, *, cores: int | None = None) -> EngineConfig:
+#: Rows of a prefill and of a decode batch on a CPU, where a pass takes nearly as long as its rows together, and on
+#: accelerators, where a few rows take as long as many.
+_CPU_ROWS, _ACCELERATOR_ROWS = (256, 256), (2048, 4096)
+
+
+def resolve(engine: EngineConfig, *, cores: int | None = None, device: str = "cpu") -> EngineConfig:
     """Replace every "auto" of ``engine`` by its number; the engine only ever sees resolved values.
 
-    Stages × torch threads stays within ``cores`` where that is possible: threads of one OpenMP pool spin while
-    they wait, and two pools on the same cores were measured four times slower than one thread each.
+    ``device``: the type of the model's device. Stages × torch threads stays within ``cores`` where that is possible:
+    threads of one OpenMP pool spin while they wait, and two pools on the same cores were measured four times slower
+    than one thread each.
     """
     cores = cores or len(os.sched_getaffinity(0))
     busy = 1 if engine.stages == "inline" else 3
     pages_each = -(-engine.max_tokens // engine.page_size)
+    prefill, decode = _CPU_ROWS if device == "cpu" else _ACCELERATOR_ROWS
     return dataclasses.replace(
         engine,
         torch_threads=engine.torch_threads or max(1, cores // busy),
         pages=engine.pages or engine.max_running * pages_each,
+        prefill_tokens=engine.prefill_tokens or prefill,
+        decode_tokens=engine.decode_tokens or decode,
     )
 
 
@@ -189,6 +220,7 @@ def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
         "engine": EngineConfig,
         "media": MediaConfig,
         "encoder_cache": EncoderCacheConfig,
+        "video": VideoConfig,
     }
     tables = [*known, "models", "schedulers", "tenants"]
     if unknown := set(data) - set(tables):
@@ -316,14 +348,12 @@ _LEAST = (
             "page_size",
             "max_tokens",
             "encode_batch",
-            "prefill_tokens",
-            "decode_tokens",
         ),
     ),
-    ("engine", 0, ", which means auto", ("torch_threads", "pages")),
+    ("engine", 0, ", which means auto", ("torch_threads", "pages", "prefill_tokens", "decode_tokens")),
     ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
     ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
-    ("media", 1, "", ("decode_workers", "decode_seconds", "decode_bytes")),
+    ("media", 1, "", ("decode_workers", "decode_threads", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),
     (
@@ -332,6 +362,10 @@ _LEAST = (
         ", which means that nothing is kept",
         ("token_bytes", "pixel_bytes", "kv_bytes", "disk_bytes"),
     ),
+    ("video", 0, "", ("sessions_per_tenant", "resume_seconds", "max_watches")),
+    ("video", 1, "", ("max_sessions", "session_bytes", "total_bytes")),
+    ("video", 1, "", ("idle_seconds", "max_questions", "credit_pushes", "credit_bytes", "waiting_frames")),
+    ("video", 1, "", ("waiting_bytes", "frames_under_way", "outbox_bytes")),
 )
 #: The most that gRPC, whose options are 32-bit integers, takes: bytes, and seconds (in milliseconds).
 _MOST_SECONDS = ((1 << 31) - 1) // 1000

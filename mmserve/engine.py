@@ -25,6 +25,7 @@ from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
 from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
+from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
 from mmserve.errors import (
@@ -40,12 +41,12 @@ from mmserve.errors import (
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
-from mmserve.record import MEDIA_WORKERS, WORKERS, Record, Sink, open_call
+from mmserve.record import Record, Sink, open_call
 from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
 from mmserve.schedule.fair import guaranteed
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import Stages
-from mmserve.worker import InlineWorker, ThreadWorker, Worker
+from mmserve.workers import Workers
 
 logger = logging.getLogger("mmserve.engine")
 
@@ -99,10 +100,9 @@ class Engine:
         self._refusal = "the engine is not started"  # why new requests are refused; "" = they are not
         self._idle = threading.Event()
         self._idle.set()
-        self._workers: dict[str, Worker] = {}
-        self._busy: Counter[str] = Counter()  # jobs under way
+        self._workers = Workers(config)
         self._served: Mapping[str, Served] = {}  # by each stage's queue
-        self._steps = 0
+        self._now = 0.0  # virtual time of decode
         self._seconds = 0.5  # running mean of a request's service time
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="mmserve-engine", daemon=True)
@@ -111,12 +111,8 @@ class Engine:
 
     def start(self) -> None:
         """Start the engine's thread and its workers."""
-        threads = self.config.torch_threads
-        for name in WORKERS:
-            inline = self.config.stages == "inline" and WORKERS[name] == 1  # the others wait for other processes
-            self._workers[name] = (
-                InlineWorker() if inline else ThreadWorker(name, threads, WORKERS[name], low=name in MEDIA_WORKERS)
-            )
+        self._workers.start()
+        self.stages.give_way(self._workers.give_way("prefill"), self._workers.give_way("decode"))
         self._refusal = ""
         self._thread.start()
 
@@ -124,8 +120,10 @@ class Engine:
         """Have what the first constrained request needs made ready in the background, for servers that stay."""
         threading.Thread(target=self.stages.warm, name="mmserve-warm", daemon=True).start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, prompt: Encoded | None = None) -> None:
         """Take a request in, or refuse it at once with a typed error.
+
+        ``prompt``: what its messages became, where the caller has encoded them already.
 
         Its samples take a place in the queue each, all of them or none. ``sink`` gets ``Admitted`` before this returns.
         Later, from the engine's thread, its last event is the ``Finished`` of its last sample, or one ``Failed``. It
@@ -147,6 +145,8 @@ class Engine:
                 )
             self._shed_by_wait(request)
             record = open_call(request, sink, time.monotonic())
+            if prompt is not None:
+                self.stages.give(request.id, prompt)
             ahead = self._queued
             self._queued += wanted
             self._waiting[request.tenant] += wanted
@@ -198,8 +198,7 @@ class Engine:
             self._inbox.put(lambda: setattr(self, "_stopping", True))
             self._thread.join()
         self.stages.close()
-        for worker in self._workers.values():
-            worker.stop()
+        self._workers.stop()
         self.stages.stop()
 
     def stats(self) -> Stats:
@@ -242,16 +241,21 @@ class Engine:
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
         entries = [r.entry(size, frames, now) for r in records if not r.waits]
-        plan = schedule(entries, self._budgets())
-        self._served = plan.served
+        budgets = self._budgets()
+        plan = schedule(entries, budgets)
+        self._served, self._now = plan.served, plan.now
+        for request, turn in plan.turns.items():
+            self._records[request].turn = turn
         for request in plan.constrain:  # a job each: none waits for another's grammar
             self._run("constrain", (request,), self._constrain)
         for request in plan.load:  # the same
             self._run("load", (request,), self._load)
         self._run("tokenize", plan.tokenize, self._encode)
         self._run("encode", plan.encode, self._encode)
-        self._run("prefill", plan.prefill, self._prefill)
-        self._run("decode", plan.decode, self._decode)
+        self._run("prefill", plan.prefill, self._prefill, plan.within["prefill"])
+        self._run("decode", plan.decode, self._decode, plan.within["decode"])
+        if any(rows and name in budgets.idle for name, rows in plan.within.items()):
+            self._inbox.put(lambda: None)  # another turn: a long pass has begun, and shorter ones may run within it
 
     def _recover(self, error: Exception) -> None:
         """After a bug in the engine itself nothing is known of anybody's state: every live request ends."""
@@ -287,20 +291,27 @@ class Engine:
     def _budgets(self) -> Budgets:
         c = self.config
         return Budgets(
-            idle=frozenset(name for name in WORKERS if self._busy[name] < WORKERS[name]),
+            idle=self._workers.idle(),
             free_pages=self._pool.free,
             handover=c.handover,
             max_running=c.max_running,
             encode_batch=c.encode_batch,
             prefill_tokens=c.prefill_tokens,
             decode_tokens=c.decode_tokens,
-            constrain=WORKERS["constrain"] - self._busy["constrain"],
-            load=WORKERS["load"] - self._busy["load"],
+            constrain=self._workers.free("constrain"),
+            load=self._workers.free("load"),
             served=self._served,
+            chunked=self.stages.model.spec.causal,
+            within=self._workers.within(),
+            now=self._now,
         )
 
     def _run(
-        self, name: str, ids: Sequence[RequestId], stage: Callable[[list[Record]], Callable[[], list[Any]]]
+        self,
+        name: str,
+        ids: Sequence[RequestId],
+        stage: Callable[[list[Record]], Callable[[], list[Any]]],
+        within: int = 0,
     ) -> None:
         """Give a stage's worker its next batch; the report comes back through the inbox."""
         if not ids:
@@ -309,7 +320,6 @@ class Engine:
         for record in records:
             self._advance(record, _RUNNING[name])
         run = stage(records)
-        self._busy[name] += 1
         for record in records:
             record.held = True
 
@@ -322,7 +332,7 @@ class Engine:
             seconds = time.monotonic() - begun
             self._inbox.put(lambda: self._report(name, records, outcomes, seconds))
 
-        self._workers[name].start(job)
+        self._workers.run(name, job, within)
 
     def _constrain(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
@@ -346,15 +356,12 @@ class Engine:
         return lambda: self.stages.prefill(batch)
 
     def _decode(self, records: list[Record]) -> Callable[[], list[Any]]:
-        self._steps += 1
-        for record in records:
-            record.last_step = self._steps
         requests = [r.request for r in records]
         return lambda: self.stages.decode(requests)
 
     def _report(self, name: str, records: list[Record], outcomes: list[Any], seconds: float) -> None:
         """A stage's batch is done: advance each of its requests, or end it."""
-        self._busy[name] -= 1
+        self._workers.ended(name)
         for record in records:
             record.held = False
         for record, outcome in zip(records, outcomes, strict=True):
@@ -387,7 +394,7 @@ class Engine:
         """So many positions have been run, or all: the pages they fill are there for others, too."""
         record.pages.publish(self._pool, None if run is None else run // self.config.page_size)
         record.prefilled = run
-        record.last_step = self._steps  # if it waits for decode from now on, then behind whoever waits already
+        record.turn = self._now  # a newcomer to decode begins at its clock
         self._advance(record, Stage.PREFILLED if run is None else Stage.ENCODED)
 
     def _stepped(self, record: Record, outcome: Any) -> None:
@@ -398,6 +405,7 @@ class Engine:
             record.call.sink(replace(outcome.snapshot, sample=record.sample))
         if outcome.delta and wanted.deltas:
             record.call.sink(Delta(outcome.delta, record.sample))
+        record.rows = outcome.rows
         if outcome.reason is None:
             if outcome.pages is not None:
                 record.pages = record.pages.trimmed(self._pool, outcome.pages)

@@ -50,7 +50,8 @@ class Record:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
-    last_step: int = 0
+    turn: float = 0.0  # virtual time at which its next decode step is due
+    rows: int | None = None  # that its next decode step runs; None = not known, as before its first one
     held: bool = False  # by a worker: its stage's batch has not reported yet
     prefilled: int | None = None  # positions run, while some of the prompt is left; None = none is, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
@@ -95,18 +96,19 @@ class Record:
             images,
             self.tokens,
             pages,
-            self.last_step,
+            self.turn,
             self.prefilled,
             self.request.constraint is not None,
             self.request.tenant.name,
             self.request.tenant.share,
             aged(self.request.tenant.priority, now - self.call.arrived),
+            self.tokens if self.rows is None else self.rows,
         )
 
     def split(self) -> list[Record]:
         """A record for each sample, all of them where this one stands; this one is not needed any more."""
         self.call.records = [
-            Record(one, self.call, i, self.stage, self.usage, self.keys, last_step=self.last_step, run=dict(self.run))
+            Record(one, self.call, i, self.stage, self.usage, self.keys, turn=self.turn, run=dict(self.run))
             for i, one in enumerate(samples(self.request))
         ]
         return self.call.records

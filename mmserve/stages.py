@@ -6,7 +6,7 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -36,8 +36,8 @@ from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
+from mmserve.memory import trim_soon
 from mmserve.models.base import CanvasModel, Model
-from mmserve.settle import trim_soon
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 from mmserve.worker import run_isolated
@@ -86,16 +86,17 @@ class Stages:
         self.model = model
         offered = Offered.by(model, schedulers)
         self.capabilities = Capabilities(model, engine, media, offered)
-        self._decoders = decoders or DecodePool(media)
-        self._decoders.open()
+        self.decoders = decoders or DecodePool(media)
+        self.decoders.open()
         self.encoder = Encoder(
             model,
             media,
             max_tokens=self.capabilities.max_tokens,
             cache=cache,
-            decoders=self._decoders,
+            decoders=self.decoders,
         )
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
+        self._given: dict[RequestId, Encoded] = {}  # prompts that came encoded
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
         self.decoder: Any = decoder_for(model, engine, offered, self.encoder.cache.kv)
         # Chunks that begin within a page would make its last bits depend on where a request began to run.
@@ -120,6 +121,10 @@ class Stages:
         """Refuse at once what no stage could do, as ``Capabilities.check`` says."""
         self.capabilities.check(request)
 
+    def give(self, request: RequestId, prompt: Encoded) -> None:
+        """The prompt of a request that is about to be submitted; encode then reads no message of it."""
+        self._given[request] = prompt
+
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
         """Make each request's constraint ready, or say why it cannot be kept."""
         return run_isolated(self._admit, batch)
@@ -142,6 +147,10 @@ class Stages:
         for request in batch:
             self._unload(request.id)
         return [self._send_encoded(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
+
+    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+        """Have long passes call these between their layers, each on its stage's thread; before the first request."""
+        self.decoder.give_way(prefill, decode)
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[int | BaseException | None]:
         """Prefill each request into its pages, a long prompt by a chunk.
@@ -229,12 +238,13 @@ class Stages:
 
     def stop(self) -> None:
         """Give back what decodes media; after the last request."""
-        self._decoders.close()
+        self.decoders.close()
 
     @property
     def held(self) -> int:
         """Requests of which anything is kept."""
-        waiting = len(self._admitted) + len(self._loaded) + self.to_prefill.waiting + self.to_decode.waiting
+        waiting = len(self._admitted) + len(self._loaded) + len(self._given)
+        waiting += self.to_prefill.waiting + self.to_decode.waiting
         return waiting + len(self._prefilling) + len(self._decoding)
 
     @property
@@ -254,7 +264,9 @@ class Stages:
         return [None] * len(batch)
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
-        found = [self._loaded.get(request.id) for request in batch]
+        given = [r for r in batch if r.id in self._given]
+        others = [r for r in batch if r.id not in self._given]
+        found = [self._loaded.get(request.id) for request in others]
         loaded = [one[0] for one in found if one is not None]
 
         def check() -> None:
@@ -263,24 +275,28 @@ class Stages:
                     one[1].check()
 
         check()
-        whole = loaded if len(loaded) == len(batch) else None
+        whole = loaded if len(loaded) == len(others) else None
+        made = dict(zip((r.id for r in others), self.encoder.encode(others, whole, check), strict=True))
+        made |= {r.id: self._given[r.id] for r in given}
         return [
             replace(one, span_keys=self.decoder.blender.keys(one, request.tenant.cache))
             if reused(reuse_of(request), one)
             else one
-            for request, one in zip(batch, self.encoder.encode(batch, whole, check), strict=True)
+            for request, one in ((request, made[request.id]) for request in batch)
         ]
 
     def _unload(self, request: RequestId) -> None:
+        self._given.pop(request, None)
         found = self._loaded.pop(request, None)
         if found is not None:
             found[0].close()
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
+        shares &= encoded.past is None  # such K/V come from another prompt
         keys = self._keys(encoded, request.tenant.cache) if shares else ()
-        taken = reused(reuse_of(request), encoded)
-        if taken:  # what stands behind an image that was not run is of this request alone
+        taken = reused(reuse_of(request), encoded) if encoded.past is None else len(encoded.past.rows)
+        if encoded.past is None and taken:  # what stands behind an image that was not run is of this request alone
             keys = keys[: encoded.spans[0].start // self.store.page_size]
         admitted = self._admitted.pop(request.id, None)
         for i, sample in enumerate(samples(request)):  # what stands in the prompt is read, never changed

@@ -14,6 +14,9 @@ from mmserve.priority import lower_priority
 A = TypeVar("A")
 B = TypeVar("B")
 Job = Callable[[], None]
+#: How long a job that gives way waits for a next one after each that it has let run (seconds): mostly the next step of
+#: the same request, which the engine plans in between.
+_NEXT_SECONDS = 0.005
 
 
 class Worker(Protocol):
@@ -27,6 +30,10 @@ class Worker(Protocol):
         """End the worker after the jobs in hand."""
         ...
 
+    def give_way(self) -> None:
+        """Run the jobs that wait; called by the job that runs, between two parts of its work."""
+        ...
+
 
 class InlineWorker:
     """Runs jobs on the caller's thread."""
@@ -36,6 +43,9 @@ class InlineWorker:
 
     def stop(self) -> None:
         return
+
+    def give_way(self) -> None:
+        return  # nothing waits: a job runs as soon as it is there
 
 
 class ThreadWorker:
@@ -62,6 +72,19 @@ class ThreadWorker:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+
+    def give_way(self) -> None:
+        more = False
+        while True:
+            try:
+                job = self._jobs.get(block=more, timeout=_NEXT_SECONDS)
+            except queue.Empty:
+                return
+            if job is None:  # the worker is to end, but not within a job
+                self._jobs.put(None)
+                return
+            job()
+            more = True
 
     def _run(self) -> None:
         if self._low:

@@ -119,7 +119,8 @@ class Bench:
         cache: EncoderCache | None = None,
         **config: Any,
     ) -> None:
-        settings = {"max_tokens": MAX_TOKENS, "torch_threads": 1, "page_size": 8, "handover": 32, **config}
+        rows = {"prefill_tokens": 2048, "decode_tokens": 4096}  # enough for all to share a batch
+        settings = {"max_tokens": MAX_TOKENS, "torch_threads": 1, "page_size": 8, "handover": 32, **rows, **config}
         self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig(), schedulers, cache)
         self.gates: list[Gate] = []
         self.batches: list[list[str]] = []  # request ids of each decode batch

@@ -132,6 +132,21 @@ def _constraint(name: str, salt: int) -> Ask:
     return ask
 
 
+def _growing_lexers(address: str) -> None:
+    """20 requests at once, each under an expression of its own for whose texts a lexer needs ever more states."""
+    _again(address, [_growing(i) for i in range(20)])
+
+
+def _growing(salt: int) -> Ask:
+    salts = itertools.count(1_000_000 * (salt + 1))
+
+    def ask(client: Client) -> None:
+        pattern = f"({next(salts)})?([abc]{{3,9}}[ab]{{4}}|[a-z ]*a[a-z ]{{16}})+"
+        client.generate("Write.", regex=pattern, max_new_tokens=256, temperature=2.0)
+
+    return ask
+
+
 #: Attacks by name.
 ATTACKS: dict[str, Attack] = {
     "long_clips": _long_clips,
@@ -144,6 +159,7 @@ ATTACKS: dict[str, Attack] = {
     "unfinished_messages": _unfinished,
     "long_repeats": _constraints("long_repeat"),
     "constraints": _constraints(),
+    "growing_lexers": _growing_lexers,
 }
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "reuse": "mmserve.bench.reuse",
     "scoring": "mmserve.bench.scoring",
     "serving": "mmserve.bench.serving",
+    "video": "mmserve.bench.video",
     "vision": "mmserve.bench.vision",
 }
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="A,B,…",
         help="tasks of `quality`, `decode`, `attention`, `reuse` and `vision`; of `constraint` scenes, schemas and "
-        "search; of `attacks` attacks; of `kernels` ops (default all)",
+        "search; of `attacks` attacks; of `kernels` ops; of `video` sections (default all)",
     )
     parser.add_argument(
         "--recompute",

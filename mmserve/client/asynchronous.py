@@ -12,8 +12,10 @@ from typing import Any, Self, TypeVar, Unpack, overload
 import grpc
 import PIL.Image
 
+from mmserve.client.asynchronous_video import AsyncVideoSession
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
 from mmserve.client.retries import Retries
+from mmserve.client.video_state import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
@@ -22,6 +24,7 @@ from mmserve.rpc.options import Chat, Image, Options, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
 from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.schemas import Adapter
+from mmserve.rpc.session_options import SessionOptions, documented_session
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
 
 T = TypeVar("T")
@@ -125,6 +128,14 @@ class AsyncClient(Base):
                 yield event
         finally:
             await events.aclose()
+
+    @documented_session
+    def video_session(self, *, timeout: float | None = None, **options: Unpack[SessionOptions]) -> AsyncVideoSession:
+        """A session of streaming video; ``async with`` opens and closes it.
+
+        timeout: seconds that the server may be unreachable, and that a push may wait; default the client's.
+        """
+        return AsyncVideoSession(self, configuration(**options), timeout)
 
     async def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
         """As ``Client.upload``."""

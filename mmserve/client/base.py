@@ -16,7 +16,7 @@ from mmserve.client.tls import TLS, mistake
 from mmserve.errors import DeadlineExceeded, MMServeError, TLSError, Unavailable
 from mmserve.rpc.outgoing import UPLOAD_CHUNK
 from mmserve.rpc.status import from_rpc_error, from_server
-from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc
+from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc, video_pb2_grpc
 
 #: How often a server is asked whether it is ready, and how long it may take to say so (seconds).
 POLL_SECONDS = 0.1
@@ -33,6 +33,7 @@ class Stubs:
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self.media: Any = media_pb2_grpc.MediaServiceStub(channel)
         self.models: Any = model_pb2_grpc.ModelServiceStub(channel)
+        self.video: Any = video_pb2_grpc.VideoServiceStub(channel)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
 
 

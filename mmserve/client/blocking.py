@@ -12,7 +12,9 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.client.blocking_video import VideoSession
 from mmserve.client.retries import Retries
+from mmserve.client.video_state import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
@@ -21,6 +23,7 @@ from mmserve.rpc.options import Chat, Image, Options, documented
 from mmserve.rpc.outgoing import build_request, file_bytes, request_label
 from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.schemas import Adapter
+from mmserve.rpc.session_options import SessionOptions, documented_session
 from mmserve.v1 import generation_pb2, model_pb2
 
 T = TypeVar("T")
@@ -121,6 +124,14 @@ class Client(Base):
         """
         message = build_request(prompt, images, deltas=True, snapshots=snapshots, schema=schema, **options)
         return self._events(message, self._retries(timeout), request_label(request_id))
+
+    @documented_session
+    def video_session(self, *, timeout: float | None = None, **options: Unpack[SessionOptions]) -> VideoSession:
+        """Open a session of streaming video; use it as a context manager, which closes it.
+
+        timeout: seconds that the server may be unreachable, and that a push may wait; default the client's.
+        """
+        return VideoSession(self, configuration(**options), timeout)
 
     def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
         """Store an image or a video on the server; its media id can stand for it in ``images`` or ``videos``."""

@@ -169,6 +169,11 @@ def _automaton(expression: str) -> Automaton:
     return Automaton(expression)
 
 
+def forget() -> None:
+    """Keep nothing of the expressions asked about so far."""
+    _automaton.cache_clear()
+
+
 def _nullable(item: Item) -> bool:
     match item:
         case Group(branches):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from mmserve.constraint import derivatives
 from mmserve.constraint.derivatives import disjoint, matches
 from mmserve.constraint.negation import Scope
 from mmserve.constraint.pattern import BadPattern, searched
@@ -160,6 +161,16 @@ def _apart(one: str, other: str) -> bool:
     with suppress(BadPattern):
         return disjoint(one, other, _MOST_STATES)
     return False
+
+
+_CACHES = _searched, _apart
+
+
+def forget() -> None:
+    """Keep nothing of the schemas asked about so far."""
+    for cache in _CACHES:
+        cache.cache_clear()
+    derivatives.forget()
 
 
 def _below(one: Any, other: Any) -> bool:

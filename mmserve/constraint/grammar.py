@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from mmserve.constraint import longest, shortest
+from mmserve.constraint import exclusive, longest, shortest
 from mmserve.constraint.cfg import checked_lark
 from mmserve.constraint.document import read_schema
 from mmserve.constraint.findings import Refused, child
@@ -46,8 +46,16 @@ class Grammar:
 def grammar_of(spec: ConstraintSpec) -> Grammar:
     """The grammar of ``spec``. Raises ``Refused``.
 
-    Time and memory grow with the constraint; run it where that harms nobody (``mmserve.constraint.worker``).
+    Time and memory grow with the constraint; run it where that harms nobody (``mmserve.constraint.worker``). Nothing is
+    remembered of a constraint: the time that one takes would tell a tenant what another has asked for.
     """
+    try:
+        return _of(spec)
+    finally:
+        exclusive.forget()
+
+
+def _of(spec: ConstraintSpec) -> Grammar:
     match spec.kind:
         case JsonSchema(text):
             return _of_schema(text, spec.mode)

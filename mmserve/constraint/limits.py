@@ -51,7 +51,7 @@ PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 100_000,
+    "max_lexer_states": 20_000,  # some 700 bytes each, which a parser keeps: 14 MB
     "max_grammar_size": 250_000,
     "verbose_errors": False,  # a refusal must not carry the whole schema
 }

@@ -33,7 +33,7 @@ from mmserve.constraint.limits import (
 )
 from mmserve.constraint.vocabulary import Vocabulary, trie_of
 from mmserve.core.constraint import ConstraintSpec
-from mmserve.settle import resident, trim
+from mmserve.memory import resident, trim
 
 #: How much less of the processors this process gets where others want them: a server's answers come first.
 _NICE = 5

@@ -46,6 +46,7 @@ class ModelInfo:
     kernels: dict[str, str] = field(default_factory=dict)
     kv_reductions: tuple[str, ...] = ()  # none but for next-token models
     image_reuses: tuple[str, ...] = ()  # none without images, and none where a network keeps its K/V to itself
+    sessions: bool = False  # whether sessions of streaming video take it
     tuning: Tuning | None = None  # None where a server of an earlier version says only the two names
 
     @property

@@ -17,12 +17,13 @@ class Entry:
     images: int = 0  # and frames of videos
     tokens: int = 0  # positions of prompt and answer; known once encoded
     pages: int = 0  # K/V pages they need
-    last_step: int = 0  # number of the decode batch it was last in
+    turn: float = 0.0  # virtual time at which its next decode step is due (``mmserve/schedule/turns.py``)
     prefilled: int | None = None  # positions run so far: it waits for its next chunk; None = it holds no pages yet
     constrained: bool = False  # it needs a grammar before anything else
     tenant: str = ""
     share: float = 1.0  # of the tenant, in fair queueing
     priority: int = 0  # class: lower ones are served first
+    rows: int = 0  # that its next decode step runs
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,15 @@ class Budgets:
     handover: int  # requests that may wait behind constrain, for prefill, and for decode
     max_running: int  # requests that may hold pages
     encode_batch: int  # images and frames
-    prefill_tokens: int
-    decode_tokens: int
+    prefill_tokens: int  # rows of a prefill batch
+    decode_tokens: int  # rows of a decode batch
     constrain: int = 1  # requests whose constraints may be begun now
     load: int = 1  # requests whose media may be begun now
     served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue so far
+    chunked: bool = False  # prefill runs longer prompts in chunks of ``prefill_tokens``
+    #: Rows that shorter requests may run during the pass under way, for each stage where that is a long one.
+    within: Mapping[str, int] = field(default_factory=dict)
+    now: float = 0.0  # virtual time of decode
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,6 @@ class Plan:
     prefill: tuple[RequestId, ...] = ()
     decode: tuple[RequestId, ...] = ()
     served: Mapping[str, Served] = field(default_factory=dict)  # by each stage's queue, these requests included
+    within: Mapping[str, int] = field(default_factory=dict)  # as of ``Budgets``, once the plan is carried out
+    turns: Mapping[RequestId, float] = field(default_factory=dict)  # when each request of the decode batch is due next
+    now: float = 0.0  # virtual time of decode, this batch included

@@ -25,7 +25,7 @@ from mmserve.core.request import Request
 from mmserve.decode.commit import ACCOMPANIED, DRAFTING
 from mmserve.decode.embedding import deep_rows, embedded
 from mmserve.decode.repairing import Repairing
-from mmserve.decode.state import DeepStack, Encoded, Prefilling, Span, Taken, Taking
+from mmserve.decode.state import DeepStack, Encoded, Past, Prefilling, Span, Taken, Taking
 from mmserve.encode.cache import Entry, TensorCache
 from mmserve.encode.keys import digest
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
@@ -171,6 +171,13 @@ class Blender:
         layer = min(policy.layers, len(self._model.decoder.layers)) - 1
         left = (np.delete(of_each, again) for of_each in (rows, seen.moved, seen.attended))
         return Taken(held, Repairing(policy.each_step, layer, *left))
+
+    def place(self, past: Past, canvas: Canvas, pages: np.ndarray) -> Taken:
+        """Write the K/V of ``past`` into a request's ``pages``; no pass runs its rows."""
+        self._write([past.keys, past.values], past.rows, canvas, pages)
+        held = np.zeros(canvas.size, dtype=bool)
+        held[past.rows] = True
+        return Taken(held)
 
     def _found(self, encoded: Encoded, sizes: Sequence[int]) -> Generator[int, None, list[Tensor]]:
         """Keys and values ``[N, n, G, K]`` of the first so many positions of each image and clip, side by side."""

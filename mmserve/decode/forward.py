@@ -20,6 +20,7 @@ from mmserve.decode.state import DeepStack
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
+from mmserve.models.decoder import Attend
 from mmserve.models.packed import linears
 
 logger = logging.getLogger("mmserve.decode")
@@ -153,12 +154,14 @@ def forward(
     sparse: Sparse | None = None,
     selection: Selection | None = None,
     graphs: Graphs | None = None,
+    between: Callable[[], None] | None = None,
 ) -> list[Logits]:
     """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
 
     Batches are padded to a multiple of ``floor`` rows (see ``row_floor``): what is left over when a tensor's elements
     are taken some at a time, such as in SiLU, is computed by other code, with other last bits. With ``sparse``, rows
     look at what the ``selection`` of one of its stages chooses. With ``graphs``, the pass is one of them if it can be.
+    ``between`` is called in each layer of one that is not: passes over other requests may run meanwhile.
     """
     rows = [p.rows for p in batch]
     layout = store.layout(
@@ -176,7 +179,8 @@ def forward(
     if hidden is None:
         ragged = store.placed(layout)
         read = sparse.read(selection, rows, ragged) if sparse is not None else None
-        hidden = model.decoder(x, positions, store.attend(ragged, read, observe), deep)
+        attend = store.attend(ragged, read, observe)
+        hidden = model.decoder(x, positions, attend if between is None else _pausing(attend, between), deep)
     offset, wanted = 0, []
     for p in batch:
         found = np.searchsorted(p.rows, p.wanted)
@@ -201,6 +205,16 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
     x = torch.cat([embeddings[torch.from_numpy(rows).to(model.device)] for _canvas, embeddings, rows in batch])
     short = padded_rows(len(x), floor) - len(x)
     return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+
+
+def _pausing(attend: Attend, between: Callable[[], None]) -> Attend:
+    """``attend``, with ``between`` called first in each layer."""
+
+    def paused(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        between()
+        return attend(layer, q, k, v, cos, sin)
+
+    return paused
 
 
 def _observer(batch: list[Pass]) -> Observe | None:

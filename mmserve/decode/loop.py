@@ -6,6 +6,7 @@ Prefill is its step 0: prompt and masked canvas run together, and the candidates
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -76,6 +77,16 @@ class DiffusionDecoder:
         self._scores = scores_for(model, store)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
+        self._ways: dict[str, Callable[[], None]] = {}
+
+    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+        """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
+        self._ways = {"prefill": prefill, "decode": decode}
+
+    @property
+    def floor(self) -> int:
+        """The number of rows, a multiple of which a pass runs (see ``row_floor``)."""
+        return self._floor
 
     @torch.inference_mode()
     def ready(self, begun: Prefilling) -> bool:
@@ -90,7 +101,7 @@ class DiffusionDecoder:
         """
         passes = [self._watched(self.passes.first(p), p.reducing, None) for _request, p in batch]
         selection = self._sparse.prefill if self._sparse is not None else None
-        logits = self._forward(passes, [begun.constrained for _request, begun in batch], selection)
+        logits = self._forward("prefill", passes, [begun.constrained for _request, begun in batch], selection)
         proposed = [
             self._candidates(request, begun.commit, p, rows, begun.constrained) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
@@ -140,7 +151,7 @@ class DiffusionDecoder:
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
-            logits = self._forward(passes, [d.constrained for d in running], selection, self._graphs)
+            logits = self._forward("decode", passes, [d.constrained for d in running], selection, self._graphs)
             for d, p, mine in zip(running, passes, logits, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
@@ -168,13 +179,19 @@ class DiffusionDecoder:
             d.constrained.meter.end_step()
         device = self.model.device
         fresh = self.model.decoder.embed(torch.from_numpy(tokens).to(device))
-        d.prefilled.embeddings[torch.from_numpy(positions).to(device)] = fresh
+        d.prefilled.embeddings.index_copy_(0, torch.from_numpy(positions).to(device), fresh)
         answer, complete = d.canvas.answer(self.model.spec.end_ids, revised=d.commit.revises)
         delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
         if reason == "length" and d.constrained is not None:
             reason = "end"  # a constrained answer is whole
-        pages = self._reduced(d) if reason is None else None
-        return Stepped(delta, self._snapshot(d, edited) if d.request.streaming.snapshots else None, reason, pages)
+        snapshot = self._snapshot(d, edited) if d.request.streaming.snapshots else None
+        if reason is not None:
+            return Stepped(delta, snapshot, reason)
+        return Stepped(delta, snapshot, reason, self._reduced(d), self._next_rows(d))
+
+    def _next_rows(self, d: Decoding) -> int | None:
+        """How many positions the next pass runs, drafts not counted; None = that depends on how far they have moved."""
+        return None if is_watching(d.recompute) else len(d.recompute.rows(d.canvas))
 
     def _watched(self, p: Pass, reducing: Reducing | None, taken: Taken | None) -> Pass:
         """``p`` of a request whose K/V are reduced, or repaired (none has both): what it shows is noted, and rows lie
@@ -205,18 +222,29 @@ class DiffusionDecoder:
 
     def _forward(
         self,
+        stage: str,
         passes: list[Pass],
         constrained: list[Constrained | None],
         selection: Selection | None,
         graphs: Graphs | None = None,
     ) -> list[Logits]:
         """One forward pass of the ragged batch; constrained requests note its processor time."""
-        begun = time.thread_time()
-        model, store, floor = self.model, self.store, self._floor
-        logits = forward(model, store, passes, floor, sparse=self._sparse, selection=selection, graphs=graphs)
+        begun, given, way = time.thread_time(), 0.0, self._ways.get(stage)
+
+        def between() -> None:
+            nonlocal given
+            if way is not None:
+                since = time.thread_time()
+                way()
+                given += time.thread_time() - since
+
+        model, store, floor, sparse = self.model, self.store, self._floor, self._sparse
+        logits = forward(
+            model, store, passes, floor, sparse=sparse, selection=selection, graphs=graphs, between=between
+        )
         for state in constrained:
             if state is not None:
-                state.meter.forward_seconds += time.thread_time() - begun
+                state.meter.forward_seconds += time.thread_time() - begun - given
         return logits
 
     def _candidates(
@@ -308,7 +336,10 @@ class DiffusionDecoder:
         if reduction is not None:
             begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)
         reuse = reuse_of(request)
-        if reuse is not None and self.blender is not None:
+        if encoded.past is not None and self.blender is not None:
+            begun.taken = self.blender.place(encoded.past, canvas, ids_of_pages)
+            begun.reused += len(encoded.past.rows)
+        elif reuse is not None and self.blender is not None:
             begun.taking = self.blender.take(reuse, encoded, canvas, embeddings, deep, ids_of_pages)
         if self._companion is not None and request.diffusion.commit.name in ACCOMPANIED:
             begun.companion = self._companion.begin(canvas, encoded)

@@ -8,6 +8,7 @@ Shapes in names: L positions of a canvas, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,9 @@ class CanvasDecoder:
             canvas.padded = begun.constrained.padded
         return begun
 
+    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+        """Nothing: the model's own network runs its passes as a whole."""
+
     def ready(self, _begun: CanvasPrefilled) -> bool:
         """Whether nothing is left to do before a prompt is read."""
         return True
@@ -191,7 +195,8 @@ class CanvasDecoder:
         delta, reason = d.text.advance(answer[:new], complete or len(answer) >= new, new)
         if reason == "length" and d.constrained is not None:
             reason = "end"  # a constrained answer is whole
-        return Stepped(delta, self._snapshot(d, step) if d.request.streaming.snapshots else None, reason)
+        snapshot = self._snapshot(d, step) if d.request.streaming.snapshots else None
+        return Stepped(delta, snapshot, reason, rows=self.model.spec.block_length())
 
     def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
         """The answer's tokens as they became final, as far as its text goes."""

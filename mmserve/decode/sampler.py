@@ -64,7 +64,7 @@ def candidates(
             judged.append(scored(fused, logits, banned, draw, reads))
             continue
         if banned:
-            logits[:, list(banned)] = -torch.inf
+            logits.index_fill_(1, torch.tensor(banned, device=logits.device), -torch.inf)
         if best is not None:
             best.restrict(logits)
         if noise is None:

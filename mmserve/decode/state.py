@@ -28,6 +28,7 @@ class Stepped:
     snapshot: Snapshot | None
     reason: str | None  # None = goes on; "end", "stop" or "length"
     pages: int | None = None  # how many it needs from now on; None = all that it has
+    rows: int | None = None  # positions of its next pass; None = not known before
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,18 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Past:
+    """K/V of rows of a prompt that were computed before the request came, such as those of a stream of video.
+
+    Both ``[N, n, G, K]``, keys before rotation; nobody changes them while a request has them.
+    """
+
+    rows: np.ndarray  # int64 [n], ascending: which rows of the prompt they are of; never its last
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class Encoded:
     """Encode → prefill: the prompt as ids, and the visual tokens that stand at ``image_rows`` instead of embeddings."""
 
@@ -64,6 +77,7 @@ class Encoded:
     pruned: int = 0  # visual tokens that are gone
     spans: tuple[Span, ...] = ()  # of each image and clip, in order
     span_keys: tuple[bytes, ...] = ()  # of each, where its K/V are to be taken from elsewhere
+    past: Past | None = None  # rows that no pass runs: their K/V are there already
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,14 @@ class _Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class Pictures:
-    """An image, or frames of a clip in order: mode RGB, upright; ``seconds`` since the clip's first frame."""
+    """An image, or frames of a clip in order: mode RGB, upright; ``seconds`` since the clip's first frame.
+
+    ``piece``: what else is known of a piece of a stream; its ``seconds`` are on the stream's clock.
+    """
 
     frames: tuple[Image.Image, ...]
     seconds: tuple[float, ...]
+    piece: wire.PieceRead | None = None
 
 
 class Child:
@@ -97,7 +101,8 @@ class Child:
         Raises ``InvalidArgument`` for bad files and ``Ended`` where the process ends; what ``watch`` raises is
         raised once the process has stopped decoding.
         """
-        message = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
+        message: dict[str, Any] = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
+        message["piece"] = None if file.piece is None else dataclasses.asdict(file.piece)
         head = {**message, "resize": file.resize, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
         images: list[Image.Image] = []
         seconds: list[float] = []
@@ -125,7 +130,8 @@ class Child:
                 self.end()
             raise
         self._finish(last)
-        return Pictures(tuple(images), tuple(seconds))
+        piece = None if file.piece is None else wire.PieceRead(tuple(last["details"]), last["end"], last["sampler"])
+        return Pictures(tuple(images), tuple(seconds), piece)
 
     def kill(self) -> None:
         """End the process; its owner, if it waits, gets ``Ended``. For any thread."""

@@ -18,9 +18,11 @@ import torch
 from mmserve.config import MediaConfig
 from mmserve.encode.child import Child, Ended, Pictures
 from mmserve.encode.media import decode_image, named
+from mmserve.encode.sampling import packed, unpacked
+from mmserve.encode.segments import Segment, collected, read_segment
 from mmserve.encode.video import read_video
 from mmserve.encode.watch import UNWATCHED
-from mmserve.encode.wire import MediaFile
+from mmserve.encode.wire import MediaFile, Piece, PieceRead
 from mmserve.encode.worker import late
 from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
 from mmserve.priority import lower_priority
@@ -73,11 +75,21 @@ class InPlace:
         return
 
     def _decode(self, file: MediaFile) -> Pictures:
+        if file.piece is not None:
+            return _read_piece(file, file.piece, self._limits)
         if not file.clip:
             return Pictures((decode_image(file.data, self._limits, field=file.name),), (0.0,))
         read = read_video(file.data, self._limits, frames=file.frames, rate=file.rate, field=file.name, watch=UNWATCHED)
         seconds, images = zip(*read, strict=True)
         return Pictures(images, seconds)
+
+
+def _read_piece(file: MediaFile, piece: Piece, limits: MediaConfig) -> Pictures:
+    sampler = unpacked(piece.sampler)
+    segment = Segment(file.data[piece.init_bytes :], file.data[: piece.init_bytes])
+    frames, end = collected(read_segment(segment, limits, begin=piece.begin, sampler=sampler, field=file.name))
+    read = PieceRead(tuple(frame.detail for frame in frames), end, packed(sampler))
+    return Pictures(tuple(frame.image for frame in frames), tuple(frame.seconds for frame in frames), read)
 
 
 class Budget:

@@ -191,7 +191,7 @@ class Viewer:
             return 0
         assert self._eye is not None
         pieces = self._eye.vision.pieces(loaded.prepared[i][0], clip=loaded.items[i].clip)
-        return len(_ids(pieces, self._eye.model.tokenizer))
+        return len(ids_of(pieces, self._eye.model.tokenizer))
 
     def _make(self, items: list[Media], prepared: list[list[Prepared]], check: Check) -> list[Entry]:
         """Each item goes through the tower alone, so that what is kept does not depend on what came with it. On a GPU,
@@ -270,8 +270,8 @@ class Viewer:
         own, plans = pictures[0], None
         if item.pruner is not None and item.amount is not None:
             plans = item.pruner.plans([grid.look for grid in own.grids], item.amount)
-        ids = _ids(own.pieces, self._eye.model.tokenizer)
-        tokens, chosen = _pruned(own, plans)
+        ids = ids_of(own.pieces, self._eye.model.tokenizer)
+        tokens, chosen = pruned(own, plans)
         left = ids != VISUAL
         left[(ids == VISUAL).nonzero().flatten()[chosen]] = True
         entry = {"tokens": tokens, "ids": ids, "places": left.nonzero().flatten(), "grid": _grid_of(own)[chosen]}
@@ -281,7 +281,7 @@ class Viewer:
         if len(pictures) > 1:
             if len(pictures[1].tokens) != len(own.tokens):
                 raise FailedPrecondition("the model and its companion make different numbers of visual tokens of this")
-            entry["beside"] = _pruned(pictures[1], plans)[0]
+            entry["beside"] = pruned(pictures[1], plans)[0]
         return entry
 
 
@@ -323,7 +323,7 @@ def _needs(item: Media) -> frozenset[Evidence]:
     return item.pruner.needs if item.pruner is not None else frozenset()
 
 
-def _ids(pieces: Sequence[Text | int], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+def ids_of(pieces: Sequence[Text | int], tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """The row of ids (int64) that a picture of these ``pieces`` becomes, ``VISUAL`` where a visual token stands."""
     row: list[int] = []
     for piece in pieces:
@@ -345,7 +345,7 @@ def _grid_of(picture: Picture) -> Tensor:
     return of
 
 
-def _pruned(picture: Picture, plans: Sequence[Plan] | None) -> tuple[Tensor, Tensor]:
+def pruned(picture: Picture, plans: Sequence[Plan] | None) -> tuple[Tensor, Tensor]:
     """The tokens ``[k, D]`` that are left of a picture, and which they were (int64 ``[k]``, on the CPU)."""
     tokens = picture.tokens
     if plans is None:

@@ -13,7 +13,7 @@ class Watch(Protocol):
         ...
 
     def check(self) -> None:
-        """Called after each frame that was decoded."""
+        """Called after each frame that was decoded, by any thread."""
         ...
 
 

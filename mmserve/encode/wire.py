@@ -2,7 +2,8 @@
 
 The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
 ``STOP`` at any time. The process answers with messages: ``pixels`` (so many will be held), ``size`` (a picture; its
-RGB bytes follow, ``rows_of_band`` rows at a time), and last ``done``, ``stopped``, ``refused`` or ``failed``.
+RGB bytes follow, ``rows_of_band`` rows at a time), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a
+piece of a stream, ``done`` has the fields of ``PieceRead`` beside it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,35 @@ _BAND_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class Piece:
+    """That a file is a piece of a stream (``segments.read_segment``).
+
+    ``init_bytes`` of its data are the initialisation segment; ``begin``: where it begins, in seconds of the stream;
+    ``sampler``: the stream's sampler (``sampling.packed``).
+    """
+
+    init_bytes: int
+    begin: float
+    sampler: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PieceRead:
+    """Of a piece that was decoded: whether each picture is one in detail, where it ends (seconds of the stream), and
+    the sampler for the next piece."""
+
+    details: tuple[bool, ...]
+    end: float
+    sampler: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class MediaFile:
     """A file to decode. ``frames`` and ``rate``: as ``read_video`` takes them; ``name``: the field of the request.
 
     ``resize``: width and height that every picture is resized to by this filter of pillow, where that is the first
-    thing done to it anyway; a decoder may leave it to whoever takes the pictures.
+    thing done to it anyway; a decoder may leave it to whoever takes the pictures. ``piece``: what is decoded then is a
+    piece of a stream.
     """
 
     data: bytes = field(repr=False)
@@ -35,6 +60,7 @@ class MediaFile:
     frames: int = 1
     rate: float = 0.0
     resize: tuple[int, int, int] | None = None
+    piece: Piece | None = None
 
 
 def packed(message: dict[str, Any]) -> bytes:

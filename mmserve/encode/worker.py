@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from PIL import Image
 from mmserve.config import MediaConfig
 from mmserve.encode import wire
 from mmserve.encode.media import OUT_OF_MEMORY, decode_image
+from mmserve.encode.sampling import packed, unpacked
+from mmserve.encode.segments import Segment, read_segment
 from mmserve.encode.video import read_video
 from mmserve.errors import InvalidArgument
 from mmserve.priority import lower_priority
@@ -46,22 +49,26 @@ class Watched:
     def __init__(self, seconds: float, name: str) -> None:
         self._begun, self._seconds, self._name = time.process_time(), seconds, name
         self.decoded = 0  # frames
+        self._lock = threading.Lock()  # decoding may take several threads
 
     def reserve(self, pixels: int) -> None:
-        _send({"pixels": pixels})
-        if _exactly(1) != wire.GO:
-            raise Stopped
+        with self._lock:
+            _send({"pixels": pixels})
+            if _exactly(1) != wire.GO:
+                raise Stopped
 
     def check(self) -> None:
-        self.decoded += 1
+        with self._lock:
+            self.decoded += 1
         self.check_stop()
         if time.process_time() - self._begun > self._seconds:
             raise InvalidArgument.of(self._name, late(self._seconds))
 
     def check_stop(self) -> None:
         """Raise ``Stopped`` if the server says so."""
-        if _readable(0.0) and _exactly(1) == wire.STOP:
-            raise Stopped
+        with self._lock:
+            if _readable(0.0) and _exactly(1) == wire.STOP:
+                raise Stopped
 
 
 def late(seconds: float) -> str:
@@ -86,7 +93,8 @@ def main() -> None:
         data = _exactly(message["bytes"])
         limits = MediaConfig(**message["limits"])
         resize = tuple(message["resize"]) if message["resize"] else None
-        file = wire.MediaFile(data, message["clip"], message["name"], message["frames"], message["rate"], resize)
+        piece = wire.Piece(**message["piece"]) if message["piece"] else None
+        file = wire.MediaFile(data, message["clip"], message["name"], message["frames"], message["rate"], resize, piece)
         # The backstop, where a decoder does not come to its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
@@ -103,6 +111,8 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
     """Send the pictures of ``file``; how that ended."""
     watch = Watched(limits.decode_seconds, file.name)
     try:
+        if file.piece is not None:
+            return {"done": watch.decoded, **_decode_piece(file, file.piece, limits, watch)}
         for seconds, image in _pictures(file, limits, watch):
             _send_picture(_resized(image, file), seconds, watch)
         return {"done": watch.decoded}
@@ -114,6 +124,20 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
         return {"refused": [[file.name, OUT_OF_MEMORY]]}
     except Exception:  # noqa: BLE001 - a bug here is for the server's log
         return {"failed": traceback.format_exc()}
+
+
+def _decode_piece(file: wire.MediaFile, piece: wire.Piece, limits: MediaConfig, watch: Watched) -> dict[str, Any]:
+    """Send the pictures of a piece of a stream; the fields of ``wire.PieceRead``."""
+    sampler, details = unpacked(piece.sampler), list[bool]()
+    segment = Segment(file.data[piece.init_bytes :], file.data[: piece.init_bytes])
+    read = read_segment(segment, limits, begin=piece.begin, sampler=sampler, field=file.name, watch=watch)
+    while True:
+        try:
+            frame = next(read)
+        except StopIteration as ended:
+            return {"details": details, "end": ended.value, "sampler": packed(sampler)}
+        details.append(frame.detail)
+        _send_picture(_resized(frame.image, file), frame.seconds, watch)
 
 
 def _pictures(file: wire.MediaFile, limits: MediaConfig, watch: Watched) -> Iterator[tuple[float, Image.Image]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -83,15 +84,26 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU feed-forward or experts, each behind its norm, each added to the residual stream."""
+    """Attention and SwiGLU feed-forward or experts, each behind its norm, each added to the residual stream.
+
+    ``qkv`` and ``gate_up`` are set where layers are joined for inference (``models/packed.py``).
+    """
+
+    #: Layers of the same input, which can become one product.
+    joined: ClassVar = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+    qkv: Callable[[Tensor], tuple[Tensor, ...]] | None
+    gate_up: Callable[[Tensor], tuple[Tensor, ...]] | None
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         c = config
+        self.qkv = self.gate_up = None
         self.head_dim = c.head_dim
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.qkv_bias)
@@ -109,26 +121,39 @@ class DecoderLayer(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        h_TD = self.attn_norm(x_TD)
-        q_THK = self.q_norm(self.q_proj(h_TD).unflatten(-1, (-1, self.head_dim)))
-        k_TGK = self.k_norm(self.k_proj(h_TD).unflatten(-1, (-1, self.head_dim)))
-        v_TGK = self.v_proj(h_TD).unflatten(-1, (-1, self.head_dim))
+        q_THK, k_TGK, v_TGK = self._heads(self.attn_norm(x_TD))
         x_TD = x_TD + self.o_proj(attend(layer, q_THK, k_TGK, v_TGK, cos, sin).flatten(-2))
         h_TD = self.mlp_norm(x_TD)
         if self.moe is not None:
             return x_TD + self.moe(h_TD)
-        return x_TD + self.down_proj(F.silu(self.gate_proj(h_TD)) * self.up_proj(h_TD))
+        gate, up = (self.gate_proj(h_TD), self.up_proj(h_TD)) if self.gate_up is None else self.gate_up(h_TD)
+        return x_TD + self.down_proj(F.silu(gate) * up)
+
+    def _heads(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[..., H, K]``, keys and values ``[..., G, K]`` of normed hidden states ``[..., D]``."""
+        if self.qkv is None:
+            q, k, v = self.q_proj(h_TD), self.k_proj(h_TD), self.v_proj(h_TD)
+        else:
+            q, k, v = self.qkv(h_TD)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        return self.q_norm(q), self.k_norm(k), v
 
     def queries_and_keys(self, x_TD: Tensor, asking: slice) -> tuple[Tensor, Tensor]:
         """Queries ``[R, H, K]`` of the R tokens ``asking`` and keys ``[T, G, K]``, not yet rotated, that the layer
         makes of its input."""
         h_TD = self.attn_norm(x_TD)
+        if self.qkv is not None:
+            q, k, _v = self._heads(h_TD)
+            return q[asking], k
         q, k = self.q_proj(h_TD[asking]), self.k_proj(h_TD)
         return self.q_norm(q.unflatten(-1, (-1, self.head_dim))), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
 
     def keys_and_values(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, not yet rotated, and values ``[..., G, K]`` that the layer makes of its input."""
         h_TD = self.attn_norm(x_TD)
+        if self.qkv is not None:
+            _q, k, v = self._heads(h_TD)
+            return k, v
         k, v = (project(h_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         return self.k_norm(k), v
 

@@ -8,6 +8,7 @@ rows, from 1 or 2 on (see ``row_floor`` in ``decode/forward.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,77 @@ class PackedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
 
+class JointLinear(nn.Module):
+    """Linear layers of one input as one product: fewer calls, and more columns at once."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.sizes = [linear.out_features for linear in linears]
+        with torch.device("meta"):
+            joined = nn.Linear(linears[0].in_features, sum(self.sizes), bias=linears[0].bias is not None)
+        joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+        if joined.bias is not None:
+            joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+        self.product = PackedLinear(joined)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The result of each layer: views of one tensor."""
+        return torch.split(self.product(x), self.sizes, -1)
+
+    def parts(self) -> list[PartLinear]:
+        """The layers by themselves."""
+        return [PartLinear(self, index) for index in range(len(self.sizes))]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: the parts are copied as plain layers, and joined again for serving."""
+
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        """Nothing of its own: the parts save themselves."""
+        return {} if destination is None else destination
+
+
+class PartLinear(nn.Module):
+    """One of the layers of a ``JointLinear``. It computes all of them: whoever needs several asks the joint layer."""
+
+    def __init__(self, joint: JointLinear, index: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = joint.product.in_features, joint.sizes[index]
+        self._joint = (joint,)  # in a tuple, so that it is no child: its weights are counted once
+        self._index = index
+        start = sum(joint.sizes[:index])
+        self._rows = slice(start, start + self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights ``[out, in]`` in plain order: a copy, made at each access."""
+        return self._joint[0].product.weight[self._rows].clone()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias ``[out]``, if the layers have one."""
+        bias: Tensor | None = self._joint[0].product.bias
+        return None if bias is None else bias[self._rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: tuple[Tensor, ...] = self._joint[0](x)
+        return parts[self._index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A plain layer with weights of its own."""
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().clone(), requires_grad=False)
+        return linear.train(self.training)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As ``nn.Linear`` saves itself."""
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of this kind can be packed here."""
     ops = torch.ops.mkldnn
@@ -71,9 +143,19 @@ def pack(module: nn.Module) -> None:
     """Replace the linear layers within ``module`` by packed ones, where that is possible; the others stay.
 
     One after another, each giving up its plain weights, so that memory grows by one layer at most. Weights that an
-    embedding shares stay for the embedding: a tied output layer becomes a copy.
+    embedding shares stay for the embedding: a tied output layer becomes a copy. Layers that a module names in its
+    ``joined`` (attribute of the joint layer: names of its parts) become one ``JointLinear``.
     """
     for parent in list(module.modules()):
+        for joint, names in getattr(parent, "joined", {}).items():
+            parts = [getattr(parent, name, None) for name in names]
+            plain = [p for p in parts if type(p) is nn.Linear and packs(p.weight.dtype, p.weight.device)]
+            if len(plain) < len(names):
+                continue
+            made = JointLinear(plain)
+            setattr(parent, joint, made)
+            for name, part in zip(names, made.parts(), strict=True):
+                setattr(parent, name, part)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and packs(child.weight.dtype, child.weight.device):
                 setattr(parent, name, PackedLinear(child))

@@ -111,6 +111,10 @@ class VisionEncoder(nn.Module):
     frames_per_second: float = 0.0
     #: Whether ``prepare_among`` makes anything else than ``prepare``.
     tells_several: bool = False
+    #: Whether ``prepare_clip`` and ``prepare`` make the same pixels of a picture: a tower then sees both in one run.
+    frames_are_images: bool = False
+    #: Seconds after which the times in front of a stream's frames begin again at 0; 0 = they never do.
+    time_period: float = 0.0
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -148,3 +152,14 @@ class VisionEncoder(nn.Module):
         """What the decoder sees of each of ``batch``, all of them images or (``clip``) all of them clips of one shape,
         with the ``wanted`` evidence. What is asked for has no say in the tokens."""
         raise NotImplementedError
+
+    def see_frame(
+        self, frame: Prepared, image: Prepared | None, wanted: frozenset[Evidence]
+    ) -> tuple[Picture, Picture]:
+        """A clip of one frame with the ``wanted`` evidence, and the same picture as an image by itself.
+
+        ``image``: what ``prepare`` made of the picture; None where ``frames_are_images``.
+        """
+        [clip] = self.see([frame], wanted, clip=True)
+        [alone] = self.see([frame if image is None else image], frozenset(), clip=False)
+        return clip, alone

@@ -28,6 +28,8 @@ from mmserve.models.picture import (
 )
 from mmserve.prune.base import Evidence, Look
 
+#: Seconds of the longest clips that models with times in front of frames are taught: they know no larger numbers.
+TIME_PERIOD = 8.0
 #: Tiles that go through a tower together: all of its layers' outputs are held while they do.
 _AT_ONCE = 8
 
@@ -106,6 +108,7 @@ class LlavaVision(VisionEncoder):
         config: Any = tower.config
         self.anyres, self.frames, self._several = anyres, frames or processor, several
         self.tells_several = several is not None
+        self.frames_are_images = anyres is None and self.frames is processor
         self._layers = layers_of(tower)
         self.pool, self._side = pool, int(config.image_size) // int(config.patch_size)
         self._cells = self._side if pool is None else pooled_side(self._side, *pool)
@@ -190,6 +193,15 @@ class LlavaVision(VisionEncoder):
             start = own.stop
         return pictures
 
+    def see_frame(
+        self, frame: Prepared, image: Prepared | None, wanted: frozenset[Evidence]
+    ) -> tuple[Picture, Picture]:
+        if image is not None:
+            return super().see_frame(frame, image, wanted)
+        features, seen = self._look(frame["pixels"], wanted)
+        [alone] = self._images(features, {})
+        return self._clip(frame, features, seen), joined([alone])
+
     def _look(self, pixels: Tensor, wanted: frozenset[Evidence]) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
         """The features of tiles ``[B, 3, height, width]``, and the evidence of all of them."""
         features: list[Tensor] = []
@@ -263,6 +275,10 @@ class LlavaVision(VisionEncoder):
             Tile(own, patches, Look(rows, columns, {kind: values[i] for kind, values in pooled.items()}))
             for i, own in enumerate(tokens)
         ]
+
+    @property
+    def time_period(self) -> float:  # type: ignore[override]
+        return TIME_PERIOD if self.video is not None and self.video.time else 0.0
 
     def frame_text(self, seconds: float) -> str:
         """Text in front of a frame ``seconds`` after the clip's start."""

@@ -23,6 +23,7 @@ from mmserve.core.stats import CacheStats, Stats
 from mmserve.errors import MMServeError
 from mmserve.observe import calls
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
+from mmserve.observe.sessions import SessionMetrics
 from mmserve.observe.tenants import TenantMetrics
 
 #: Upper bounds of histograms: seconds of a whole request or a part of it, seconds between tokens, and counts of tokens.
@@ -87,6 +88,7 @@ class Metrics:
         )
         self._failed = self._counter("request_failure", "Requests that were refused, failed or were cancelled", "code")
         self.tenants = TenantMetrics(self.registry)
+        self.sessions = SessionMetrics(self.registry)
 
     def watch(self) -> Watch:
         """A context in which one request is answered."""

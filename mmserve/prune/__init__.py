@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from mmserve.core.request import Request
+from mmserve.core.request import Request, Vision
 from mmserve.errors import InvalidArgument
 from mmserve.prune.base import Evidence, Pruner
 from mmserve.prune.cls_attention import ClsAttention
@@ -41,11 +41,15 @@ def pruners_for(evidence: frozenset[Evidence]) -> tuple[str, ...]:
 
 
 def pruner_of(request: Request) -> Pruner | None:
-    """The request's pruner; None where it asks for none, or to keep everything.
+    """The request's pruner; see ``pruner_for``."""
+    return pruner_for(request.vision, seed=request.sampling.seed)
+
+
+def pruner_for(asked: Vision, *, seed: int) -> Pruner | None:
+    """The pruner that is ``asked`` for, with its ``seed`` where it draws; None where all is to be kept.
 
     ``InvalidArgument`` for an unknown name, and for an amount that is missing or that the pruner does not understand.
     """
-    asked = request.vision
     if asked.pruner == "none":
         if asked.amount is not None:
             raise InvalidArgument.of(f"vision.{asked.amount.name}", "cannot be set without a pruner: choose one")
@@ -54,8 +58,7 @@ def pruner_of(request: Request) -> Pruner | None:
         known = ["none", *PRUNERS]
         raise InvalidArgument.of("vision.pruner", f"there is no pruner {asked.pruner!r}; known are {known}")
     kind = PRUNERS[asked.pruner]
-    seed = {"seed": request.sampling.seed} if "seed" in inspect.signature(kind).parameters else {}
-    pruner = kind(**seed)
+    pruner = kind(seed=seed) if "seed" in inspect.signature(kind).parameters else kind()
     if asked.amount is None:
         raise InvalidArgument.of("vision", f"{asked.pruner} must be told how much to keep: set {_either(pruner)}")
     if asked.amount.name not in pruner.amounts:
@@ -67,4 +70,4 @@ def _either(pruner: Pruner) -> str:
     return " or ".join(sorted(pruner.amounts))
 
 
-__all__ = ["PRUNERS", "Evidence", "Pruner", "pruner_of", "pruners_for"]
+__all__ = ["PRUNERS", "Evidence", "Pruner", "pruner_for", "pruner_of", "pruners_for"]

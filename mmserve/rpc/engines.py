@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Protocol
 
 from mmserve.core.events import Event
@@ -44,7 +44,7 @@ class EngineLike(Protocol):
 class Engines(Mapping[str, EngineLike]):
     """Model name to engine, for the models that serve; the order is that of ``names``, whose first is the default.
 
-    May be read from any thread while an engine is added.
+    May be read from any thread while engines are added and replaced: ``items`` and ``values`` are of one moment.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -105,3 +105,15 @@ class Engines(Mapping[str, EngineLike]):
 
     def __len__(self) -> int:
         return len(self._serving)
+
+    def items(self) -> ItemsView[str, EngineLike]:
+        """Names and engines that serve now."""
+        return self._now().items()
+
+    def values(self) -> ValuesView[EngineLike]:
+        """Engines that serve now."""
+        return self._now().values()
+
+    def _now(self) -> dict[str, EngineLike]:
+        serving, names = self._serving, self._names
+        return {name: engine for name in names if (engine := serving.get(name)) is not None}

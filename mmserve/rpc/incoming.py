@@ -18,12 +18,12 @@ from google.protobuf.message import DecodeError
 
 from mmserve.config import ServerConfig
 from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.memory import trim_soon
 from mmserve.rpc.arrivals import Arrivals
 from mmserve.rpc.room import Room
 from mmserve.rpc.status import abort
 from mmserve.rpc.wire import Shape, check_fields, shape_of
-from mmserve.settle import trim_soon
-from mmserve.v1 import generation_pb2, media_pb2
+from mmserve.v1 import generation_pb2, media_pb2, video_pb2
 
 #: Larger messages are parsed off the event loop (bytes).
 INLINE_BYTES = 1 << 20
@@ -31,6 +31,7 @@ INLINE_BYTES = 1 << 20
 _LARGE = {
     "/mmserve.v1.GenerationService/Generate": shape_of(generation_pb2.GenerateRequest.DESCRIPTOR),
     "/mmserve.v1.MediaService/UploadMedia": shape_of(media_pb2.UploadMediaRequest.DESCRIPTOR),
+    "/mmserve.v1.VideoService/Session": shape_of(video_pb2.SessionRequest.DESCRIPTOR),
 }
 #: Who sent a large message in vain is told so late: a client that only ever sends such messages, one after another, is
 #: received at this rate (bytes a second).
@@ -112,6 +113,9 @@ class Incoming(grpc.aio.ServerInterceptor):
     async def _read(self, read: Callable[[bytes], Any], method: str, coming: Awaitable[Any]) -> Any:
         try:
             return await self._parsed(read, method, [await coming])
+        except asyncio.CancelledError:
+            trim_soon()  # as below
+            raise
         except MMServeError as error:
             self._refused(error.code)
             trim_soon()  # what has come of the message is freed with the call

@@ -27,6 +27,7 @@ def to_model_info(info: ModelInfo) -> model_pb2.ModelInfo:
             pruners=info.pruners,
             kv_reductions=info.kv_reductions,
             image_reuses=info.image_reuses,
+            sessions=info.sessions,
         ),
         limits=model_pb2.ModelLimits(
             max_tokens=info.max_tokens,
@@ -75,6 +76,7 @@ def from_model_info(message: model_pb2.ModelInfo) -> ModelInfo:
         kernels=dict(message.kernels),
         kv_reductions=tuple(message.capabilities.kv_reductions),
         image_reuses=tuple(message.capabilities.image_reuses),
+        sessions=message.capabilities.sessions,
         tuning=_tuning(message.defaults),
     )
 

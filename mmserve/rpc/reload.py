@@ -26,7 +26,7 @@ logger = logging.getLogger("mmserve.rpc")
 
 #: Keys of [server] that are followed; a change of any other needs a restart, and so does any of these tables.
 _FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_key", "tls_client_ca")
-_FIXED = ("engine", "media", "encoder_cache", "schedulers")
+_FIXED = ("engine", "media", "encoder_cache", "video", "schedulers")
 
 
 class Guard:
@@ -63,10 +63,17 @@ class Guard:
 class Replacement:
     """Serves the models of another configuration in place of those of ``config``; used on one event loop.
 
-    ``run`` calls a blocking function elsewhere.
+    ``run`` calls a blocking function elsewhere; ``leave`` ends what others have of an engine that is about to stop.
     """
 
-    def __init__(self, engines: Engines, config: Config, run: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        config: Config,
+        run: Callable[..., Awaitable[Any]],
+        leave: Callable[[EngineLike], Awaitable[None]],
+    ) -> None:
+        self._leave = leave
         self._engines = engines
         self._run = run
         self._models = config.models
@@ -118,6 +125,7 @@ class Replacement:
         for engine in list(self.leaving):
             if not await self._run(engine.drain, config.server.drain_seconds):
                 logger.warning("a model was dropped while it had requests, which were cancelled")
+            await self._leave(engine)
             await self._run(engine.stop)
             self.leaving.remove(engine)
         await self._run(_forget)

@@ -30,6 +30,7 @@ from mmserve.rpc.quotas import Quotas
 from mmserve.rpc.reflection import add_reflection
 from mmserve.rpc.reload import Guard, Load, Replacement, unfollowed
 from mmserve.rpc.room import Room
+from mmserve.rpc.video import VideoService
 from mmserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -37,13 +38,17 @@ from mmserve.v1 import (
     media_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    video_pb2,
+    video_pb2_grpc,
 )
+from mmserve.video.host import Hosts
+from mmserve.video.registry import Registry
 
 logger = logging.getLogger("mmserve.rpc")
 
 SERVICES = tuple(
     service.full_name
-    for module in (generation_pb2, media_pb2, model_pb2)
+    for module in (generation_pb2, media_pb2, model_pb2, video_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 #: How long last words may take to reach the clients once nothing runs any more (seconds).
@@ -67,6 +72,8 @@ class Server:
         self._given = dict(engines)
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
+        self.sessions = Registry(config.video, self.metrics.sessions.sessions)
+        self._hosts = Hosts(config)
         self.port = 0
         self._guard = Guard(config, self.metrics.tenants.refused)
         self._health = Health(SERVICES)
@@ -77,7 +84,7 @@ class Server:
         # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another; engines that
         # replace others on SIGHUP need theirs, too
         self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + 4, "mmserve-engine")
-        self._replacement = Replacement(self.engines, config, self._elsewhere)
+        self._replacement = Replacement(self.engines, config, self._elsewhere, self._leave)
 
     async def start(self) -> int:
         """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
@@ -131,7 +138,8 @@ class Server:
         """End at once: running requests fail with UNAVAILABLE. Also cuts short a ``drain`` under way."""
         if self._ending is not None and not self._ending.done():
             logger.warning("stopping at once")
-            await self._for_all([*self.engines.values(), *self._replacement.leaving], "drain", 0.0)
+            engines = [*self.engines.values(), *self._replacement.leaving]
+            await asyncio.gather(self._for_all(engines, "drain", 0.0), self.sessions.drain(0.0))
         await self._end(0.0)
 
     async def reload(self, read: Callable[[], Config], load: Load | None = None) -> None:
@@ -212,12 +220,13 @@ class Server:
         self._replacement.cancel()
         engines = [*self.engines.values(), *self._replacement.leaving]
         try:
-            ended = await self._for_all(engines, "drain", seconds)
+            ended, _ = await asyncio.gather(self._for_all(engines, "drain", seconds), self.sessions.drain(seconds))
             if not all(ended):
                 logger.warning("requests were still running after %s seconds and were cancelled", seconds)
         finally:
             self._health.close()
             await self._grpc.stop(_GOODBYE_SECONDS)
+            await self._elsewhere(self._hosts.stop)
             await self._for_all(engines, "stop")
             await self._close_endpoint()
             self._incoming.close()
@@ -228,6 +237,11 @@ class Server:
     async def _close_endpoint(self) -> None:
         if self._scraped is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._scraped.close)
+
+    async def _leave(self, engine: EngineLike) -> None:
+        """End what sessions have of an engine that is about to stop."""
+        self.sessions.end_all(engine)
+        await self._elsewhere(self._hosts.forget, engine)
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines, side by side."""
@@ -241,10 +255,11 @@ class Server:
         config = self.config.server
         room = Room(self.config.media.live_bytes)
         self._incoming = Incoming(config, room, self.metrics.message_refused)
+        quotas = Quotas(self.metrics.tenants.limited)
         interceptors = [
             Access(self.metrics, log=config.access_log),
             self._guard.auth,
-            Quotas(self.metrics.tenants.limited),
+            quotas,
             self._incoming,
         ]
         server = grpc.aio.server(interceptors=interceptors, options=connection_options(config))
@@ -253,7 +268,9 @@ class Server:
         media_pb2_grpc.add_MediaServiceServicer_to_server(
             MediaService(self.media, self.config.media, self.metrics.calls), server
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines, self._hosts), server)
+        video = VideoService(self.engines, self._hosts, self.sessions, self.config, self.metrics, quotas)
+        video_pb2_grpc.add_VideoServiceServicer_to_server(video, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         add_reflection((*SERVICES, health), server)

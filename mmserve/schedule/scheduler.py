@@ -3,9 +3,10 @@
 First come, first served at every stage, each bounded by its budget, and fair between tenants (``fair.py``). A prefill
 that is begun goes before a tenant's new ones. A batch always takes at least its first request, so nothing can be too
 large to run. Of a next-token model's prompt that is longer than the budget a batch takes a chunk, and decode has its
-turn between two. Decode batches take whoever waited longest since their last step. A constrained request is encoded
-once its grammar is there; those after it do not wait for that. Nor does text wait for media: a request with media is
-encoded once these are read, one without is tokenized.
+turn between two. Decode steps are shared out fairly by their rows (``turns.py``). A request whose pass has more rows
+than the budget runs alone, and shorter ones run between its layers, a number of rows in all. A constrained request is
+encoded once its grammar is there; those after it do not wait for that. Nor does text wait for media: a request with
+media is encoded once these are read, one without is tokenized.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from collections.abc import Sequence
 from mmserve.core.plan import Budgets, Entry, Plan, Served
 from mmserve.core.request import Stage
 from mmserve.schedule.fair import charged, fair_order
+from mmserve.schedule.turns import advanced, rows_within
 
-_HOLDS_PAGES = frozenset({Stage.PREFILLING, Stage.PREFILLED, Stage.STEPPING, Stage.READY})
+_DECODES = (Stage.PREFILLED, Stage.STEPPING, Stage.READY)
+_HOLDS_PAGES = frozenset({Stage.PREFILLING, *_DECODES})
 #: Requests that a stage takes now, in order, each with its cost in that stage.
 _Taken = list[tuple[Entry, int]]
 
@@ -31,9 +34,16 @@ def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
         "prefill": _prefill,
         "decode": _decode,
     }
-    taken = {name: plan(entries, budgets) if name in budgets.idle else [] for name, plan in stages.items()}
-    served = {name: charged(budgets.served.get(name, Served()), each) for name, each in taken.items()}
-    return Plan(**{name: tuple(entry.id for entry, _cost in each) for name, each in taken.items()}, served=served)
+    free = budgets.idle | budgets.within.keys()
+    taken = {name: plan(entries, budgets) if name in free else [] for name, plan in stages.items()}
+    now, turns = advanced(budgets.now, taken["decode"], _count(entries, *_DECODES))
+    return Plan(
+        **{name: tuple(entry.id for entry, _cost in each) for name, each in taken.items()},
+        served={name: charged(budgets.served.get(name, Served()), each) for name, each in taken.items()},
+        within={name: _left_within(name, taken[name], budgets) for name in ("prefill", "decode")},
+        turns=turns,
+        now=now,
+    )
 
 
 def _constrain(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
@@ -83,12 +93,29 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
                 continue
             running, pages = running - 1, pages - entry.pages
         waiting.append((entry, cost))
-    return _fill(waiting[:places], budgets.prefill_tokens)
+    taken = _pass(waiting[:places], budgets, "prefill", budgets.prefill_tokens)
+    return [(entry, min(cost, budgets.prefill_tokens)) for entry, cost in taken] if budgets.chunked else taken
 
 
 def _decode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
-    ready = sorted((e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)), key=lambda e: e.last_step)
-    return _fill(_ordered([(e, e.tokens) for e in ready], budgets, "decode"), budgets.decode_tokens)
+    ready = sorted((e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)), key=lambda e: e.turn)
+    return _pass(_ordered([(e, e.rows) for e in ready], budgets, "decode"), budgets, "decode", budgets.decode_tokens)
+
+
+def _pass(waiting: _Taken, budgets: Budgets, stage: str, most: int) -> _Taken:
+    """What a pass of ``most`` rows takes; during a long pass, of those that fit into what is allowed then."""
+    if stage in budgets.idle:
+        return _fill(waiting, most)
+    most = min(most, budgets.within[stage])
+    return _fill([(entry, rows) for entry, rows in waiting if rows <= most], most)
+
+
+def _left_within(stage: str, taken: _Taken, budgets: Budgets) -> int:
+    """How many rows shorter requests may run during the stage's pass, once it has ``taken`` what is planned."""
+    rows = sum(cost for _entry, cost in taken)
+    if stage in budgets.idle:
+        return rows_within(rows, budgets.prefill_tokens if stage == "prefill" else budgets.decode_tokens)
+    return budgets.within.get(stage, 0) - rows
 
 
 def _ordered(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
@@ -102,12 +129,10 @@ def _count(entries: Sequence[Entry], *stages: Stage) -> int:
 
 
 def _fill(waiting: _Taken, budget: int) -> _Taken:
-    """The longest prefix whose costs fit the budget, at least one entry; what one takes is at most the budget."""
+    """The longest prefix whose costs fit the budget, at least one entry."""
     left = budget
     for taken, (_entry, cost) in enumerate(waiting):
         left -= cost
-        if taken and left < 0:
-            return waiting[:taken]
         if left < 0:
-            return [(waiting[0][0], budget)]
+            return waiting[: max(1, taken)]
     return waiting

@@ -59,7 +59,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., kernels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ModelCapabilities(_message.Message):
-    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies", "videos", "pruners", "kv_reductions", "image_reuses")
+    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies", "videos", "pruners", "kv_reductions", "image_reuses", "sessions")
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     DIFFUSION_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_POLICIES_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class ModelCapabilities(_message.Message):
     PRUNERS_FIELD_NUMBER: _ClassVar[int]
     KV_REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_REUSES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     images: bool
     diffusion: bool
     recompute_policies: _containers.RepeatedScalarFieldContainer[str]
@@ -76,7 +77,8 @@ class ModelCapabilities(_message.Message):
     pruners: _containers.RepeatedScalarFieldContainer[str]
     kv_reductions: _containers.RepeatedScalarFieldContainer[str]
     image_reuses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ..., videos: bool = ..., pruners: _Optional[_Iterable[str]] = ..., kv_reductions: _Optional[_Iterable[str]] = ..., image_reuses: _Optional[_Iterable[str]] = ...) -> None: ...
+    sessions: bool
+    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ..., videos: bool = ..., pruners: _Optional[_Iterable[str]] = ..., kv_reductions: _Optional[_Iterable[str]] = ..., image_reuses: _Optional[_Iterable[str]] = ..., sessions: bool = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("max_tokens", "max_images", "visual_tokens_per_image", "max_image_bytes", "max_videos", "frames_per_video", "max_video_seconds", "max_video_bytes")

@@ -131,8 +131,9 @@ def await_prefilled(b: Bench, calls: list[Call]) -> None:
         {"page_size": 16, "decode_tokens": 150},
         {"page_size": 1, "prefill_tokens": 100, "encode_batch": 2, "handover": 3},
         {"max_running": 5, "stages": "inline"},
+        {"prefill_tokens": 40, "decode_tokens": 40},
     ],
-    ids=["all together", "small decode batches", "pages of one", "few at once, inline"],
+    ids=["all together", "small decode batches", "pages of one", "few at once, inline", "most within long passes"],
 )
 def test_a_request_gives_the_same_tokens_alone_and_in_a_batch(
     bench: Make, alone: dict[str, Outcome], config: dict[str, Any]

@@ -75,7 +75,7 @@ def test_text_overtakes_a_slow_clip_and_a_cancelled_clip_is_not_decoded_on(
         assert b.ask(ask("text")).usage.completion_tokens > 0
         assert not clip.ended
         b.await_stage("clip", Stage.LOADING)
-        decoders: Any = b.engine.stages._decoders
+        decoders: Any = b.engine.stages.decoders
         eventually(lambda: decoders.budget.used, "the clip is decoded")
         b.engine.cancel("clip")
         assert isinstance(clip.error(), Cancelled)

@@ -27,10 +27,7 @@ from mmserve.errors import ConfigError
 
 TABLES: dict[str, type[Any]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
 KEYS = [(table, f.name, f.default) for table, kind in TABLES.items() for f in dataclasses.fields(kind)]
-COUNTS = [
-    *("max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples"),
-    *("prefill_tokens", "decode_tokens"),
-]
+COUNTS = ["max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples"]
 
 
 def toml(value: Any) -> str:
@@ -256,11 +253,11 @@ def test_a_config_without_a_model_is_refused() -> None:
 def test_resolve_leaves_no_auto_and_changes_nothing_that_is_set(config: Config, cores: int) -> None:
     engine = config.engine
     resolved = resolve(engine, cores=cores)
-    assert resolved.torch_threads >= 1
-    assert resolved.pages >= 1
-    assert dataclasses.replace(resolved, torch_threads=engine.torch_threads, pages=engine.pages) == engine
-    assert engine.torch_threads in (0, resolved.torch_threads)
-    assert engine.pages in (0, resolved.pages)
+    auto = ("torch_threads", "pages", "prefill_tokens", "decode_tokens")
+    assert dataclasses.replace(resolved, **{key: getattr(engine, key) for key in auto}) == engine
+    for key in auto:
+        assert getattr(resolved, key) >= 1
+        assert getattr(engine, key) in (0, getattr(resolved, key))
     assert resolve(resolved, cores=cores) == resolved
     if not engine.pages:
         assert resolved.pages * engine.page_size >= engine.max_running * engine.max_tokens

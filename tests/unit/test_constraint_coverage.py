@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
 
-from mmserve.constraint import exclusive
+from mmserve.constraint import derivatives, exclusive
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.negation import Scope
 from mmserve.core.constraint import JsonSchema
@@ -278,3 +278,13 @@ def test_large_enums_that_overlap_everywhere_are_refused() -> None:
     enums = [[f"v{i}_{j}" for j in range(65)] + ["same"] for i in range(40)]
     with pytest.raises(Refused, match="may both hold"):
         grammar(JsonSchema(json.dumps({"oneOf": [{"type": "string", "enum": values} for values in enums]})))
+
+
+def test_nothing_is_remembered_of_a_schema_that_was_read() -> None:
+    """Tenants share the process that compiles: what one asked for must not make another's schema faster."""
+    branches = [{"type": "string", "pattern": pattern} for pattern in ("^a[0-9]+$", "^b[0-9]+$")]
+    grammar(JsonSchema(json.dumps({"oneOf": branches})))
+    caches = (exclusive._searched, exclusive._apart, derivatives._automaton)
+    assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
+    assert exclusive._apart("a[0-9]+", "b[0-9]+") and exclusive._apart.cache_info().currsize
+    exclusive.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from mmserve.decode.constraint.witness import Outcome, Witness, admit, choose, f
 from mmserve.decode.paths.completion import completes
 from mmserve.decode.paths.field import TopK
 from mmserve.decode.paths.places import Place, Places
+from mmserve.memory import resident, trim
 
 SIZE = 64
 NAMES = ("person", "matrix", "payment", "account")
@@ -221,3 +223,24 @@ def test_the_old_witness_is_the_best_where_the_model_says_it() -> None:
     top = TopK(np.arange(SIZE), tokens, np.full((SIZE, 2), np.log([[0.6, 0.4]]), np.float32))
     found, outcome = improve(witness, np.full(SIZE, -1), top, SIZE, lexicon, seconds=60)
     assert outcome is Outcome.FOUND and found.tokens.tolist() == witness.tokens.tolist()
+
+
+def test_a_parser_that_has_learned_all_that_it_may_holds_few_bytes() -> None:
+    """An expression for whose texts a lexer needs ever more states; its parser keeps them as long as it lives."""
+    rng, lexicon = random.Random(0), language().lexicon
+    letters = [lexicon.ids[b"a"], lexicon.ids[b"b"]]
+    text = grammar_of(ConstraintSpec(Regex("([a-z]*a[a-z]{16}|[b-y]*c[a-z]{15})+"))).text
+    language().vocabulary.within(b"ab")  # what is made once for all grammars
+    trim()
+    before = resident()
+    start = Grammar(text, language().vocabulary, LLParserLimits(**PARSER_LIMITS)).start()
+    rounds = 0
+    while start.valid(letters):
+        matcher, rounds = start.fork(), rounds + 1
+        assert rounds < 200, "it comes to its limit"
+        with contextlib.suppress(ValueError):
+            for _ in range(30):
+                matcher.consume(rng.choices(letters, k=3))
+                matcher.mask()
+    held = resident() - before
+    assert held < 24 << 20, f"{held >> 20} MiB"

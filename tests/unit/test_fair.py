@@ -123,8 +123,8 @@ def test_lower_classes_are_served_first_and_waiting_raises_a_request() -> None:
 
 
 def test_a_decode_batch_holds_every_tenants_share() -> None:
-    ready = [entry(f"a{i}", "a", stage=Stage.READY, tokens=10) for i in range(20)]
-    ready += [entry(f"b{i}", "b", stage=Stage.READY, tokens=10) for i in range(3)]
+    ready = [entry(f"a{i}", "a", stage=Stage.READY, rows=10) for i in range(20)]
+    ready += [entry(f"b{i}", "b", stage=Stage.READY, rows=10) for i in range(3)]
     limits = Budgets(frozenset({"decode"}), 9, 9, 99, encode_batch=9, prefill_tokens=9, decode_tokens=100)
     plan = schedule(ready, limits)
     assert {"b0", "b1", "b2"} <= set(plan.decode) and len(plan.decode) == 10

@@ -20,6 +20,7 @@ from mmserve.decode.commit.early_commit import EarlyCommit
 from mmserve.decode.commit.entropy_bound import EntropyBound
 from mmserve.decode.commit.low_confidence import LowConfidence
 from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.logits import padded_rows
 from mmserve.decode.sampler import candidates
 from mmserve.kv.pool import PagePool
 from mmserve.kv.store import KVStore
@@ -68,10 +69,40 @@ def test_packing_keeps_no_plain_weights_but_those_of_a_shared_embedding(dtype: t
     pack(decoder)
     pack(decoder)  # packed layers stay
     assert {type(m) for m in linears(decoder)} == {PackedLinear}
-    assert len(linears(decoder)) == 8
+    assert len(linears(decoder)) == 5, "those of one input are joined"
     assert not [n for n, p in decoder.named_parameters() if n.endswith("proj.weight")]
     assert torch.equal(decoder.embed.weight, embedded)
     assert torch.equal(decoder.head.weight, embedded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_layers_of_one_input_are_one_product_and_remain_themselves(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 4}
+    config = DecoderConfig(**shape, num_kv_heads=2, head_dim=16, qkv_bias=bias, mlp_bias=bias, qk_norm=True)
+    decoder = Decoder(config).to(dtype).eval().requires_grad_(False)
+    plain, names = copy.deepcopy(decoder), decoder.state_dict().keys()
+    pack(decoder)
+    layer = decoder.layers[0]
+    x, ask = torch.randn(6, 32).to(dtype), slice(2, 5)
+    q, k, v = layer.qkv(x)
+    for joint, alone in ((q, layer.q_proj), (k, layer.k_proj), (v, layer.v_proj)):
+        assert torch.equal(joint, alone(x))
+    assert torch.equal(layer.gate_up(x)[1], layer.up_proj(x))
+    asked, keys = layer.queries_and_keys(x, ask)
+    assert torch.equal(keys, layer.keys_and_values(x)[0])
+    assert torch.equal(layer.values(x), layer.keys_and_values(x)[1])
+    near = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    assert torch.allclose(asked, plain.layers[0].queries_and_keys(x, ask)[0], **near)
+    assert decoder.state_dict().keys() == names
+    assert all(torch.equal(decoder.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
+    assert sum(p.numel() for p in decoder.parameters()) == sum(p.numel() for p in plain.parameters())
+    copied = copy.deepcopy(decoder)
+    assert {type(m) for m in linears(copied)} == {nn.Linear}
+    assert len(linears(copied)) == 8
+    assert all(torch.equal(copied.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
 
 
 def made(dtype: torch.dtype) -> LoadedModel:
@@ -127,6 +158,13 @@ def test_a_pass_ends_with_whole_vectors_whatever_the_widths(width: int) -> None:
     x = torch.linspace(-8, 8, 64 * width).view(64, width)
     whole = torch.nn.functional.silu(x)
     assert all(torch.equal(torch.nn.functional.silu(x[:n]), whole[:n]) for n in range(floor, 64, floor))
+
+
+@pytest.mark.parametrize(
+    ("rows", "floor", "padded"), [(0, 1, 0), (1, 1, 4), (2, 2, 4), (5, 1, 5), (5, 2, 6), (1, 8, 8)]
+)
+def test_no_product_has_fewer_rows_than_are_fast(rows: int, floor: int, padded: int) -> None:
+    assert padded_rows(rows, floor) == padded
 
 
 # --- figures that no policy reads ---

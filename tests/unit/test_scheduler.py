@@ -49,13 +49,16 @@ def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
             images=draw(st.integers(0, 5)),
             tokens=draw(st.integers(0, 50)),
             pages=draw(st.integers(0, 12)),
-            last_step=draw(st.integers(0, 6)),
+            turn=draw(st.integers(0, 6)),
+            rows=draw(st.integers(0, 50)),
             constrained=draw(st.booleans()),
         )
         for index in range(draw(st.integers(0, 14)))
     ]
+    idle = frozenset(draw(st.sets(st.sampled_from(sorted(STAGES)))))
+    long = draw(st.sets(st.sampled_from(["prefill", "decode"]))) - idle
     limits = Budgets(
-        idle=frozenset(draw(st.sets(st.sampled_from(sorted(STAGES))))),
+        idle=idle,
         free_pages=draw(st.integers(0, 40)),
         handover=draw(st.integers(1, 6)),
         max_running=draw(st.integers(1, 10)),
@@ -64,6 +67,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
         decode_tokens=draw(st.integers(0, 120)),
         constrain=draw(st.integers(0, 3)),
         load=draw(st.integers(0, 3)),
+        within={name: draw(st.integers(1, 200)) for name in sorted(long)},
     )
     return entries, limits
 
@@ -78,7 +82,8 @@ def _prefix(planned: tuple[str, ...], candidates: list[Entry]) -> list[Entry]:
 def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     """Every promise of a single plan."""
     for name in STAGES:
-        assert name in limits.idle or getattr(plan, name) == (), f"planned for a busy {name} worker"
+        free = name in limits.idle or name in limits.within
+        assert free or getattr(plan, name) == (), f"planned for a busy {name} worker"
     in_stage = {stage: [e for e in entries if e.stage is stage] for stage in Stage}
 
     unready = [e for e in in_stage[Stage.QUEUED] if e.constrained]
@@ -102,8 +107,14 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
         waiting = len(in_stage[Stage.ENCODED]) + sum(bool(e.images) is of_media for e in in_stage[Stage.ENCODING])
         assert not taken or waiting + len(taken) <= limits.handover
 
-    prefill = _prefix(plan.prefill, in_stage[Stage.ENCODED])
-    assert len(prefill) <= 1 or sum(e.tokens for e in prefill) <= limits.prefill_tokens
+    encoded = in_stage[Stage.ENCODED]
+    if "prefill" in limits.idle:
+        prefill = _prefix(plan.prefill, encoded)
+        assert len(prefill) <= 1 or sum(e.tokens for e in prefill) <= limits.prefill_tokens
+    else:
+        most = min(limits.prefill_tokens, limits.within.get("prefill", 0))
+        prefill = _prefix(plan.prefill, [e for e in encoded if e.tokens <= most])
+        assert sum(e.tokens for e in prefill) <= most
     assert sum(e.pages for e in prefill) <= limits.free_pages
     holding = sum(e.stage in HOLDS_PAGES for e in entries)
     assert not prefill or holding + len(prefill) <= limits.max_running
@@ -111,9 +122,17 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     assert not prefill or waiting + len(prefill) <= limits.handover
 
     ready = [e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)]
-    decode = _prefix(plan.decode, sorted(ready, key=lambda e: (e.last_step, entries.index(e))))
-    assert len(decode) <= 1 or sum(e.tokens for e in decode) <= limits.decode_tokens
-    assert bool(decode) == (bool(ready) and "decode" in limits.idle)
+    in_turn = sorted(ready, key=lambda e: (e.turn, entries.index(e)))
+    if "decode" in limits.idle:
+        decode = _prefix(plan.decode, in_turn)
+        assert len(decode) <= 1 or sum(e.rows for e in decode) <= limits.decode_tokens
+        assert bool(decode) == bool(ready)
+    else:
+        most = min(limits.decode_tokens, limits.within.get("decode", 0))
+        short = [e for e in in_turn if e.rows <= most]
+        decode = _prefix(plan.decode, short)
+        assert sum(e.rows for e in decode) <= most
+        assert bool(decode) == (bool(short) and "decode" in limits.within)
 
 
 @given(tables())
@@ -143,7 +162,8 @@ def test_a_request_that_arrives_later_never_changes_who_is_encoded_or_prefilled(
 
 
 def test_a_single_request_larger_than_a_budget_runs_alone() -> None:
-    big, small = {"images": 50, "tokens": 9000, "pages": 9}, {"images": 1, "tokens": 1, "pages": 1}
+    big = {"images": 50, "tokens": 9000, "pages": 9, "rows": 9000}
+    small = {"images": 1, "tokens": 1, "pages": 1, "rows": 1}
     limits = budgets()
     for stage, name in ((Stage.LOADED, "encode"), (Stage.ENCODED, "prefill"), (Stage.READY, "decode")):
         plan = schedule([Entry("big", stage, **big), Entry("small", stage, **small)], limits)
@@ -158,7 +178,7 @@ def test_batches_are_filled_up_to_their_budget() -> None:
     encoded = [Entry(f"e{i}", Stage.ENCODED, tokens=10, pages=1) for i in range(8)]
     assert schedule(encoded, budgets(prefill_tokens=30)).prefill == ("e0", "e1", "e2")
     assert schedule(encoded, budgets(prefill_tokens=30, free_pages=2)).prefill == ("e0", "e1")
-    ready = [Entry(f"d{i}", Stage.READY, tokens=10) for i in range(8)]
+    ready = [Entry(f"d{i}", Stage.READY, rows=10) for i in range(8)]
     assert schedule(ready, budgets(decode_tokens=45)).decode == ("d0", "d1", "d2", "d3")
 
 
@@ -169,12 +189,12 @@ def test_nobody_overtakes_a_request_that_waits_for_pages() -> None:
     assert schedule(entries, budgets(free_pages=7)).prefill == ("big", "small")
 
 
-def test_decode_takes_whoever_waited_longest_since_its_last_step() -> None:
+def test_decode_takes_whoever_was_due_first() -> None:
     entries = [
-        Entry("recent", Stage.READY, tokens=10, last_step=9),
-        Entry("old", Stage.READY, tokens=10, last_step=4),
-        Entry("older", Stage.READY, tokens=10, last_step=2),
-        Entry("running", Stage.STEPPING, tokens=10, last_step=1),
+        Entry("recent", Stage.READY, rows=10, turn=9),
+        Entry("old", Stage.READY, rows=10, turn=4),
+        Entry("older", Stage.READY, rows=10, turn=2),
+        Entry("running", Stage.STEPPING, rows=10, turn=1),
     ]
     assert schedule(entries, budgets(decode_tokens=20)).decode == ("older", "old")
 
@@ -213,7 +233,7 @@ def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> d
     left = {job.entry.id: job.steps for job in jobs}
     running: dict[str, tuple[tuple[str, ...], int]] = {}
     order: dict[str, list[str]] = {name: [] for name in STAGES}
-    free, decodes, now = total_pages, 0, 0
+    free, now = total_pages, 0
     unarrived = sorted(jobs, key=lambda j: j.arrives)
     # Each job needs a grammar, its media, an encode, a prefill and its steps, each at most 3 ticks long, never idle
     # without cause.
@@ -226,12 +246,12 @@ def simulate(jobs: list[Job], limits: Budgets, total_pages: int, seed: int) -> d
         entries = list(table.values())
         plan = schedule(entries, now_limits)
         check(entries, now_limits, plan)
-        decodes += bool(plan.decode)
+        limits = dataclasses.replace(limits, now=plan.now)
         for name, stage in STAGES.items():
             ids = getattr(plan, name)
             for i in ids:
-                step = decodes if name == "decode" else table[i].last_step
-                table[i] = dataclasses.replace(table[i], stage=advance(table[i].stage, stage), last_step=step)
+                turn = plan.turns[i] if name == "decode" else plan.now  # newcomers to decode begin at its clock
+                table[i] = dataclasses.replace(table[i], stage=advance(table[i].stage, stage), turn=turn)
                 free -= table[i].pages if name == "prefill" else 0
                 if name != "decode" or i not in order["decode"]:
                     order[name].append(i)
@@ -272,6 +292,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[Job], Budgets, int]:
             Stage.QUEUED,
             images=draw(st.integers(0, 4)),
             tokens=draw(st.integers(1, 60)),
+            rows=draw(st.integers(1, 60)),
             pages=draw(st.integers(1, total_pages)),  # the engine refuses what could never fit
             constrained=draw(st.integers(0, 3)) == 3,
         )
@@ -304,6 +325,6 @@ def test_every_workload_runs_to_its_end_in_order_of_arrival(case: tuple, seed: i
 
 @pytest.mark.parametrize("seed", range(5))
 def test_requests_that_each_need_all_pages_take_turns(seed: int) -> None:
-    jobs = [Job(Entry(f"r{i}", Stage.QUEUED, tokens=100, pages=10), 0, 3) for i in range(6)]
+    jobs = [Job(Entry(f"r{i}", Stage.QUEUED, tokens=100, pages=10, rows=100), 0, 3) for i in range(6)]
     order = simulate(jobs, budgets(handover=1, max_running=1), 10, seed)
     assert order["prefill"] == order["decode"] == [f"r{i}" for i in range(6)]

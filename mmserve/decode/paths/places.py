@@ -20,7 +20,7 @@ from mmserve.decode.paths.completion import after
 from mmserve.decode.paths.least import Effort, quick_close, shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import LONGEST
-from mmserve.settle import resident
+from mmserve.memory import resident
 
 #: Bytes that may be kept from one search to the next.
 LIMIT = 16 << 20

@@ -1,0 +1,413 @@
+"""A session as its client keeps it: what is to be sent, what was received, and the answers so far; no I/O in here.
+
+``blocking_video.py`` and ``asynchronous_video.py`` connect it to a server. Whoever uses it holds their lock.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmserve.core.events import Event, Finished
+from mmserve.errors import (
+    Cancelled,
+    InvalidArgument,
+    MMServeError,
+    ResourceExhausted,
+    TLSError,
+    Unavailable,
+)
+from mmserve.rpc.event_messages import from_response
+from mmserve.rpc.outgoing import build_request
+from mmserve.rpc.policies import put, put_policy
+from mmserve.rpc.video_answers import from_asked, from_error, from_statistics
+from mmserve.v1 import video_pb2 as pb
+from mmserve.video.base import Asked
+from mmserve.video.messages import Alert, PushFailed, Statistics
+
+#: Responses after which the client confirms what it received.
+_CONFIRM_EVERY = 8
+#: Reports of failed pushes that are kept, the newest.
+_FAILURES = 256
+
+_OVERLOADS = {
+    "block": pb.OVERLOAD_POLICY_BLOCK,
+    "drop_oldest": pb.OVERLOAD_POLICY_DROP_OLDEST,
+    "thin": pb.OVERLOAD_POLICY_THIN,
+}
+#: Options of a session that are fields of ``StreamMemory``, by their names there.
+_MEMORY = {"memory": "policy", "positions": "positions", "budget": "budget", "host_bytes": "host_bytes"}
+
+
+def configuration(
+    *,
+    model: str | None = None,
+    memory: str | None = None,
+    positions: str | None = None,
+    budget: int | None = None,
+    host_bytes: int | None = None,
+    carriers: int | None = None,
+    rate: float | None = None,
+    scene_similarity: float | None = None,
+    scene_frames: int | None = None,
+    detail_every: int | None = None,
+    overload: str = "block",
+    **options: Any,
+) -> pb.ConfigureSession:
+    """The message that opens a session; ``options`` are those of ``generate`` that can be a question's default.
+
+    Raises ``InvalidArgument`` for what cannot be put into a message.
+    """
+    config = pb.ConfigureSession()
+    put(config, "", model=model)
+    given = {"memory": memory, "positions": positions, "budget": budget, "host_bytes": host_bytes}
+    put(config.memory, "memory.", carriers=carriers, **{_MEMORY[name]: value for name, value in given.items()})
+    sampler = {"scene_similarity": scene_similarity, "scene_frames": scene_frames, "detail_every": detail_every}
+    put(config.sampler, "sampler.", rate=rate, **sampler)
+    if overload not in _OVERLOADS:
+        raise InvalidArgument.of("overload", f"must be one of {', '.join(_OVERLOADS)}, not {overload!r}")
+    config.overload = _OVERLOADS[overload]
+    vision = {name: options.pop(name, None) for name in ("keep_ratio", "token_budget", "attention_mass")}
+    put_policy(config.vision, "pruner", options.pop("pruner", None), "vision.")
+    put(config.vision, "vision.", **vision)
+    defaults = build_request("", (), deltas=True, snapshots=False, **options)
+    if defaults.HasField("constraint"):
+        raise InvalidArgument.of("schema", "is an option of a question, not of a session")
+    if defaults.sampling.ByteSize():
+        config.sampling.CopyFrom(defaults.sampling)
+    if defaults.diffusion.ByteSize():
+        config.diffusion.CopyFrom(defaults.diffusion)
+    return config
+
+
+def question_message(
+    question_id: str,
+    text: str | Sequence[Any],
+    scope: Any,
+    timeout: float | None,
+    *,
+    schema: Any,
+    snapshots: bool,
+    options: Mapping[str, Any],
+) -> pb.Ask:
+    """The message of a question about ``scope``: "now", "all", or (begin, end) in seconds, either of them None."""
+    for name in ("model", "videos"):
+        if options.get(name):
+            raise InvalidArgument.of(name, "is not an option of a question about a session")
+    request = build_request(text, (), deltas=True, snapshots=snapshots, schema=schema, **options)
+    request.ClearField("vision")
+    for name in ("sampling", "diffusion"):
+        if not getattr(request, name).ByteSize():
+            request.ClearField(name)  # the session's count then
+    ask = pb.Ask(question_id=question_id, request=request)
+    if timeout is not None:
+        ask.timeout_seconds = timeout
+    match scope:
+        case "now":
+            ask.now.SetInParent()
+        case "all":
+            ask.everything.SetInParent()
+        case (begin, end):
+            ask.interval.SetInParent()
+            put(ask.interval, "scope.", begin_seconds=begin, end_seconds=end)
+        case _:
+            raise InvalidArgument.of("scope", f"must be 'now', 'all' or (begin, end) in seconds, not {scope!r}")
+    return ask
+
+
+def watch_message(
+    watch_id: str,
+    text: str,
+    choices: Sequence[str] | None,
+    wanted: str | None,
+    numbers: Mapping[str, float | None],
+) -> pb.Watch:
+    """The message of a standing question; ``numbers`` by their names in it."""
+    watch = pb.Watch(watch_id=watch_id, text=text)
+    if choices is None:
+        watch.yes_no.SetInParent()
+    else:
+        watch.choices.options.extend(choices)
+        watch.choices.wanted = wanted if wanted is not None else choices[0]
+    put(watch, "watch.", **numbers)
+    return watch
+
+
+@dataclass(eq=False)
+class Pending:
+    """A question in progress: events that nobody has read yet, and how it ended."""
+
+    question_id: str
+    samples: int
+    asked: Asked | None = None
+    events: deque[Event] = field(default_factory=deque)
+    error: MMServeError | None = None
+    finished: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more comes."""
+        return self.error is not None or self.finished == self.samples
+
+
+@dataclass(eq=False)
+class Watching:
+    """A standing question: alerts that nobody has read yet, and why it is not asked any more."""
+
+    watch_id: str
+    alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=1024))
+    accepted: bool = False
+    removed: bool = False
+    error: MMServeError | None = None
+    callback: Callable[[Alert], None] | None = None
+
+
+class SessionState:
+    """Everything that a client knows of a session."""
+
+    def __init__(self, config: pb.ConfigureSession) -> None:
+        self._config = config
+        self.configured: pb.SessionConfigured | None = None
+        self.closed = False  # the server has said so
+        self.error: MMServeError | None = None  # why nothing more can be had
+        self.going_away: tuple[float, str] | None = None  # seconds that were left when it was announced, and why
+        self.failures: deque[PushFailed] = deque(maxlen=_FAILURES)
+        self.frames_taken = self.frames_dropped = 0
+        self.seconds = 0.0  # of the newest frame taken
+        self.ready = 0.0  # seconds from push to visible, of the last report
+        self.resumes = 0
+        self._statistics: deque[Statistics] = deque()
+        self._questions: dict[str, Pending] = {}
+        self._watches: dict[str, Watching] = {}
+        self._received = self._confirmed = 0
+        self._index = 0  # of the last request
+        self._acknowledged = 0
+        self._credit_pushes = self._credit_bytes = 0
+        self._requests: deque[pb.SessionRequest] = deque()  # those that are not acknowledged
+        self._next = 0  # index of the next one to send on this connection
+        self._may_send = False  # the connection has said what it has
+        self.closing = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be had of the server."""
+        return self.closed or self.error is not None
+
+    # --- the connection ---
+
+    def opening(self) -> pb.SessionRequest:
+        """The first request of a new connection."""
+        self._may_send = False
+        if self.configured is None:
+            return pb.SessionRequest(configure=self._config)
+        self._confirmed = self._received
+        resume = pb.ResumeSession(resume_handle=self.configured.resume_handle)
+        return pb.SessionRequest(received=self._received, resume=resume)
+
+    def next_request(self) -> pb.SessionRequest | None:
+        """The next request to send on this connection, or None now."""
+        if not self._may_send:
+            return None
+        for request in self._requests:
+            if request.index >= self._next:
+                self._next = request.index + 1
+                return self._stamped(request)
+        if self._received - self._confirmed >= _CONFIRM_EVERY or (self.closed and self._received > self._confirmed):
+            return self._stamped(pb.SessionRequest())
+        return None
+
+    def _stamped(self, request: pb.SessionRequest) -> pb.SessionRequest:
+        request.received = self._confirmed = self._received
+        return request
+
+    # --- what is asked ---
+
+    def enqueue(self, **request: Any) -> None:
+        """Have a request sent, after those before it."""
+        if self.error is not None:
+            raise self.error
+        if self.closing:
+            raise Cancelled("the session is closed")
+        self._index += 1
+        self._requests.append(pb.SessionRequest(index=self._index, **request))
+
+    def push_fits(self, size: int) -> bool:
+        """Whether there is credit for a push of ``size`` bytes; raises why there never will be."""
+        if self.error is not None:
+            raise self.error
+        if self.configured is not None and size > self.configured.limits.max_request_bytes:
+            limit = self.configured.limits.max_request_bytes
+            raise InvalidArgument.of("data", f"has {size} bytes; the server takes at most {limit} in one push")
+        waiting = [_push_bytes(r) for r in self._requests if r.WhichOneof("request") in ("push_image", "push_segment")]
+        return len(waiting) < self._credit_pushes and sum(waiting) + size <= self._credit_bytes
+
+    def ask(self, text: str | Sequence[Any], scope: Any, timeout: float | None, **how: Any) -> Pending:
+        """Ask a question."""
+        message = question_message(uuid.uuid4().hex, text, scope, timeout, **how)
+        self.enqueue(ask=message)
+        pending = Pending(message.question_id, message.request.sampling.n or 1)
+        if not message.request.HasField("sampling") and self._config.sampling.n:
+            pending.samples = self._config.sampling.n
+        self._questions[message.question_id] = pending
+        return pending
+
+    def cancel(self, pending: Pending) -> None:
+        """End a question early; nothing happens where it has ended."""
+        if not pending.done and self.error is None and not self.closing:
+            self.enqueue(cancel_ask=pb.CancelAsk(question_id=pending.question_id))
+
+    def cancel_all(self) -> None:
+        """End every question in progress."""
+        for pending in list(self._questions.values()):
+            self.cancel(pending)
+
+    def close(self) -> None:
+        """End the session once everything before is done."""
+        self.enqueue(close=pb.CloseSession())
+        self.closing = True
+
+    def watch(
+        self,
+        text: str,
+        choices: Sequence[str] | None,
+        wanted: str | None,
+        numbers: Mapping[str, float | None],
+        callback: Callable[[Alert], None] | None,
+    ) -> Watching:
+        """Ask a standing question."""
+        message = watch_message(uuid.uuid4().hex, text, choices, wanted, numbers)
+        self.enqueue(watch=message)
+        watching = self._watches[message.watch_id] = Watching(message.watch_id, callback=callback)
+        return watching
+
+    def unwatch(self, watching: Watching) -> None:
+        """End a standing question."""
+        if not watching.removed and self.error is None and not self.closing:
+            self.enqueue(unwatch=pb.Unwatch(watch_id=watching.watch_id))
+
+    def statistics(self) -> Statistics | None:
+        """The answer to a request for them, if it has come."""
+        return self._statistics.popleft() if self._statistics else None
+
+    # --- what comes ---
+
+    def take(self, response: pb.SessionResponse) -> Callable[[], None] | None:
+        """Take a response in; what it returns is to be called without the lock."""
+        if response.index:
+            if response.index <= self._received:
+                return None
+            self._received = response.index
+        match response.WhichOneof("response"):
+            case "configured":
+                self.resumes += response.configured.resumed
+                self.configured = response.configured
+            case "acknowledged":
+                self._acknowledge(response.acknowledged)
+            case "frames_taken":
+                frames = response.frames_taken
+                self.frames_taken += frames.taken
+                self.frames_dropped += frames.dropped
+                self.seconds, self.ready = frames.seconds, frames.ready_seconds
+            case "push_failed":
+                failed = response.push_failed
+                self.failures.append(PushFailed(failed.request_index, from_error(failed.error)))
+            case "answer":
+                self._answer(response.answer)
+            case "alert":
+                return self._alert(response.alert)
+            case "watch_state":
+                self._watch_state(response.watch_state)
+            case "statistics":
+                self._statistics.append(from_statistics(response.statistics))
+            case "go_away":
+                self.going_away = (response.go_away.time_left_seconds, response.go_away.reason)
+            case "closed":
+                self.closed = True
+        return None
+
+    def fail(self, error: MMServeError) -> None:
+        """Nothing more comes of the session: all that wait are told ``error``."""
+        if self.error is None:
+            self.error = error
+        self._requests.clear()
+        for pending in self._questions.values():
+            if not pending.done:
+                pending.error = self.error
+        self._questions.clear()
+
+    def _acknowledge(self, acknowledged: pb.Acknowledged) -> None:
+        self._acknowledged = max(self._acknowledged, acknowledged.index)
+        self._credit_pushes = acknowledged.credit.pushes
+        self._credit_bytes = acknowledged.credit.bytes
+        while self._requests and self._requests[0].index <= self._acknowledged:
+            self._requests.popleft()
+        if not self._may_send:  # the first of its connection: go on from there
+            self._may_send = True
+            self._next = self._acknowledged + 1
+
+    def _answer(self, answer: pb.AnswerEvent) -> None:
+        pending = self._questions.get(answer.question_id)
+        if pending is None:
+            return
+        match answer.WhichOneof("event"):
+            case "asked":
+                pending.asked = from_asked(answer.asked)
+            case "error":
+                pending.error = from_error(answer.error)
+            case "response":
+                event = from_response(answer.response)
+                pending.events.append(event)
+                pending.finished += isinstance(event, Finished)
+        if pending.done:
+            del self._questions[answer.question_id]
+
+    def _alert(self, message: pb.Alert) -> Callable[[], None] | None:
+        watching = self._watches.get(message.watch_id)
+        if watching is None:
+            return None
+        alert = Alert(
+            message.watch_id, message.active, message.probability, message.mass, message.seconds, message.answer
+        )
+        callback = watching.callback
+        if callback is not None:
+            return lambda: callback(alert)
+        watching.alerts.append(alert)
+        return None
+
+    def _watch_state(self, state: pb.WatchState) -> None:
+        watching = self._watches.get(state.watch_id)
+        if watching is None:
+            return
+        match state.WhichOneof("state"):
+            case "accepted":
+                watching.accepted = True
+            case "removed":
+                watching.removed = True
+            case "error":
+                watching.error = from_error(state.error)
+                watching.removed = True
+        if watching.removed:
+            del self._watches[state.watch_id]
+
+
+def lost(state: SessionState, error: MMServeError, *, from_server: bool) -> MMServeError:
+    """What a connection that ended with ``error`` means for another attempt (``Retries.delay``).
+
+    What the server says of an open session is its end, but for a client that is to come back later. Raises it then.
+    """
+    if state.configured is None or isinstance(error, TLSError):
+        return error
+    if not from_server:
+        return error if isinstance(error, Unavailable) else Unavailable(f"the connection was lost: {error.message}")
+    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        return error
+    raise error
+
+
+def _push_bytes(request: pb.SessionRequest) -> int:
+    if request.WhichOneof("request") == "push_image":
+        return len(request.push_image.data)
+    return len(request.push_segment.data) + len(request.push_segment.init)

@@ -1,0 +1,152 @@
+"""When the frames of a video stream begin, and where decoding can start, from one pass over its packets."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
+
+from mmserve.config import MediaConfig
+from mmserve.encode.containers import RAW
+from mmserve.errors import InvalidArgument
+
+#: Frames a second beyond which a file is refused: no camera's, and each frame costs a decode.
+MAX_RATE = 240
+NO_FRAMES = "has no video frames"
+
+
+@dataclass
+class Index:
+    """When each frame of a stream begins and the last one ends, in ticks of the stream, and where decoding can start.
+
+    ``ordered`` is False where the container stores no presentation times (AVI, raw streams): then frames are known by
+    their rank. 8 bytes a frame, and 16 a keyframe; no packet is kept.
+    """
+
+    times: Sequence[int]  # ascending
+    end: int
+    ordered: bool
+    packets: int
+    first: tuple[int | None, int]  # presentation time and bytes of the first packet
+    begins_with_key: bool
+    backwards: bool  # whether the clock runs backwards between packets or keyframes
+    keys: Sequence[int]  # times of the keyframes that have one, ascending
+    key_packets: Sequence[int]  # which packets they are
+
+    @classmethod
+    def of(cls, container: InputContainer, stream: VideoStream, limits: MediaConfig, field: str) -> Index:
+        """Read all packets of ``stream`` once."""
+        most = MAX_RATE * limits.max_video_seconds
+        avi, raw = container.format.name == "avi", container.format.name in RAW
+        shown_pts, shown_dts, keys, key_packets = array("q"), array("q"), array("q"), array("q")
+        packets = shown = 0
+        first: tuple[int | None, int] = (None, 0)
+        first_key = any_key = backwards = False
+        every_pts = every_key = True
+        last_pts, last_dts = _Last(), _Last()
+        before: int | None = None
+        for packet in container.demux(stream):
+            if not packet.size:
+                continue  # the end of the stream, or a frame that AVI says to show again
+            if packet.is_corrupt:
+                raise InvalidArgument.of(field, "is a damaged video: a packet is marked as corrupt")
+            pts, dts, key = packet.pts, packet.dts, packet.is_keyframe
+            if not packets:
+                first, first_key = (pts, packet.size), key
+            any_key |= key
+            if key and pts is not None:
+                backwards |= bool(keys) and pts < keys[-1]
+                keys.append(pts)
+                key_packets.append(packets)
+            if dts is not None:
+                backwards |= before is not None and dts < before
+                before = dts
+            packets += 1
+            if packets > most:
+                raise InvalidArgument.of(field, f"has more than {most:g} frames ({MAX_RATE} a second)")
+            if packet.is_discard:
+                continue
+            shown += 1
+            every_key &= key
+            if pts is None:
+                every_pts = False
+            else:
+                shown_pts.append(pts)
+                last_pts.see(pts, packet.duration)
+            if raw:
+                dts = shown_dts[-1] + (packet.duration or 0) if shown_dts else 0
+            if dts is not None:
+                shown_dts.append(dts)
+                last_dts.see(dts, packet.duration)
+        if not shown:
+            raise InvalidArgument.of(field, NO_FRAMES)
+        if not any_key:  # some decoders make pictures of nothing and changes to it
+            raise InvalidArgument.of(field, "is a damaged video: it has no keyframe, so no frame is whole")
+        # AVI has no presentation times, and those that FFmpeg makes up are wrong where frames refer forward
+        ordered = every_pts and (not avi or every_key)
+        times = _ascending(shown_pts if ordered else shown_dts)
+        if not times:
+            raise InvalidArgument.of(field, "has no times for its frames")
+        duration = (last_pts if ordered else last_dts).duration or _usual_duration(stream, times)
+        if not ordered:
+            keys, key_packets = array("q"), array("q")
+        elif backwards:
+            keys, key_packets = _sorted_together(keys, key_packets)
+        return cls(times, times[-1] + duration, ordered, packets, first, first_key, backwards, keys, key_packets)
+
+    def runs(self, wanted: Sequence[int]) -> list[list[int]]:
+        """The frames of these indices (ascending), a new run wherever decoding starts again at a keyframe."""
+        runs: list[list[int]] = []
+        for number in wanted:
+            if not runs or self._key_before(number) > self.times[runs[-1][-1]]:
+                runs.append([])
+            runs[-1].append(number)
+        return runs
+
+    def decoded(self, runs: Sequence[Sequence[int]]) -> int:
+        """How many frames these runs decode."""
+        starts = (bisect_left(self.times, self._key_before(run[0])) for run in runs)
+        return sum(run[-1] - start + 1 for run, start in zip(runs, starts, strict=True))
+
+    def _key_before(self, number: int) -> int:
+        """The time of the last keyframe up to a frame, of the first frame where there is none."""
+        place = bisect_right(self.keys, self.times[number]) - 1
+        return self.keys[place] if place >= 0 else self.times[0]
+
+
+@dataclass
+class _Last:
+    """The latest time of a packet, and how long it says that its frame is on screen (0 = it does not)."""
+
+    time: int | None = None
+    duration: int = 0
+
+    def see(self, time: int, duration: int | None) -> None:
+        if self.time is None or time >= self.time:
+            self.duration = max(duration or 0, self.duration if time == self.time else 0)
+            self.time = time
+
+
+def _usual_duration(stream: VideoStream, times: Sequence[int]) -> int:
+    """Ticks that a frame is on screen on average."""
+    if len(times) > 1:
+        return (times[-1] - times[0]) // (len(times) - 1)
+    if stream.average_rate and stream.time_base:
+        return int(1 / (stream.average_rate * stream.time_base))
+    return 0
+
+
+def _ascending(times: array[int]) -> array[int]:
+    return array("q", np.unique(np.frombuffer(times, dtype=np.int64)).tobytes() if times else b"")
+
+
+def _sorted_together(keys: array[int], packets: array[int]) -> tuple[array[int], array[int]]:
+    order = np.argsort(np.frombuffer(keys, dtype=np.int64), kind="stable")
+    pair = (np.frombuffer(values, dtype=np.int64)[order] for values in (keys, packets))
+    first, second = (array("q", values.tobytes()) for values in pair)
+    return first, second

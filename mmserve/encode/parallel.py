@@ -1,0 +1,119 @@
+"""Frames of a long video by several threads, each from a keyframe on, in order.
+
+PyAV gives up the interpreter's lock while it decodes and converts (intervals: QuickDecoder, arXiv 2505.16175).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from mmserve.encode.watch import Watch
+
+if TYPE_CHECKING:
+    from mmserve.encode.frames import Footage
+
+#: Pixels of frames that may wait for those before them.
+_AHEAD_PIXELS = 48_000_000
+
+
+def in_parallel(
+    footage: Footage, runs: Sequence[Sequence[int]], threads: int, watch: Watch
+) -> Generator[tuple[int, Image.Image], None, None]:
+    """As ``Footage.sequence``, of the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread."""
+    order = _Order(runs, max(2 * threads, _AHEAD_PIXELS // (footage.width * footage.height)), watch)
+    workers = [threading.Thread(target=order.work, args=(footage, i > 0), daemon=True) for i in range(threads)]
+    try:
+        for worker in workers:
+            worker.start()
+        for place in range(sum(len(run) for run in runs)):
+            frame = order.get(place)
+            if frame is None:
+                return
+            yield frame
+    finally:
+        order.end()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+
+
+class _Ended(BaseException):
+    """Nobody wants the frames any more; no ``Exception``, which decoders take for damage."""
+
+
+class _Order:
+    """Gives runs to threads and takes their frames back in order; the threads' ``Watch``, which ends them, too."""
+
+    def __init__(self, runs: Sequence[Sequence[int]], room: int, watch: Watch) -> None:
+        self._watch, self._room = watch, room  # frames that may wait
+        self._changed = threading.Condition()
+        self._runs: deque[tuple[int, Sequence[int]]] = deque()
+        place = 0
+        for run in runs:
+            self._runs.append((place, run))
+            place += len(run)
+        self._frames: dict[int, tuple[int, Image.Image] | None] = {}
+        self._place = 0  # of the frame that is waited for
+        self._error: BaseException | None = None
+        self._ended = False
+
+    def reserve(self, pixels: int) -> None:
+        """As ``Watch.reserve``."""
+        self._watch.reserve(pixels)
+
+    def check(self) -> None:
+        """As ``Watch.check``."""
+        if self._ended:
+            raise _Ended
+        self._watch.check()
+
+    def work(self, footage: Footage, again: bool) -> None:
+        """Decode runs until there are no more, on ``footage`` or on the same opened ``again``."""
+        try:
+            if again:
+                with footage.again() as own:
+                    self._decode(own)
+            else:
+                self._decode(footage)
+        except _Ended:
+            return
+        except BaseException as error:  # noqa: BLE001 - raised where the frames are waited for
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def get(self, place: int) -> tuple[int, Image.Image] | None:
+        """The frame of this place, once it is decoded; None = the stream ends before it."""
+        with self._changed:
+            self._place = place
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: place in self._frames or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            return self._frames.pop(place)
+
+    def end(self) -> None:
+        """Have the threads end."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _decode(self, footage: Footage) -> None:
+        decoder = footage.decoder(self)
+        while True:
+            with self._changed:
+                if not self._runs:
+                    return
+                first, run = self._runs.popleft()
+            for place, number in enumerate(run, first):
+                with self._changed:  # whoever decodes the frame that is waited for never waits
+                    self._changed.wait_for(lambda place=place: place < self._place + self._room or self._ended)  # type: ignore[misc]
+                frame = footage.frame(decoder, number)
+                with self._changed:
+                    self._frames[place] = frame
+                    self._changed.notify_all()

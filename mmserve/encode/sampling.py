@@ -1,0 +1,267 @@
+"""Which frames of a video are looked at: rules over the times of its frames, and over what they show.
+
+A sampler is told the frames of one piece of video after another (a whole file is one piece), in presentation order, on
+one clock in seconds. It keeps what it needs from piece to piece as plain data, so that it can be sent to the process
+that decodes the next piece (``packed``, ``unpacked``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+#: A frame this much before its moment (seconds) is taken for it: containers round times to a millisecond.
+TOLERANCE = 0.65e-3
+#: Side in pixels of what is left of a frame where frames are compared.
+_FEATURE_SIDE = 16
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A frame that was chosen: its time on the stream's clock, RGB and upright.
+
+    ``detail`` is False for a frame that is to be looked at coarsely (``SlowFast``, and ``Scene`` after its first).
+    """
+
+    seconds: float
+    image: Image.Image
+    detail: bool = True
+
+
+class Sampler(Protocol):
+    """Chooses frames of a video, piece by piece."""
+
+    @property
+    def interval(self) -> float:
+        """Seconds that a still image lasts where nobody says when the next one begins."""
+        ...
+
+    def look(self, times: Sequence[float], end: float) -> list[int]:
+        """Indices (ascending) of the frames to decode, of a piece whose frames begin at ``times`` (ascending)."""
+        ...
+
+    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
+        """A frame that ``look`` named; None = it is not chosen after all."""
+        ...
+
+    def still(self, seconds: float, image: Image.Image) -> Sampled:
+        """A still image that a client chose: it is always taken, at its time."""
+        ...
+
+
+def spread(times: Sequence[int], end: int, count: int) -> list[int]:
+    """Indices of at most ``count`` frames spread evenly over a clip whose frames begin at ``times`` (ascending).
+
+    The clip, ``times[0]`` to ``end``, is cut into ``count`` equal spans, and the frame on screen in the middle of
+    each is taken, once. The middle and not the start: where a span is as long as a frame, its start is where one
+    frame gives way to the next, and the rounding of a container's clock would choose between them. A clip of no
+    more than ``count`` frames gives each of them.
+    """
+    if len(times) <= count:
+        return list(range(len(times)))
+    first, length = times[0], end - times[0]
+    middles = (first + Fraction((2 * i + 1) * length, 2 * count) for i in range(count))
+    return sorted({bisect_right(times, middle) - 1 for middle in middles})
+
+
+@dataclass
+class FixedRate:
+    """``rate`` frames a second: for each moment ``k / rate`` of the clock the first frame that begins at it or after.
+
+    A frame is chosen as soon as it is there, and once, however the video is cut into pieces. It has the moment's time
+    where it begins up to ``TOLERANCE`` before it, otherwise its own.
+    """
+
+    rate: float
+    next: int = 0  # the first moment without a frame
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1000:
+            raise ValueError("a rate is between 0 and 1000 frames a second")
+
+    @property
+    def interval(self) -> float:
+        """As ``Sampler.interval``."""
+        return 1 / self.rate
+
+    def look(self, times: Sequence[float], end: float) -> list[int]:
+        """As ``Sampler.look``."""
+        del end
+        found: list[int] = []
+        moment = self.next
+        for index, seconds in enumerate(times):
+            if seconds + TOLERANCE >= moment / self.rate:
+                found.append(index)
+                moment = self._after(seconds)
+        return found
+
+    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
+        """As ``Sampler.take``."""
+        if seconds + TOLERANCE < self.next / self.rate:
+            return None
+        return self.still(seconds, image)
+
+    def still(self, seconds: float, image: Image.Image) -> Sampled:
+        """As ``Sampler.still``."""
+        self.next = max(self.next, self._after(seconds))
+        moment = (self.next - 1) / self.rate
+        return Sampled(moment if seconds < moment <= seconds + TOLERANCE else seconds, image)
+
+    def _after(self, seconds: float) -> int:
+        """The first moment after that of a frame at ``seconds``."""
+        return int((seconds + TOLERANCE) * self.rate) + 1
+
+
+@dataclass
+class FixedCount:
+    """At most ``count`` frames of each piece, spread evenly over it (``spread``)."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError("at least one frame is needed")
+
+    @property
+    def interval(self) -> float:
+        """As ``Sampler.interval``: a second."""
+        return 1.0
+
+    def look(self, times: Sequence[float], end: float) -> list[int]:
+        """As ``Sampler.look``."""
+        ticks = [round(1e6 * seconds) for seconds in times]
+        return spread(ticks, round(1e6 * end), self.count)
+
+    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
+        """As ``Sampler.take``."""
+        return Sampled(seconds, image)
+
+    def still(self, seconds: float, image: Image.Image) -> Sampled:
+        """As ``Sampler.still``."""
+        return Sampled(seconds, image)
+
+
+@dataclass
+class Scene:
+    """At most ``frames`` frames of each scene, where one scene ends when a frame is unlike the one before.
+
+    ``rate`` frames a second are compared by the cosine similarity of small pictures of them (``feature``); less than
+    ``similarity`` begins a scene (segments by similarity of consecutive frames: TDC, arXiv 2504.10443). A scene's
+    first frame is chosen at once, with ``detail``; the others, without, after 1, 2, 4... intervals, so that nothing
+    has to be known of how long a scene will be.
+    """
+
+    rate: float = 2.0
+    frames: int = 4
+    similarity: float = 0.9
+    pace: FixedRate | None = None
+    feature: list[float] = field(default_factory=list)  # of the frame before
+    seen: int = 0  # frames of the current scene
+
+    def __post_init__(self) -> None:
+        if self.frames < 1 or not -1 <= self.similarity <= 1:
+            raise ValueError("a scene has at least one frame, and a similarity is between -1 and 1")
+        self.pace = self.pace or FixedRate(self.rate)
+
+    @property
+    def interval(self) -> float:
+        """As ``Sampler.interval``."""
+        return 1 / self.rate
+
+    def look(self, times: Sequence[float], end: float) -> list[int]:
+        """As ``Sampler.look``."""
+        assert self.pace is not None
+        return self.pace.look(times, end)
+
+    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
+        """As ``Sampler.take``."""
+        assert self.pace is not None
+        on_pace = self.pace.take(seconds, image)
+        if on_pace is None:
+            return None
+        found = self._compared(on_pace)
+        wanted = self.seen in {0, *(1 << i for i in range(self.frames - 1))}
+        self.seen += 1
+        return found if wanted else None
+
+    def still(self, seconds: float, image: Image.Image) -> Sampled:
+        """As ``Sampler.still``."""
+        assert self.pace is not None
+        found = self._compared(self.pace.still(seconds, image))
+        self.seen += 1
+        return found
+
+    def _compared(self, frame: Sampled) -> Sampled:
+        new = feature(frame.image)
+        if not self.feature or float(np.dot(new, self.feature)) < self.similarity:
+            self.seen = 0
+        self.feature = [round(float(value), 6) for value in new]
+        return dataclasses.replace(frame, detail=self.seen == 0)
+
+
+@dataclass
+class SlowFast:
+    """What ``inner`` chooses, every ``every``-th frame with ``detail`` and the others without."""
+
+    inner: FixedRate | FixedCount | Scene
+    every: int = 8
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError("every frame, or every second, third... one is in detail")
+
+    @property
+    def interval(self) -> float:
+        """As ``Sampler.interval``."""
+        return self.inner.interval
+
+    def look(self, times: Sequence[float], end: float) -> list[int]:
+        """As ``Sampler.look``."""
+        return self.inner.look(times, end)
+
+    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
+        """As ``Sampler.take``."""
+        found = self.inner.take(seconds, image)
+        return None if found is None else self._marked(found)
+
+    def still(self, seconds: float, image: Image.Image) -> Sampled:
+        """As ``Sampler.still``."""
+        return self._marked(self.inner.still(seconds, image))
+
+    def _marked(self, frame: Sampled) -> Sampled:
+        detail = self.taken % self.every == 0
+        self.taken += 1
+        return dataclasses.replace(frame, detail=detail)
+
+
+def feature(image: Image.Image) -> np.ndarray:
+    """A small picture of a frame, its values counted from mid-grey, as a unit vector (float64)."""
+    small = image.convert("RGB").resize((_FEATURE_SIDE, _FEATURE_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
+    values = np.asarray(small, dtype=np.float64).ravel() - 127.5
+    return np.asarray(values / np.linalg.norm(values))
+
+
+def packed(sampler: Sampler) -> dict[str, Any]:
+    """A sampler and what it keeps, as JSON has it."""
+    kind = type(sampler)
+    assert dataclasses.is_dataclass(sampler) and kind.__name__ in _KINDS
+    values = {f.name: getattr(sampler, f.name) for f in dataclasses.fields(sampler)}
+    return {"kind": kind.__name__, **{k: packed(v) if type(v).__name__ in _KINDS else v for k, v in values.items()}}
+
+
+def unpacked(message: Mapping[str, Any]) -> Sampler:
+    """The sampler in a message of ``packed``."""
+    values = {k: unpacked(v) if isinstance(v, Mapping) else v for k, v in message.items() if k != "kind"}
+    sampler: Sampler = _KINDS[message["kind"]](**values)
+    return sampler
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (FixedRate, FixedCount, Scene, SlowFast)}

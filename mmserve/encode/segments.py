@@ -1,0 +1,144 @@
+"""Pushed pieces of a live stream to the frames that its sampler chooses, each on the stream's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mmserve.config import MediaConfig
+from mmserve.encode.containers import CONTAINERS, STREAMED, cut_off, is_image, looks_like, needs_init, segment_demuxer
+from mmserve.encode.frames import Footage, opened
+from mmserve.encode.media import decode_image, too_large
+from mmserve.encode.sampling import Sampled, Sampler, packed, unpacked
+from mmserve.encode.watch import UNWATCHED, Watch
+from mmserve.encode.wire import MediaFile, Piece
+from mmserve.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from mmserve.encode.child import Pictures
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One pushed piece of a stream: video that begins with a keyframe, or one still image.
+
+    ``data``: MP4, MOV, Matroska, WebM, AVI, MPEG-TS, raw H.264 or H.265 (Annex B), or a PNG, JPEG, WebP, GIF, BMP or
+    TIFF image. ``init``: the initialisation segment that a media segment of fragmented MP4 or WebM needs in front.
+    ``start``: seconds of the stream at which it begins; None = where the one before ends.
+    """
+
+    data: bytes = field(repr=False)
+    init: bytes = field(default=b"", repr=False)
+    start: float | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A decoded segment: the frames that were chosen, and where the segment ends, in seconds of the stream."""
+
+    frames: tuple[Sampled, ...]
+    end: float
+
+
+def read_segment(
+    segment: Segment,
+    limits: MediaConfig,
+    *,
+    begin: float,
+    sampler: Sampler,
+    field: str = "segment",
+    watch: Watch = UNWATCHED,
+) -> Generator[Sampled, None, float]:
+    """The frames of ``segment`` that ``sampler`` chooses; the generator returns where the segment ends.
+
+    Its first frame begins at ``begin`` seconds of the stream (``segment.start`` is for the caller), and frames come in
+    presentation order. Frames that refer to a keyframe of the segment before cannot be decoded and are left out, but
+    have their time. An image is always taken, and ends after ``sampler.interval``. Only what the chosen frames need is
+    decoded; ``sampler`` then expects the next segment. Of a segment that is refused it may have taken a part.
+
+    Raises ``InvalidArgument`` naming ``field`` when the segment is empty, of another kind, without video, damaged, cut
+    off, without a keyframe at its beginning, beyond ``limits`` (as ``read_video``), when the times in it run backwards,
+    or when the size of its frames changes.
+    """
+    data = segment.init + segment.data
+    if not segment.data:
+        raise InvalidArgument.of(field, "is empty (0 bytes)")
+    if len(data) > limits.max_item_bytes:
+        raise InvalidArgument.of(field, too_large(len(data), limits))
+    if is_image(segment.data):
+        image = decode_image(segment.data, limits, field=field, watch=watch)
+        yield sampler.still(begin, image)
+        return begin + sampler.interval
+    demuxer = segment_demuxer(data)
+    if demuxer is None:
+        if needs_init(data):
+            raise InvalidArgument.of(field, "is a media segment without its initialisation segment: send it as init")
+        kinds = ", ".join((*CONTAINERS, *STREAMED))
+        raise InvalidArgument.of(field, f"is {looks_like(data)}, not a readable {kinds} video or image")
+    if cut_off(data, demuxer):
+        raise InvalidArgument.of(field, "is cut off: it is shorter than its header says")
+    with opened(data, demuxer, limits, field) as footage:
+        _check(footage, field)
+        yield from _chosen(footage, begin, sampler, field, watch)
+        return begin + footage.seconds
+
+
+def decode_segment(
+    decode: Callable[[MediaFile], Pictures],
+    segment: Segment,
+    *,
+    begin: float,
+    sampler: Sampler,
+    field: str = "segment",
+    resize: tuple[int, int, int] | None = None,
+) -> tuple[Read, Sampler]:
+    """``read_segment`` by a pool's ``decode``: what was read, and the sampler for the next segment.
+
+    ``sampler`` stays as it is, so that a segment which is refused leaves no trace. ``resize``: as in ``MediaFile``.
+    """
+    piece = Piece(len(segment.init), begin, packed(sampler))
+    pictures = decode(MediaFile(segment.init + segment.data, True, field, resize=resize, piece=piece))
+    assert pictures.piece is not None
+    frames = zip(pictures.seconds, pictures.frames, pictures.piece.details, strict=True)
+    return Read(tuple(Sampled(*each) for each in frames), pictures.piece.end), unpacked(pictures.piece.sampler)
+
+
+def collected(frames: Generator[Sampled, None, float]) -> tuple[list[Sampled], float]:
+    """All frames of ``read_segment``, and where the segment ends."""
+    found: list[Sampled] = []
+    while True:
+        try:
+            found.append(next(frames))
+        except StopIteration as ended:
+            return found, ended.value
+
+
+def _check(footage: Footage, field: str) -> None:
+    index = footage.index
+    if not index.begins_with_key:
+        raise InvalidArgument.of(field, "does not begin with a keyframe: cut the stream in front of keyframes")
+    if index.backwards:
+        raise InvalidArgument.of(field, _BACKWARDS)
+
+
+_BACKWARDS = "has times that run backwards: begin a new segment where the clock is set anew"
+
+
+def _chosen(
+    footage: Footage, begin: float, sampler: Sampler, field: str, watch: Watch
+) -> Generator[Sampled, None, None]:
+    index = footage.index
+    # frames in front of the first keyframe refer to one that is not in the segment
+    skipped = sum(time < index.keys[0] for time in index.times) if index.keys else 0
+    times = [begin + footage.at(time) for time in index.times[skipped:]]
+    wanted = [skipped + number for number in sampler.look(times, begin + footage.seconds)]
+    size: tuple[int, int] | None = None
+    for time, image in footage.pick(wanted, watch):
+        if size not in (None, image.size):
+            to = f"{image.width} x {image.height}"
+            raise InvalidArgument.of(field, f"changes the size of its frames to {to} pixels: begin a new segment there")
+        size = image.size
+        found = sampler.take(begin + footage.at(time), image)
+        if found is not None:
+            yield found

@@ -1,0 +1,213 @@
+"""VideoService: connections of sessions, each a stream of requests and one of responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from typing import Any
+
+from mmserve.config import Config
+from mmserve.core.events import Event
+from mmserve.core.request import Request
+from mmserve.core.tenant import Tenant
+from mmserve.errors import InvalidArgument, MMServeError, NotFound
+from mmserve.observe import calls
+from mmserve.observe.metrics import Metrics
+from mmserve.rpc import convert, request_id
+from mmserve.rpc.auth import current_tenant
+from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.quotas import Quotas
+from mmserve.rpc.status import errors_to_status
+from mmserve.rpc.video_messages import (
+    DEFAULT_RATE,
+    OVERLOADS,
+    asked_memory,
+    asked_sampler,
+    question_message,
+    to_session_request,
+    to_session_response,
+    wrong_config,
+)
+from mmserve.rpc.vision_messages import asked_vision, wrong_vision
+from mmserve.v1 import video_pb2 as pb
+from mmserve.v1 import video_pb2_grpc
+from mmserve.video.base import Memory
+from mmserve.video.connection import Connection
+from mmserve.video.host import Hosts
+from mmserve.video.overload import Overload
+from mmserve.video.registry import Registry
+from mmserve.video.session import Session
+
+
+class VideoService(video_pb2_grpc.VideoServiceServicer):
+    """Opens sessions, and goes on with those whose connection was lost."""
+
+    def __init__(
+        self, engines: Engines, hosts: Hosts, sessions: Registry, config: Config, metrics: Metrics, quotas: Quotas
+    ) -> None:
+        self._engines, self._hosts, self._sessions = engines, hosts, sessions
+        self._config, self._metrics, self._quotas = config, metrics, quotas
+
+    async def Session(
+        self, messages: AsyncIterator[pb.SessionRequest], context: Any
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """Serve one connection of a session."""
+        label = calls.current().request_id
+        async with errors_to_status(context, f"Session {label}"):
+            first = await anext(messages, None)
+            if first is None:
+                raise InvalidArgument.of("request", "must be configure or resume: none came")
+            session, configured, received = await self._begun(first)
+            del first
+            connection = session.attach(received)
+            reading = None
+            try:
+                await context.send_initial_metadata(((request_id.KEY, label),))
+                await context.write(pb.SessionResponse(configured=configured))
+                if (notice := self._sessions.notice()) is not None:
+                    connection.go_away(notice)
+                reading = asyncio.create_task(_read(messages, session, connection, self._asked(session, configured)))
+                async for index, response in connection:
+                    await context.write(to_session_response(index, response))
+            finally:
+                if reading is not None:
+                    reading.cancel()
+                session.detach(connection)
+        return
+        yield  # what the interceptors expect of a method that answers with a stream; see ``context.write`` above
+
+    async def _begun(self, first: pb.SessionRequest) -> tuple[Session, pb.SessionConfigured, int | None]:
+        """The session of a connection whose first request is ``first``, and what the client is told of it."""
+        tenant = current_tenant()
+        match first.WhichOneof("request"):
+            case "configure":
+                session, configured = await self._open(first.configure, tenant)
+                received = None
+            case "resume":
+                session = self._sessions.find(first.resume.resume_handle, tenant)
+                configured, received = pb.SessionConfigured(), first.received
+                configured.CopyFrom(session.greeting)
+                configured.resumed = True
+            case _:
+                raise InvalidArgument.of("request", "must be configure or resume: it is the first of its connection")
+        calls.current().model = configured.model
+        return session, configured, received
+
+    async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> tuple[Session, pb.SessionConfigured]:
+        self._sessions.check_room(tenant)
+        engine = self._engines.find(asked.model)
+        wrong = [*wrong_config(asked)]
+        wrong += [InvalidArgument.of(f, d).violations[0] for f, d in wrong_vision(asked.vision)]
+        if wrong:
+            raise InvalidArgument(*wrong)
+        host = self._hosts.find(engine)
+        memory, overload = asked_memory(asked.memory), Overload(OVERLOADS[asked.overload])
+        around = host.surroundings(
+            lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
+        )
+        with self._sessions.opening():
+            stream = await around.work(host.streams.open, memory, tenant, asked_vision(asked.vision))
+        try:
+            session = self._sessions.open(
+                tenant,
+                lambda handle, ended: Session(
+                    handle, tenant, stream, host.reader(asked_sampler(asked.sampler)), around, overload, ended
+                ),
+            )
+        except BaseException:
+            await around.work(stream.close)
+            raise
+        session.owner = engine
+        session.greeting = self._greeting(session, engine, asked, memory)
+        return session, session.greeting
+
+    def _greeting(
+        self, session: Session, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory
+    ) -> pb.SessionConfigured:
+        video = self._config.video
+        configured = pb.SessionConfigured(
+            resume_handle=session.handle,
+            resume_seconds=video.resume_seconds,
+            idle_seconds=video.idle_seconds,
+            model=engine.info.name,
+            config=asked,
+            limits=pb.SessionLimits(
+                max_request_bytes=video.credit_bytes,
+                max_questions=video.max_questions,
+                max_watches=video.max_watches,
+            ),
+        )
+        configured.config.memory.CopyFrom(pb.StreamMemory(**vars(memory)))
+        if not asked.overload:
+            configured.config.overload = pb.OVERLOAD_POLICY_BLOCK
+        if not asked.sampler.HasField("rate"):
+            configured.config.sampler.rate = DEFAULT_RATE
+        return configured
+
+    def _asked(self, session: Session, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
+        """What makes the engine's request of a question of ``session``."""
+        engine, tenant = self._engines.find(configured.model), session.tenant
+
+        def to_request(ask: pb.Ask) -> Request:
+            if ask.HasField("timeout_seconds") and not 0 < ask.timeout_seconds <= 86_400:
+                raise InvalidArgument.of("ask.timeout_seconds", f"must be in (0, 86400], not {ask.timeout_seconds}")
+            return convert.to_request(
+                question_message(ask, configured.config),
+                request_id=uuid.uuid4().hex,
+                info=engine.info,
+                limits=self._config.media,
+                media=_no_media,
+                deadline=time.monotonic() + ask.timeout_seconds if ask.HasField("timeout_seconds") else None,
+                tenant=tenant,
+            )
+
+        return to_request
+
+
+class _Question:
+    """One question as quotas and metrics see it (``session.Noted``)."""
+
+    def __init__(self, metrics: Metrics, quotas: Quotas, engine: EngineLike, tenant: Tenant) -> None:
+        self._watch = metrics.watch()
+        self._watch.model, self._watch.tenant = engine.info.name, tenant.name
+        self._quotas, self._tenant = quotas, tenant
+        self._held = ExitStack()
+
+    def begin(self) -> None:
+        """As ``Noted.begin``."""
+        self._held.enter_context(self._quotas.taken(self._tenant))
+
+    def see(self, event: Event) -> None:
+        """As ``Noted.see``."""
+        self._watch.see(event)
+
+    def end(self, error: MMServeError | None) -> None:
+        """As ``Noted.end``."""
+        self._held.close()
+        self._watch.__exit__(None if error is None else type(error), error, None)
+
+
+async def _read(
+    messages: AsyncIterator[pb.SessionRequest],
+    session: Session,
+    connection: Connection,
+    to_request: Callable[[pb.Ask], Request],
+) -> None:
+    """Take in the requests of a connection; one that is not acceptable ends the session."""
+    try:
+        async for message in messages:
+            if not connection.current:
+                return
+            session.take(message.index, message.received, to_session_request(message, to_request))
+            del message
+        connection.close_input()
+    except MMServeError as error:
+        if connection.current:
+            session.end(error)
+
+
+def _no_media(media_id: str) -> bytes:
+    raise NotFound(f"a question has no media, and so no {media_id!r}")

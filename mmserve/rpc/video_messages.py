@@ -1,0 +1,224 @@
+"""Requests and responses of a session as messages carry them: what the server reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mmserve.core.events import Event
+from mmserve.core.request import Request
+from mmserve.encode.sampling import FixedRate, Sampler, Scene, SlowFast
+from mmserve.errors import FieldViolation, InvalidArgument, MMServeError
+from mmserve.rpc.event_messages import to_response
+from mmserve.rpc.request_id import MAX_CHARACTERS, is_label
+from mmserve.rpc.status import to_status
+from mmserve.v1 import generation_pb2 as gen
+from mmserve.v1 import video_pb2 as pb
+from mmserve.video import messages as m
+from mmserve.video.alerts import Rule
+from mmserve.video.base import Asked, Memory, Scope
+
+OVERLOADS = {
+    pb.OVERLOAD_POLICY_UNSPECIFIED: "block",
+    pb.OVERLOAD_POLICY_BLOCK: "block",
+    pb.OVERLOAD_POLICY_DROP_OLDEST: "drop_oldest",
+    pb.OVERLOAD_POLICY_THIN: "thin",
+}
+#: Bytes of a request that pushes nothing.
+MAX_OTHER_BYTES = 1 << 20
+#: Seconds of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
+_LAST_SECOND = 100 * 366 * 86_400.0
+_MAX_RATE = 30.0
+DEFAULT_RATE = 1.0
+DEFAULT_SCENE_FRAMES = 4
+
+
+def asked_memory(memory: pb.StreamMemory) -> Memory:
+    """What a session is to keep; which names there are is for the streams to say."""
+    numbers = ("budget", "host_bytes", "carriers")
+    texts = {name: getattr(memory, name) for name in ("policy", "positions") if getattr(memory, name)}
+    return Memory(**texts, **{name: getattr(memory, name) for name in numbers if memory.HasField(name)})
+
+
+def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
+    """Which frames of segments are looked at; ``sampler`` is one in which ``wrong_config`` finds nothing."""
+    rate = sampler.rate if sampler.HasField("rate") else DEFAULT_RATE
+    chosen: FixedRate | Scene = FixedRate(rate)
+    if sampler.HasField("scene_similarity"):
+        chosen = Scene(rate, sampler.scene_frames or DEFAULT_SCENE_FRAMES, sampler.scene_similarity)
+    return SlowFast(chosen, sampler.detail_every) if sampler.HasField("detail_every") else chosen
+
+
+def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
+    """What is wrong with the numbers of a configuration."""
+    sampler = config.sampler
+    if sampler.HasField("rate") and not 0 < sampler.rate <= _MAX_RATE:
+        yield FieldViolation("sampler.rate", f"must be above 0 and at most {_MAX_RATE:g}, not {sampler.rate}")
+    if sampler.HasField("scene_similarity") and not -1 <= sampler.scene_similarity <= 1:
+        yield FieldViolation("sampler.scene_similarity", f"must be in [-1, 1], not {sampler.scene_similarity}")
+    if sampler.HasField("scene_frames") and not 1 <= sampler.scene_frames <= 64:
+        yield FieldViolation("sampler.scene_frames", f"must be in [1, 64], not {sampler.scene_frames}")
+    if sampler.HasField("scene_frames") and not sampler.HasField("scene_similarity"):
+        yield FieldViolation("sampler.scene_frames", "needs scene_similarity")
+    if sampler.HasField("detail_every") and sampler.detail_every < 1:
+        yield FieldViolation("sampler.detail_every", "must be at least 1")
+    if config.overload not in OVERLOADS:
+        yield FieldViolation("overload", "must be OVERLOAD_POLICY_BLOCK, _DROP_OLDEST or _THIN")
+
+
+def to_session_request(message: pb.SessionRequest, to_request: Callable[[pb.Ask], Request]) -> m.SessionRequest | None:
+    """The plain form of a request after the first; None for an empty one, and for one that this version does not know.
+
+    Raises ``InvalidArgument`` for a name or time that cannot be used, or where it is too large.
+    """
+    kind = message.WhichOneof("request")
+    if kind is None:
+        return None
+    if kind not in ("push_image", "push_segment") and message.ByteSize() > MAX_OTHER_BYTES:
+        raise InvalidArgument.of(kind, f"must be at most {MAX_OTHER_BYTES} bytes")
+    match kind:
+        case "push_image":
+            return m.PushImage(message.push_image.data, _seconds(message.push_image.seconds, "push_image.seconds"))
+        case "push_segment":
+            segment = message.push_segment
+            start = _seconds(segment.start_seconds, "push_segment.start_seconds")
+            return m.PushSegment(segment.data, segment.init, start if segment.HasField("start_seconds") else None)
+        case "ask":
+            ask = message.ask
+            name = _name(ask.question_id, "ask.question_id")
+            return m.Ask(name, lambda: to_request(ask), _scope(ask))
+        case "cancel_ask":
+            return m.CancelAsk(_name(message.cancel_ask.question_id, "cancel_ask.question_id"))
+        case "watch":
+            return _watch(message.watch)
+        case "unwatch":
+            return m.Unwatch(_name(message.unwatch.watch_id, "unwatch.watch_id"))
+        case "get_statistics":
+            return m.GetStatistics()
+        case "close":
+            return m.Close()
+    raise InvalidArgument.of(kind, "must be the first request of a connection")
+
+
+def _watch(watch: pb.Watch) -> m.Watch:
+    name = _name(watch.watch_id, "watch.watch_id")
+    given = {
+        "on": "on_threshold",
+        "off": "off_threshold",
+        "interval": "min_interval_seconds",
+        "frames": "frames",
+        "mass": "min_mass",
+    }
+    rule = Rule(**{key: getattr(watch, field) for key, field in given.items() if watch.HasField(field)})
+    if watch.WhichOneof("kind") != "choices":
+        return m.Watch(name, watch.text, rule=rule)
+    options, wanted = tuple(watch.choices.options), watch.choices.wanted
+    if wanted not in options:
+        raise InvalidArgument.of("watch.choices.wanted", "must be one of the options")
+    return m.Watch(name, watch.text, options, wanted, rule)
+
+
+def _scope(ask: pb.Ask) -> Scope | None:
+    match ask.WhichOneof("scope"):
+        case "interval":
+            interval = ask.interval
+            begin = _seconds(interval.begin_seconds, "ask.interval.begin_seconds")
+            end = _seconds(interval.end_seconds, "ask.interval.end_seconds")
+            if interval.HasField("begin_seconds") and interval.HasField("end_seconds") and end < begin:
+                raise InvalidArgument.of("ask.interval", f"ends at {end:g} s, before it begins at {begin:g} s")
+            return Scope(
+                begin if interval.HasField("begin_seconds") else None, end if interval.HasField("end_seconds") else None
+            )
+        case "everything":
+            return Scope()
+    return None
+
+
+def _name(value: str, field: str) -> str:
+    if not is_label(value):
+        raise InvalidArgument.of(field, f"must be 1 to {MAX_CHARACTERS} printable ASCII characters")
+    return value
+
+
+def _seconds(value: float, field: str) -> float:
+    if not 0 <= value <= _LAST_SECOND:
+        raise InvalidArgument.of(field, f"must be at least 0, and at most a century, not {value}")
+    return value
+
+
+def question_message(ask: pb.Ask, config: pb.ConfigureSession) -> gen.GenerateRequest:
+    """The request of a question, with what the session's configuration says where it says nothing.
+
+    Raises ``InvalidArgument`` where it names a model, or holds media.
+    """
+    request = gen.GenerateRequest()
+    request.CopyFrom(ask.request)
+    wrong = []
+    if request.model:
+        wrong.append(FieldViolation("ask.request.model", "must be empty: the session's model answers"))
+    for i, chat in enumerate(request.messages):
+        if any(part.WhichOneof("part") != "text" for part in chat.parts):
+            wrong.append(FieldViolation(f"ask.request.messages[{i}]", "must hold texts: the video is put before them"))
+    if request.HasField("vision"):
+        wrong.append(FieldViolation("ask.request.vision", "must not be set: `configure.vision` is about all frames"))
+    if wrong:
+        raise InvalidArgument(*wrong)
+    for field in ("sampling", "diffusion"):
+        if not request.HasField(field) and config.HasField(field):
+            getattr(request, field).CopyFrom(getattr(config, field))
+    return request
+
+
+def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.SessionResponse:
+    """The message of ``response``."""
+    match response:
+        case m.Acknowledged(taken, credit):
+            given = pb.Credit(pushes=max(0, credit.pushes), bytes=max(0, credit.bytes))
+            return pb.SessionResponse(acknowledged=pb.Acknowledged(index=taken, credit=given))
+        case m.GoAway(time_left, reason):
+            return pb.SessionResponse(go_away=pb.GoAway(time_left_seconds=time_left, reason=reason))
+        case m.FramesTaken(taken, dropped, seconds, ready):
+            frames = pb.FramesTaken(taken=taken, dropped=dropped, seconds=seconds, ready_seconds=ready)
+            return pb.SessionResponse(index=index, frames_taken=frames)
+        case m.PushFailed(of, error):
+            return pb.SessionResponse(index=index, push_failed=pb.PushFailed(request_index=of, error=_error(error)))
+        case m.Answer(question_id, event):
+            return pb.SessionResponse(index=index, answer=_answer(question_id, event))
+        case m.Alert():
+            alert = pb.Alert(
+                watch_id=response.watch_id,
+                active=response.active,
+                probability=response.probability,
+                mass=response.mass,
+                seconds=response.seconds,
+                answer=response.answer,
+            )
+            return pb.SessionResponse(index=index, alert=alert)
+        case m.WatchState(watch_id, accepted, error):
+            state = pb.WatchState(watch_id=watch_id)
+            if error is not None:
+                state.error.CopyFrom(_error(error))
+            elif accepted:
+                state.accepted.SetInParent()
+            else:
+                state.removed.SetInParent()
+            return pb.SessionResponse(index=index, watch_state=state)
+        case m.Statistics():
+            return pb.SessionResponse(index=index, statistics=pb.SessionStatistics(**vars(response)))
+        case m.Closed():
+            return pb.SessionResponse(index=index, closed=pb.SessionClosed())
+    raise TypeError(f"no message for {response!r}")
+
+
+def _answer(question_id: str, event: Asked | Event | MMServeError) -> pb.AnswerEvent:
+    match event:
+        case Asked(frames, begin, end, recomputed):
+            asked = pb.Asked(frames=frames, begin_seconds=begin, end_seconds=end, recomputed_rows=recomputed)
+            return pb.AnswerEvent(question_id=question_id, asked=asked)
+        case MMServeError():
+            return pb.AnswerEvent(question_id=question_id, error=_error(event))
+    return pb.AnswerEvent(question_id=question_id, response=to_response(event, question_id))
+
+
+def _error(error: MMServeError) -> pb.SessionError:
+    status = to_status(error)
+    return pb.SessionError(code=status.code, message=status.message, details=status.details)

@@ -1,0 +1,79 @@
+"""When the answer to a standing question becomes an alert: hysteresis over the frames' probabilities.
+
+Pure state, one ``Watch`` a standing question: no clock, no thread, no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmserve.errors import FieldViolation, InvalidArgument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """When a watch turns true and false again. Probabilities are those of the awaited answer among the allowed ones."""
+
+    on: float = 0.7  # turns true at this probability or more …
+    off: float = 0.3  # … and false at this or less; what lies between changes nothing
+    frames: int = 1  # frames in a row that must be at ``on``
+    interval: float = 0.0  # seconds of the stream between two alerts that it has turned true, at least
+    mass: float = 0.5  # probability of all allowed answers, below which a frame is unsure
+
+    def check(self, path: str = "rule") -> None:
+        """Raise ``InvalidArgument`` where a number is out of its range; ``path`` names the rule in the request."""
+        right = {
+            "on": (0 < self.on <= 1, "must be above 0 and at most 1"),
+            "off": (0 <= self.off < self.on, "must be at least 0 and below `on`"),
+            "frames": (1 <= self.frames <= 1000, "must be 1 to 1000"),
+            "interval": (0 <= self.interval < 1e6, "must be at least 0 and below 1e6 seconds"),
+            "mass": (0 <= self.mass <= 1, "must be 0 to 1"),
+        }
+        wrong = [FieldViolation(f"{path}.{name}", text) for name, (fine, text) in right.items() if not fine]
+        if wrong:
+            raise InvalidArgument(*wrong)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A watch has turned true, or false again (``on``), at a frame ``seconds`` into the stream."""
+
+    watch: str
+    on: bool
+    probability: float
+    mass: float
+    seconds: float
+
+
+class Watch:
+    """The state of one standing question; false until its rule turns it true."""
+
+    def __init__(self, name: str, rule: Rule) -> None:
+        self.name, self.rule = name, rule
+        self.on = False
+        self.unsure = False  # whether the newest frame was
+        self._run = 0  # frames in a row at ``rule.on``
+        self._turned_on: float | None = None  # seconds of the last alert that it turned true
+
+    def update(self, probability: float, mass: float, seconds: float) -> Alert | None:
+        """Take the next frame's answer; returns an alert where the state changes.
+
+        A frame whose ``mass`` is too small changes nothing, except that frames before it do not count as in a row with
+        those after it. An alert that ``interval`` holds back comes with the first frame after it, if it is still due.
+        """
+        rule = self.rule
+        self.unsure = mass < rule.mass
+        if self.unsure:
+            self._run = 0
+            return None
+        self._run = min(self._run + 1, rule.frames) if probability >= rule.on else 0
+        if not self.on and self._run == rule.frames and self._may_turn_on(seconds):
+            self.on, self._turned_on = True, seconds
+        elif self.on and probability <= rule.off:
+            self.on = False
+        else:
+            return None
+        return Alert(self.name, self.on, probability, mass, seconds)
+
+    def _may_turn_on(self, seconds: float) -> bool:
+        return self._turned_on is None or seconds - self._turned_on >= self.rule.interval

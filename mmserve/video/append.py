@@ -1,0 +1,100 @@
+"""The pass over new rows of streams: each sees the rows that its stream keeps, and those of its own left of it.
+
+Rows of several frames and streams go through the model's products together and attend frame by frame, so that no bit
+of a row depends on what is run beside it.
+Shapes in names: R rows, T rows of all, D hidden, G key/value heads, K head size, L rows that are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmserve_kernels.rope_scatter import rotate
+from torch import Tensor
+
+from mmserve.decode.logits import padded_rows
+from mmserve.models.base import LoadedModel
+from mmserve.models.decoder import DecoderLayer
+from mmserve.video.rows import Buffers
+
+
+@dataclass(frozen=True)
+class New:
+    """Rows of one frame, or of what else is appended together, that come to stand behind the first ``start`` rows of
+    ``buffers``."""
+
+    buffers: Buffers
+    start: int
+    x_RD: Tensor
+    places: np.ndarray  # int64 [R]
+
+    @property
+    def stop(self) -> int:
+        """Rows of the stream once they are there."""
+        return self.start + len(self.x_RD)
+
+
+@lru_cache(maxsize=256)
+def _sight(rows: int, start: int, device: torch.device) -> Tensor:
+    """Bool ``[R, L]``: what each of ``rows`` behind ``start`` others sees."""
+    return torch.ones(rows, start + rows, dtype=torch.bool, device=device).tril(start)
+
+
+@torch.inference_mode()
+def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
+    """Write K/V of the rows of ``batch`` into their buffers; those of one stream in their order.
+
+    ``floor``: see ``mmserve.decode.forward.row_floor``. A call that fails can be repeated.
+    """
+    if not batch:
+        return
+    ends = np.cumsum([len(new.x_RD) for new in batch]).tolist()
+    own = [(slice(end - len(new.x_RD), end), new) for end, new in zip(ends, batch, strict=True)]
+    short = padded_rows(ends[-1], floor) - ends[-1]
+    x_TD = F.pad(torch.cat([new.x_RD for new in batch]), (0, 0, 0, short))
+    places = torch.from_numpy(np.concatenate([new.places for new in batch])).to(model.device)
+
+    decoder = model.decoder
+    cos, sin = decoder.rotary(F.pad(places, (0, short)))
+
+    def write(layer: int, k: Tensor, v: Tensor) -> None:
+        turned = rotate(k, cos, sin)
+        for rows, new in own:
+            b = new.buffers
+            assert b.keys is not None and b.values is not None and b.turned is not None
+            for buffer, fresh in ((b.keys, k), (b.values, v), (b.turned, turned)):
+                buffer[layer, new.start : new.stop] = fresh[rows]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        write(layer, k, v)
+        q = rotate(q, cos, sin)
+        seen = torch.zeros_like(q)
+        for rows, new in own:
+            keys, values = new.buffers.turned, new.buffers.values
+            assert keys is not None and values is not None
+            seen[rows] = _attention(
+                q[rows],
+                keys[layer, : new.stop],
+                values[layer, : new.stop],
+                _sight(len(new.x_RD), new.start, model.device),
+            )
+        return seen
+
+    last = len(decoder.layers) - 1
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer, DecoderLayer)
+        if index < last:
+            x_TD = layer(x_TD, cos, sin, index, attend)
+        else:  # nobody asks what comes out of it
+            write(index, *layer.keys_and_values(x_TD))
+
+
+def _attention(q_RHK: Tensor, k_LGK: Tensor, v_LGK: Tensor, mask_RL: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_RHK, k_LGK, v_LGK))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_RL, enable_gqa=grouped)[0].transpose(0, 1)

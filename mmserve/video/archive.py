@@ -1,0 +1,80 @@
+"""Visual tokens of old frames, kept on the host for questions about the past: 17 MB an hour of the bundled models.
+
+They are kept in bfloat16: half the bytes, for a rounding that is smaller than what pruning and pooling change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.video.base import Scope
+from mmserve.video.layout import Shown
+from mmserve.video.rows import Table, frame_rows
+
+#: Bytes of a frame beside its tokens: objects of Python and torch.
+OVERHEAD = 1024
+
+
+@dataclass(frozen=True)
+class Old:
+    """A frame that can be prefilled anew: its rows (int64 ids), and its visual tokens ``[k, D]``."""
+
+    seconds: float
+    ids: np.ndarray
+    tokens_kD: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return self.tokens_kD.nbytes + self.ids.nbytes + OVERHEAD
+
+    def table(self, number: int, place: int) -> Table:
+        """Its rows as frame ``number`` of a clip, from ``place`` on."""
+        return frame_rows(self.ids, number, self.seconds, place)
+
+
+class Archive:
+    """The newest frames whose tokens fit in ``most`` bytes; not for several threads at once."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._frames = most, deque[Old]()
+        self.bytes = 0
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """When its frames are, float64, ascending."""
+        return np.array([one.seconds for one in self._frames])
+
+    def add(self, shown: Shown) -> None:
+        """Keep one more frame, the newest; the oldest go where there is no room."""
+        old = Old(shown.seconds, shown.ids, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True))
+        self._frames.append(old)
+        self.bytes += old.bytes
+        while self.bytes > self._most:
+            self.bytes -= self._frames.popleft().bytes
+
+    def found(self, scope: Scope) -> list[Old]:
+        """Its frames within ``scope``, oldest first."""
+        chosen = np.flatnonzero(inside(self.seconds, scope))
+        return [self._frames[i] for i in chosen.tolist()] if len(chosen) else []
+
+
+def inside(seconds: np.ndarray, scope: Scope) -> np.ndarray:
+    """Bool ``[n]``: which of ``seconds`` (float64; nan is none) are within ``scope``, its ends included."""
+    begin = -math.inf if scope.begin is None else scope.begin
+    end = math.inf if scope.end is None else scope.end
+    return (seconds >= begin) & (seconds <= end)
+
+
+def evenly(frames: list[Old], most: int) -> list[Old]:
+    """At most ``most`` of ``frames``, the last one among them, at even distances; one at least."""
+    if len(frames) <= max(1, most):
+        return frames
+    chosen = np.linspace(len(frames) - 1, 0, max(1, most)).round().astype(int)
+    return [frames[i] for i in sorted(set(chosen.tolist()))]

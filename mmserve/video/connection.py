@@ -1,0 +1,110 @@
+"""The way out of one connection of a session: what is about the connection first, then the session's responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from mmserve.errors import MMServeError
+from mmserve.video.indexes import Responses
+from mmserve.video.messages import Acknowledged, GoAway, Numbered, Unnumbered
+
+
+class Changes:
+    """Lets tasks of one event loop wait until something is so."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Have everybody who waits look again."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        """Wait until ``so()``."""
+        while not so():
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait for the next ``notify``."""
+        await self._event.wait()
+
+
+class Connection:
+    """Iterated by who writes to the client: indexes (0 = about the connection) and responses, in order.
+
+    It begins with what is acknowledged. The iteration ends when the session is closed, or raises why the
+    connection is ended.
+    """
+
+    def __init__(self, responses: Responses, acknowledged: Callable[[], Acknowledged]) -> None:
+        self._responses, self._acknowledged = responses, acknowledged
+        self._changes = Changes()
+        self._acknowledge = True
+        self._notice: GoAway | None = None
+        self._failed = False
+        self._error: MMServeError | None = None
+        self.half_closed = False  # the client sends nothing any more
+        self.finished: Callable[[bool], bool] = lambda half_closed: False
+        self.done = False  # the iteration came to its end
+
+    @property
+    def current(self) -> bool:
+        """Whether it has not been ended."""
+        return not self._failed
+
+    def acknowledge(self) -> None:
+        """A request was taken, or the credit has changed."""
+        self._acknowledge = True
+        self.wake()
+
+    def go_away(self, notice: GoAway) -> None:
+        """Announce the end."""
+        self._notice = notice
+        self.wake()
+
+    def close_input(self) -> None:
+        """The client sends nothing any more on it."""
+        self.half_closed = True
+        self.wake()
+
+    def fail(self, error: MMServeError | None) -> None:
+        """End it with ``error``, or, with None, without."""
+        if not self._failed:
+            self._failed, self._error = True, error
+            self.wake()
+
+    def wake(self) -> None:
+        """Look again for what is to be sent."""
+        self._changes.notify()
+
+    def __aiter__(self) -> Connection:
+        return self
+
+    async def __anext__(self) -> tuple[int, Numbered | Unnumbered]:
+        await self._changes.until(self._has_next)
+        if self._failed:
+            if self._error is not None:
+                raise self._error
+            raise StopAsyncIteration
+        if self._acknowledge:
+            self._acknowledge = False
+            return 0, self._acknowledged()
+        if self._notice is not None:
+            notice, self._notice = self._notice, None
+            return 0, notice
+        found = self._responses.send()
+        if found is None:
+            self.done = True
+            raise StopAsyncIteration
+        return found
+
+    def _has_next(self) -> bool:
+        return (
+            self._failed
+            or self._acknowledge
+            or self._notice is not None
+            or self._responses.pending
+            or self.finished(self.half_closed)
+        )

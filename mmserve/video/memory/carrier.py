@@ -1,0 +1,50 @@
+"""VideoScan (arXiv 2503.09387): what is left of an old frame is one carrier, and similar carriers become one.
+
+A carrier is the mean of its frame's visual tokens, run behind the header and the carriers before it. At the bound, the
+earlier one of the two neighbours whose tokens are the most similar is evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from mmserve.video.memory.base import Kind, Left, Rows, every_row, whole_frames, without
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """``carriers``: how many are kept at most, and never more than half of the rows that are left."""
+
+    carriers: int = 64
+    needs: ClassVar[frozenset[str]] = frozenset({"features"})
+
+    def taken(self, before_nD: np.ndarray | None, frame_nD: np.ndarray, number: int) -> np.ndarray:
+        return every_row(frame_nD)
+
+    def left(self, rows: Rows, most: int) -> Left:
+        assert rows.features is not None
+        sinks = int(np.count_nonzero(rows.kind == Kind.SINK))
+        bound = min(self.carriers, max(0, most - sinks) // 2)
+        old = np.flatnonzero(rows.kind == Kind.CARRIER)
+        added = np.minimum(bound, len(old) + np.arange(1, len(rows.frames) + 1)) - len(old)
+        gone = whole_frames(rows, most, added=added)
+        means = [rows.features[(rows.frame == f) & (rows.kind == Kind.VISUAL)].mean(0) for f in gone]
+        stay = merged(np.stack([*rows.features[old], *means]), bound)
+        keep = np.setdiff1d(without(rows, gone), old[~stay[: len(old)]])
+        return Left(keep, gone[stay[len(old) :]])
+
+
+def merged(tokens_nD: np.ndarray, most: int) -> np.ndarray:
+    """Bool ``[n]``: which carriers stay, at most ``most``; of the two most similar neighbours the earlier goes."""
+    unit = tokens_nD / np.maximum(np.linalg.norm(tokens_nD, axis=1, keepdims=True), 1e-6)
+    left = list(range(len(unit)))
+    while len(left) > most:
+        alike = [float(unit[a] @ unit[b]) for a, b in pairwise(left)]
+        left.pop(int(np.argmax(alike)) if alike else 0)
+    stay = np.zeros(len(unit), dtype=bool)
+    stay[left] = True
+    return stay

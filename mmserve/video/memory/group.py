@@ -1,0 +1,58 @@
+"""QuickVideo's choice (arXiv 2505.16175): of a group of frames, the rows with the smallest L2 norm of their keys stay.
+
+Those draw the most attention (arXiv 2406.11430). The paper prunes each layer by itself; here rows are shared by all
+layers, and norms are means over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mmserve.video.memory.base import CHUNK, Kind, Left, Rows, every_row, whole_frames, without
+
+
+@dataclass(frozen=True)
+class Group:
+    """Of every ``size`` frames but the newest, ``share`` of the visual rows stay once room is needed; then the oldest
+    frames go."""
+
+    size: int = CHUNK
+    share: float = 0.25
+    needs: ClassVar[frozenset[str]] = frozenset({"norms"})
+
+    def taken(self, before_nD: np.ndarray | None, frame_nD: np.ndarray, number: int) -> np.ndarray:
+        return every_row(frame_nD)
+
+    def left(self, rows: Rows, most: int) -> Left:
+        assert rows.norms is not None
+        keep = np.arange(len(rows))
+        for group in self._groups(rows):
+            if len(keep) <= most:
+                break
+            keep = np.setdiff1d(keep, self._dropped(rows, group))
+        if len(keep) > most:
+            thin = Rows(rows.kind[keep], rows.frame[keep])
+            keep = keep[without(thin, whole_frames(thin, most))]
+        return Left(keep)
+
+    def _groups(self, rows: Rows) -> list[np.ndarray]:
+        """Frames (int64) of each group that has not been thinned, oldest first; never the newest ``size`` frames."""
+        frames = rows.frames
+        old = frames[: max(0, len(frames) - self.size)]
+        groups = [old[old // self.size == g] for g in np.unique(old // self.size)]
+        visual = rows.kind == Kind.VISUAL
+        most = max(np.count_nonzero(visual & (rows.frame == f)) for f in frames)
+        return [g for g in groups if np.count_nonzero(visual & np.isin(rows.frame, g)) > self.share * most * len(g) + 1]
+
+    def _dropped(self, rows: Rows, group: np.ndarray) -> np.ndarray:
+        """Rows (int64) of ``group`` that go: visual ones with large norms, and labels of frames without any left."""
+        assert rows.norms is not None
+        own = np.isin(rows.frame, group) & (rows.kind >= Kind.LABEL)
+        visual = np.flatnonzero(own & (rows.kind == Kind.VISUAL))
+        count = int(np.ceil(self.share * len(visual)))
+        stay = visual[np.argsort(rows.norms[visual], kind="stable")[:count]]
+        bare = own & ~np.isin(rows.frame, rows.frame[stay])
+        return np.union1d(np.setdiff1d(visual, stay), np.flatnonzero(bare))

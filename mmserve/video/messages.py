@@ -1,0 +1,237 @@
+"""What clients ask of a session, and what it reports: plain data, as ``rpc/video_messages.py`` reads and writes it.
+
+Times are seconds on the session's clock, unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from mmserve.core.events import CommittedToken, Delta, Event, Finished, Snapshot
+from mmserve.core.request import Request
+from mmserve.errors import MMServeError
+from mmserve.video.alerts import Rule
+from mmserve.video.base import Asked, Scope
+
+# --- requests ---
+
+
+@dataclass(frozen=True)
+class PushImage:
+    """An image file, which is one frame."""
+
+    data: bytes = field(repr=False)
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PushSegment:
+    """A piece of encoded video that begins with a keyframe; ``start`` None = right after the one before."""
+
+    data: bytes = field(repr=False)
+    init: bytes = field(repr=False, default=b"")
+    start: float | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question; ``request`` makes the engine's request, and raises what is wrong with it."""
+
+    question_id: str
+    request: Callable[[], Request] = field(repr=False)
+    scope: Scope | None = None
+
+
+@dataclass(frozen=True)
+class CancelAsk:
+    """End a question early."""
+
+    question_id: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A standing question, true while the answer is ``wanted``, one of ``choices``."""
+
+    watch_id: str
+    text: str
+    choices: tuple[str, ...] = ("yes", "no")
+    wanted: str = "yes"
+    rule: Rule = field(default_factory=Rule)
+
+
+@dataclass(frozen=True)
+class Unwatch:
+    """End a standing question."""
+
+    watch_id: str
+
+
+@dataclass(frozen=True)
+class GetStatistics:
+    """Report ``Statistics``."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """End the session once everything before is done."""
+
+
+Push = PushImage | PushSegment
+SessionRequest = Push | Ask | CancelAsk | Watch | Unwatch | GetStatistics | Close
+
+
+def push_bytes(push: Push) -> int:
+    """Bytes that ``push`` holds."""
+    return len(push.data) + (len(push.init) if isinstance(push, PushSegment) else 0)
+
+
+# --- responses that are numbered and kept until they are confirmed ---
+
+
+@dataclass(frozen=True)
+class FramesTaken:
+    """``seconds``: of the newest frame taken; ``ready``: seconds from push to visible, of the slowest frame."""
+
+    taken: int
+    dropped: int
+    seconds: float
+    ready: float
+
+
+@dataclass(frozen=True)
+class PushFailed:
+    """A push, or the rest of its frames, could not be taken."""
+
+    index: int
+    error: MMServeError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Something about a question; its last is a ``Finished`` for each sample, or an error."""
+
+    question_id: str
+    event: Asked | Event | MMServeError
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A standing question turned true or false; ``probability`` is that of what makes it true."""
+
+    watch_id: str
+    active: bool
+    probability: float
+    mass: float
+    seconds: float
+    answer: str
+
+
+@dataclass(frozen=True)
+class WatchState:
+    """A standing question was accepted or removed, or, with ``error``, is not asked."""
+
+    watch_id: str
+    accepted: bool
+    error: MMServeError | None = None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counters of a session; bytes and rows are those held now."""
+
+    frames_taken: int = 0
+    frames_dropped: int = 0
+    pushes_failed: int = 0
+    questions: int = 0
+    alerts: int = 0
+    resumes: int = 0
+    waiting_bytes: int = 0
+    kept_rows: int = 0
+    evicted_rows: int = 0
+    kv_bytes: int = 0
+    feature_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The last response."""
+
+
+Numbered = FramesTaken | PushFailed | Answer | Alert | WatchState | Statistics | Closed
+
+# --- responses about the connection ---
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Pushes, and their bytes, that may be sent beyond the acknowledged index."""
+
+    pushes: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """Every request up to ``index`` has been taken."""
+
+    index: int
+    credit: Credit
+
+
+@dataclass(frozen=True)
+class GoAway:
+    """The session ends in ``time_left`` seconds."""
+
+    time_left: float
+    reason: str
+
+
+Unnumbered = Acknowledged | GoAway
+
+#: Bytes that a response takes beside its texts, about.
+_OVERHEAD = 256
+
+
+def response_bytes(response: Numbered) -> int:
+    """About how many bytes ``response`` holds."""
+    match response:
+        case Answer(_, Delta(text)) | Answer(_, Snapshot(text)):
+            return _OVERHEAD + 4 * len(text)
+        case Answer(_, Finished() as event):
+            return _OVERHEAD + 4 * len(event.text) + sum(map(_token_bytes, event.tokens))
+        case Answer(_, MMServeError() as error) | PushFailed(_, error):
+            return _OVERHEAD + 4 * len(error.message)
+    return _OVERHEAD
+
+
+def _token_bytes(token: CommittedToken) -> int:
+    return _OVERHEAD + 4 * len(token.text)
+
+
+def joined(unsent: list[Numbered], response: Numbered) -> None:
+    """Add ``response`` to ``unsent``, in place, joined with what is in there.
+
+    Reports of frames become one, and so do the deltas of a sample; of its snapshots the latest is kept.
+    """
+    for at in range(len(unsent) - 1, -1, -1):
+        both = _both(unsent[at], response)
+        if both is not None:
+            unsent[at] = both
+            return
+    unsent.append(response)
+
+
+def _both(old: Numbered, new: Numbered) -> Numbered | None:
+    """One response in place of the two, where that reports the same."""
+    match old, new:
+        case FramesTaken(), FramesTaken():
+            ready = max(old.ready, new.ready)
+            return FramesTaken(old.taken + new.taken, old.dropped + new.dropped, max(old.seconds, new.seconds), ready)
+        case Answer(a, Delta() as first), Answer(b, Delta() as second) if (a, first.sample) == (b, second.sample):
+            return Answer(a, Delta(first.text + second.text, first.sample))
+        case Answer(a, Snapshot() as first), Answer(b, Snapshot() as second) if (a, first.sample) == (b, second.sample):
+            return Answer(a, replace(second, edited=first.edited + second.edited))
+    return None

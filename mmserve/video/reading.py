@@ -1,0 +1,81 @@
+"""Frames of what a client pushes, decoded in child processes (``encode/decoding.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mmserve.encode.containers import needs_init
+from mmserve.encode.decoding import Decoders
+from mmserve.encode.sampling import Sampler
+from mmserve.encode.segments import Segment, decode_segment
+from mmserve.encode.wire import MediaFile
+from mmserve.errors import InvalidArgument
+from mmserve.models.picture import Resize
+from mmserve.video.base import Frame
+from mmserve.video.messages import Push, PushImage, PushSegment
+from mmserve.video.overload import pixel_bytes
+
+
+class PushReader:
+    """The frames of one session's pushes, in order; used by one thread at a time.
+
+    ``most_bytes``: of the frames of one push; ``resize``: what the model does first to every frame.
+    """
+
+    def __init__(self, decoders: Decoders, sampler: Sampler, most_bytes: int, resize: Resize | None) -> None:
+        self._decoders, self._sampler = decoders, sampler
+        self._most_bytes, self._resize = most_bytes, resize
+        self._init = b""  # the last initialisation segment
+        self._end = 0.0  # where the last segment ends
+        self._newest: float | None = None  # of the newest frame
+
+    def read(self, push: Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
+        """As ``Reader.read``; raises ``InvalidArgument`` for what cannot be decoded, or is not after what came before.
+
+        Of a push that is refused no frame is taken.
+        """
+        frames = self._image(push, check) if isinstance(push, PushImage) else self._segment(push, check)
+        for frame in frames:
+            self._newest = frame.seconds
+            take(frame)
+
+    def _image(self, push: PushImage, check: Callable[[], None]) -> list[Frame]:
+        self._check_after(push.seconds, "push_image.seconds")
+        file = MediaFile(push.data, clip=False, name="push_image.data", resize=self._resize)
+        [pictures] = self._decoders.map([lambda decode: decode(file)], check)
+        self._end = push.seconds
+        return [Frame(push.seconds, pictures.frames[0])]
+
+    def _segment(self, push: PushSegment, check: Callable[[], None]) -> list[Frame]:
+        if push.init:
+            self._init = push.init
+        begin = self._end if push.start is None else push.start
+        if push.start is not None:
+            self._check_after(begin, "push_segment.start_seconds")
+        segment = Segment(push.data, self._init if needs_init(push.data) else b"", begin)
+        [(read, sampler)] = self._decoders.map(
+            [
+                lambda decode: decode_segment(
+                    decode,
+                    segment,
+                    begin=begin,
+                    sampler=self._sampler,
+                    field="push_segment.data",
+                    resize=self._resize,
+                )
+            ],
+            check,
+        )
+        if (size := sum(pixel_bytes(frame.image) for frame in read.frames)) > self._most_bytes:
+            raise InvalidArgument.of(
+                "push_segment.data",
+                f"has {len(read.frames)} frames of {size} bytes to be looked at; the limit is {self._most_bytes} "
+                "([video] waiting_bytes of the server): send shorter segments",
+            )
+        self._sampler, self._end = sampler, read.end
+        return [Frame(each.seconds, each.image, each.detail) for each in read.frames]
+
+    def _check_after(self, seconds: float, field: str) -> None:
+        if self._newest is not None and seconds <= self._newest:
+            why = f"must be after {self._newest:g}, where the newest frame is, not {seconds:g}"
+            raise InvalidArgument.of(field, why)

@@ -1,0 +1,144 @@
+"""All sessions of a server: found again by their handle, bounded in number, and ended when nobody comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from prometheus_client import Gauge
+
+from mmserve.config import VideoConfig
+from mmserve.core.tenant import Tenant
+from mmserve.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
+from mmserve.video.messages import GoAway
+from mmserve.video.session import Session
+
+logger = logging.getLogger("mmserve.video")
+
+_HANDLE_BYTES = 32
+#: How often sessions are looked at for those that nobody uses (seconds).
+_SWEEP_SECONDS = 0.25
+#: When a client may try again that finds too many sessions (seconds).
+_RETRY_AFTER = 5.0
+
+
+class Registry:
+    """Sessions by their handles; used on one event loop."""
+
+    def __init__(self, config: VideoConfig, count: Gauge | None = None) -> None:
+        self._config, self._count = config, count
+        self._sessions: dict[str, Session] = {}
+        self._opening = 0
+        self._changed = asyncio.Event()  # a session ended, or another drain began
+        self._sweeping: asyncio.Task[None] | None = None
+        self._ends_at: float | None = None  # of a drain, on the monotonic clock (seconds)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def check_room(self, tenant: Tenant) -> None:
+        """Raise ``ResourceExhausted`` where ``tenant`` cannot have one more session, ``Unavailable`` in a drain."""
+        if self._ends_at is not None:
+            raise Unavailable("the server is shutting down; open the session on another one")
+        if len(self._sessions) + self._opening >= self._config.max_sessions:
+            raise ResourceExhausted(
+                f"there are {len(self._sessions)} sessions, as many as [video] max_sessions allows; try again later",
+                retry_after=_RETRY_AFTER,
+            )
+        most = self._config.sessions_per_tenant
+        if most and sum(session.tenant.name == tenant.name for session in self._sessions.values()) >= most:
+            raise ResourceExhausted(
+                f"this tenant has {most} sessions, as many as [video] sessions_per_tenant allows; close one",
+                retry_after=_RETRY_AFTER,
+            )
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Count a session that is being opened."""
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+
+    def open(self, tenant: Tenant, make: Callable[[str, Callable[[Session], None]], Session]) -> Session:
+        """A new session, that ``make`` makes of its handle and what is to be called at its end.
+
+        Raises what ``check_room`` does.
+        """
+        self.check_room(tenant)
+        session = make(secrets.token_urlsafe(_HANDLE_BYTES), self._ended)
+        self._sessions[session.handle] = session
+        self._counted()
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = asyncio.create_task(self._sweep())
+        return session
+
+    def find(self, handle: str, tenant: Tenant) -> Session:
+        """The session of ``tenant`` with this handle.
+
+        Raises ``NotFound`` for an unknown one, one that has ended, and one of somebody else alike.
+        """
+        session = self._sessions.get(handle)
+        if session is None or session.tenant.name != tenant.name:
+            raise NotFound("no session can be resumed with this handle: there is none, or it has ended; open a new one")
+        return session
+
+    def notice(self) -> GoAway | None:
+        """What a new connection is told of a drain under way."""
+        if self._ends_at is None:
+            return None
+        return GoAway(max(0.0, self._ends_at - time.monotonic()), "the server is shutting down")
+
+    def end_all(self, owner: object) -> None:
+        """End the sessions of an engine that ends."""
+        for session in list(self._sessions.values()):
+            if session.owner is owner:
+                session.end(Unavailable("the session's model is not served any more; open a new session"))
+
+    async def drain(self, seconds: float) -> None:
+        """Announce the end to all sessions, wait until they are closed, and end what is left after ``seconds``.
+
+        May be called again, with a shorter time, while a first call waits.
+        """
+        self._ends_at = time.monotonic() + seconds
+        if (notice := self.notice()) is not None:
+            for session in self._sessions.values():
+                session.go_away(notice)
+        self._changed.set()
+        while self._sessions and (seconds := self._ends_at - time.monotonic()) > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
+        if left := list(self._sessions.values()):
+            logger.info("%d sessions are ended: the server is shutting down", len(left))
+        for session in left:
+            session.end(Unavailable("the server is shutting down; open a new session on another one"))
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+    def _ended(self, session: Session) -> None:
+        self._sessions.pop(session.handle, None)
+        self._changed.set()
+        self._counted()
+
+    def _counted(self) -> None:
+        if self._count is not None:
+            self._count.set(len(self._sessions))
+
+    async def _sweep(self) -> None:
+        """End sessions without a connection after ``resume_seconds``, and silent ones after ``idle_seconds``."""
+        while self._sessions:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            now = time.monotonic()
+            for session in list(self._sessions.values()):
+                if session.detached is not None and now - session.detached > self._config.resume_seconds:
+                    logger.info("a session without a connection ended after %g s", self._config.resume_seconds)
+                    session.end(None)
+                elif now - session.last_request > self._config.idle_seconds and session.idle:
+                    why = f"no request came for {self._config.idle_seconds:g} seconds ([video] idle_seconds)"
+                    session.end(DeadlineExceeded(f"{why}, and nothing was under way; open a new session"))

@@ -1,0 +1,599 @@
+"""One session: requests in, frames to the model in their order, questions between them, responses out.
+
+Everything here runs on one event loop, but for what ``Work`` runs: decoding, and calls of the model's stream. Requests
+are taken once each by their index (``indexes.py``). Pushes are decoded one after another, and their frames wait for the
+model (``overload.py``); a question keeps its place among them, so that it sees each frame that was pushed before it and
+no other. Connections come and go; what is under way does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mmserve.config import VideoConfig
+from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.request import Request
+from mmserve.core.tenant import Tenant
+from mmserve.errors import (
+    Cancelled,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    MMServeError,
+    ResourceExhausted,
+    Unimplemented,
+)
+from mmserve.observe.sessions import SessionMetrics
+from mmserve.video import messages as m
+from mmserve.video.alerts import Watch as WatchRule
+from mmserve.video.base import Frame, Seen, Stream
+from mmserve.video.connection import Changes, Connection
+from mmserve.video.indexes import Requests, Responses, Window
+from mmserve.video.overload import Overload, Waiting, WaitingFrame
+from mmserve.video.standing import Judged, Standing, StandingQuestion
+
+logger = logging.getLogger("mmserve.video")
+
+#: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
+MOST_QUEUED = 1024
+#: When a client may resume that did not read its responses (seconds).
+_RETRY_AFTER = 0.1
+#: Calls a blocking function elsewhere.
+Work = Callable[..., Awaitable[Any]]
+
+
+class Reader(Protocol):
+    """Makes frames of what is pushed, one push after another."""
+
+    def read(self, push: m.Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
+        """Give the frames of ``push`` to ``take`` in order; ``check`` raises to end that."""
+        ...
+
+
+class Noted(Protocol):
+    """What takes note of one question, for quotas and metrics."""
+
+    def begin(self) -> None:
+        """It came; raises ``ResourceExhausted`` where its tenant may not ask now."""
+        ...
+
+    def see(self, event: Event) -> None:
+        """Something of its answer was made."""
+        ...
+
+    def end(self, error: MMServeError | None) -> None:
+        """It was answered, or ended with ``error``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What sessions of one model share.
+
+    ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
+    ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
+    the model cannot be asked standing questions.
+    """
+
+    config: VideoConfig
+    work: Work
+    judge: Work
+    cancel: Callable[[str], None]
+    noted: Callable[[], Noted]
+    metrics: SessionMetrics
+    standing: Standing | None
+
+
+@dataclass(eq=False)
+class _Pushed:
+    push: m.Push
+    index: int
+    arrived: float
+    size: int
+
+
+@dataclass(eq=False)
+class _Question:
+    ask: m.Ask
+    request: Request
+    noted: Noted
+    left: int  # samples that have not finished
+    submitted: bool = False
+    held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
+
+
+@dataclass(eq=False)
+class _Watching:
+    """A standing question of the session."""
+
+    request: m.Watch
+    question: StandingQuestion
+    state: WatchRule
+
+
+class _Closing:
+    pass
+
+
+class Session:
+    """A session of ``tenant``; made on the running loop, which runs it from then on.
+
+    ``ended`` is called once, when nothing can be resumed any more.
+    """
+
+    def __init__(
+        self,
+        handle: str,
+        tenant: Tenant,
+        stream: Stream,
+        reader: Reader,
+        around: Surroundings,
+        overload: Overload,
+        ended: Callable[[Session], None],
+    ) -> None:
+        self.handle, self.tenant = handle, tenant
+        self.greeting: Any = None  # what its connections are told first; who opens it sets that
+        self.owner: object = None  # the engine that it is of; the same
+        self.last_request = time.monotonic()
+        self.detached: float | None = self.last_request  # since when it has no connection
+        self.error: MMServeError | None = None  # what it ended with
+        self.over = False
+        self._stream, self._reader, self._around, self._ended = stream, reader, around, ended
+        self._config = config = around.config
+        self._loop = asyncio.get_running_loop()
+        self._changes = Changes()
+        self._requests = Requests()
+        self._window = Window(config.credit_pushes, config.credit_bytes)
+        self._responses = Responses(config.outbox_bytes)
+        self._connection: Connection | None = None
+        self._most_unsent = config.outbox_bytes  # what may wait to be sent before the connection is given up
+        self._to_decode: deque[object] = deque()
+        self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
+        self._appending = 0  # frames that the stream has not seen yet
+        self._under_way = 0  # the same, and those that standing questions are still asked about
+        self._to_judge: deque[tuple[Seen, tuple[_Watching, ...]]] = deque()
+        self._watch_ids: set[str] = set()
+        self._watches: dict[str, _Watching] = {}
+        self._calls = asyncio.Lock()  # a stream is called by one thread at a time
+        self._questions: dict[str, _Question] = {}
+        self._closing = False
+        self._closed = False
+        self._failed_push = 0  # index of the last push that was reported
+        self._stats = m.Statistics()
+        self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._judge)]
+        for task in self._tasks:
+            task.add_done_callback(self._broken)
+
+    # --- connections ---
+
+    def attach(self, received: int | None = None) -> Connection:
+        """A connection from now on, in place of any other; ``received``: of a resume, the last response received.
+
+        Raises ``FailedPrecondition`` where a response after that is not kept any more.
+        """
+        if received is not None:
+            self._responses.resume(received)
+            self._stats = replace(self._stats, resumes=self._stats.resumes + 1)
+            self._around.metrics.resumed()
+        if self._connection is not None:
+            self._connection.fail(FailedPrecondition("the session was resumed on another connection"))
+        self.detached = None
+        self.last_request = time.monotonic()
+        self._most_unsent = self._responses.unsent_bytes + self._config.outbox_bytes
+        self._connection = Connection(
+            self._responses, lambda: m.Acknowledged(self._requests.taken, self._window.credit)
+        )
+        self._connection.finished = self._finished
+        return self._connection
+
+    def detach(self, connection: Connection) -> None:
+        """``connection`` is lost; nothing happens where it was replaced."""
+        if connection is not self._connection:
+            return
+        self._connection = None
+        self.detached = time.monotonic()
+        if self._closed and connection.done:
+            self.end(None)
+
+    def go_away(self, notice: m.GoAway) -> None:
+        """Announce a planned end."""
+        if self._connection is not None:
+            self._connection.go_away(notice)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._questions or self._under_way or len(self._waiting) or self._to_decode)
+
+    def end(self, error: MMServeError | None) -> None:
+        """End with ``error``, None = by the client's wish: what is under way is given up, and nothing stays."""
+        if self.over:
+            return
+        self.over, self.error = True, error
+        for task in self._tasks:
+            task.remove_done_callback(self._broken)
+            task.cancel()
+        for question in list(self._questions.values()):
+            self._end_question(question, Cancelled("the session ended"))
+        self._to_decode.clear()
+        if not self._closed:
+            self._loop.create_task(self._close_stream())
+        if self._connection is not None:
+            self._connection.fail(error)
+        self._ended(self)
+
+    # --- requests ---
+
+    def take(self, index: int, received: int, request: m.SessionRequest | None) -> None:
+        """Take a request in, if it is new; None is an empty one, which confirms responses.
+
+        What is wrong with one push or question is reported in its response. Raises what ends the session:
+        ``InvalidArgument`` for wrong indexes, ``ResourceExhausted`` for a client that pushes on without credit.
+        """
+        self.last_request = time.monotonic()
+        if received:
+            self._responses.confirm(received)
+            self._wake()
+        if request is None:
+            if index:
+                raise InvalidArgument.of("request", "must be one that this server knows")
+            return
+        if not self._requests.take(index):
+            return
+        self._acknowledge()
+        if self._closing:
+            raise InvalidArgument.of("request", "must not come after close")
+        match request:
+            case m.PushImage() | m.PushSegment():
+                self._push(index, request)
+            case m.Ask():
+                self._ask_later(request)
+            case m.CancelAsk(question_id):
+                if (question := self._questions.get(question_id)) is not None:
+                    self._cancel(question)
+            case m.Watch(watch_id):
+                if watch_id in self._watch_ids:
+                    raise InvalidArgument.of("watch.watch_id", f"{watch_id!r} is a standing question already")
+                self._watch_ids.add(watch_id)
+                self._queue(request)
+            case m.Unwatch(watch_id):
+                self._watch_ids.discard(watch_id)
+                self._queue(request)
+            case m.GetStatistics():
+                self._queue(request)
+            case m.Close():
+                self._closing = True
+                self._queue(_Closing())
+        self._changes.notify()
+
+    def _push(self, index: int, push: m.Push) -> None:
+        size = m.push_bytes(push)
+        if size > self._config.credit_bytes:
+            limit = f"the limit is {self._config.credit_bytes} ([video] credit_bytes of the server)"
+            self._fail_push(index, InvalidArgument.of("data", f"has {size} bytes; {limit}"))
+        elif self._window.push(size):
+            self._queue(_Pushed(push, index, time.monotonic(), size))
+        else:
+            self._fail_push(index, ResourceExhausted("it was pushed without credit; wait for `credit`"))
+
+    def _queue(self, item: object) -> None:
+        if len(self._to_decode) + len(self._waiting) >= MOST_QUEUED + self._config.credit_pushes:
+            raise ResourceExhausted(f"more than {MOST_QUEUED} requests wait; a session that sends on is ended")
+        self._to_decode.append(item)
+
+    def _ask_later(self, ask: m.Ask) -> None:
+        if ask.question_id in self._questions:
+            raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
+        self._stats = replace(self._stats, questions=self._stats.questions + 1)
+        noted = self._around.noted()
+        try:
+            if len(self._questions) >= self._config.max_questions:
+                limit = f"{self._config.max_questions} ([video] max_questions)"
+                raise ResourceExhausted(f"a session has at most {limit} questions at once; wait for one to be answered")
+            noted.begin()
+            request = ask.request()
+        except MMServeError as error:
+            noted.end(error)
+            self._report(m.Answer(ask.question_id, error))
+            return
+        question = _Question(ask, request, noted, request.sampling.n)
+        self._questions[ask.question_id] = question
+        self._queue(question)
+
+    def _cancel(self, question: _Question) -> None:
+        if question.submitted:
+            self._around.cancel(question.request.id)
+        else:
+            self._end_question(question, Cancelled("the question was cancelled"))
+
+    # --- decoding, one push after another ---
+
+    async def _decode(self) -> None:
+        while True:
+            await self._changes.until(lambda: bool(self._to_decode) and not self._waiting.full)
+            item = self._to_decode.popleft()
+            if isinstance(item, _Pushed):
+                await self._read(item)
+            else:
+                self._waiting.put(item)
+            self._changes.notify()
+
+    async def _read(self, pushed: _Pushed) -> None:
+        def take(frame: Frame) -> None:
+            self._loop.call_soon_threadsafe(self._frame, WaitingFrame(frame, pushed.index, pushed.arrived))
+
+        try:
+            await self._around.work(self._reader.read, pushed.push, take, self._check)
+        except Exception as error:  # noqa: BLE001 - one push's failure is its own
+            self._fail_push(pushed.index, _typed(error))
+        finally:
+            self._window.done(pushed.size)
+            self._acknowledge()
+
+    def _check(self) -> None:
+        if self.over:
+            raise Cancelled("the session ended")
+
+    def _frame(self, frame: WaitingFrame) -> None:
+        if self.over:
+            return
+        dropped = self._waiting.put(frame)
+        if dropped:
+            self._stats = replace(self._stats, frames_dropped=self._stats.frames_dropped + dropped)
+            self._around.metrics.dropped(dropped)
+            self._report(m.FramesTaken(0, dropped, self._stats.seconds, 0.0))
+        self._changes.notify()
+
+    # --- the model's stream ---
+
+    async def _take(self) -> None:
+        while True:
+            await self._changes.until(
+                lambda: len(self._waiting) > 0 and self._under_way < self._config.frames_under_way
+            )
+            item = self._waiting.pop()
+            self._changes.notify()
+            if isinstance(item, WaitingFrame):
+                await self._append(item)
+                continue
+            await self._changes.until(lambda: not self._appending)
+            match item:
+                case _Question():
+                    await self._ask(item)
+                case m.GetStatistics():
+                    await self._report_statistics()
+                case m.Watch():
+                    await self._watch(item)
+                case m.Unwatch(watch_id):
+                    if self._watches.pop(watch_id, None) is not None:
+                        self._report(m.WatchState(watch_id, accepted=False))
+                case _Closing():
+                    await self._changes.until(lambda: not self._questions and not self._under_way)
+                    await self._close_stream()
+                    self._closed = True
+                    self._report(m.Closed())
+
+    async def _append(self, waiting: WaitingFrame) -> None:
+        try:
+            future: Future[Seen] = await self._call(self._stream.append, waiting.frame)
+        except Exception as error:  # noqa: BLE001 - the same
+            self._fail_push(waiting.index, _typed(error))
+            return
+        self._appending += 1
+        self._under_way += 1
+        watches = tuple(self._watches.values())
+        future.add_done_callback(lambda done: self._soon(self._seen, waiting, watches, done))
+
+    def _seen(self, waiting: WaitingFrame, watches: tuple[_Watching, ...], done: Future[Seen]) -> None:
+        self._appending -= 1
+        self._under_way -= 1
+        self._changes.notify()
+        if self.over:
+            return
+        error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
+        if error is not None:
+            self._fail_push(waiting.index, _typed(error))
+            return
+        if watches:
+            self._under_way += 1
+            self._to_judge.append((done.result(), watches))
+        seconds = waiting.frame.seconds
+        self._stats = replace(self._stats, frames_taken=self._stats.frames_taken + 1, seconds=seconds)
+        ready = time.monotonic() - waiting.arrived
+        self._around.metrics.taken(ready)
+        self._report(m.FramesTaken(1, 0, seconds, ready))
+
+    async def _ask(self, question: _Question) -> None:
+        if self._questions.get(question.ask.question_id) is not question:
+            return  # cancelled
+        try:
+            if not self._stats.frames_taken:
+                raise FailedPrecondition("no frame has been taken yet; push one before asking")
+            question.submitted = True
+            asked = await self._call(
+                self._stream.ask,
+                question.request,
+                question.ask.scope,
+                lambda event: self._soon(self._answered, question, event),
+            )
+        except Exception as error:  # noqa: BLE001 - the same
+            self._end_question(question, _typed(error))
+            return
+        self._report(m.Answer(question.ask.question_id, asked))
+        held, question.held = question.held or [], None
+        for event in held:
+            self._answered(question, event)
+
+    def _answered(self, question: _Question, event: Event) -> None:
+        if question.held is not None:
+            question.held.append(event)
+            return
+        if self._questions.get(question.ask.question_id) is not question:
+            return
+        if isinstance(event, Failed):
+            self._end_question(question, event.error)
+            return
+        question.noted.see(event)
+        self._report(m.Answer(question.ask.question_id, event))
+        question.left -= isinstance(event, Finished)
+        if not question.left:
+            self._end_question(question, None)
+
+    def _end_question(self, question: _Question, error: MMServeError | None) -> None:
+        """The last of a question: its answer is whole, or ``error``, which is reported."""
+        if self._questions.pop(question.ask.question_id, None) is None:
+            return
+        question.noted.end(error)
+        if error is not None:
+            if question.submitted:
+                self._around.cancel(question.request.id)
+            self._report(m.Answer(question.ask.question_id, error))
+        self._changes.notify()
+
+    # --- standing questions ---
+
+    async def _watch(self, request: m.Watch) -> None:
+        question = StandingQuestion(request.text, request.choices)
+        try:
+            if len(self._watches) >= self._config.max_watches:
+                limit = f"{self._config.max_watches} ([video] max_watches)"
+                raise ResourceExhausted(f"a session has at most {limit} standing questions; remove one first")
+            if self._around.standing is None:
+                raise Unimplemented("this model cannot be asked standing questions")
+            request.rule.check("watch")
+            await self._around.work(self._around.standing.check, question, "watch")
+        except Exception as error:  # noqa: BLE001 - one question's failure is its own
+            self._watch_ids.discard(request.watch_id)
+            self._report(m.WatchState(request.watch_id, accepted=False, error=_typed(error)))
+            return
+        self._watches[request.watch_id] = _Watching(request, question, WatchRule(request.watch_id, request.rule))
+        self._report(m.WatchState(request.watch_id, accepted=True))
+
+    async def _judge(self) -> None:
+        while True:
+            await self._changes.until(lambda: bool(self._to_judge))
+            seen, watches = self._to_judge.popleft()
+            still = [each for each in watches if self._watches.get(each.request.watch_id) is each]
+            if still and self._around.standing is not None:
+                try:
+                    questions = [each.question for each in still]
+                    judged = await self._around.judge(self._around.standing.judge, seen, questions)
+                    for each, found in zip(still, judged, strict=True):
+                        self._judged(each, found, seen.seconds)
+                except Exception as error:  # noqa: BLE001 - the same
+                    for each in still:
+                        self._stop_watch(each, _typed(error))
+            self._under_way -= 1
+            self._changes.notify()
+
+    def _judged(self, watching: _Watching, found: Judged, seconds: float) -> None:
+        watch_id = watching.request.watch_id
+        if self._watches.get(watch_id) is not watching:
+            return
+        probability = found.probability(watching.request.wanted)
+        alert = watching.state.update(probability, found.mass, seconds)
+        if alert is not None:
+            self._stats = replace(self._stats, alerts=self._stats.alerts + 1)
+            self._around.metrics.alerted()
+            self._report(m.Alert(watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
+
+    def _stop_watch(self, watching: _Watching, error: MMServeError) -> None:
+        watch_id = watching.request.watch_id
+        if self._watches.pop(watch_id, None) is not None:
+            self._watch_ids.discard(watch_id)
+            self._report(m.WatchState(watch_id, accepted=False, error=error))
+
+    # --- the rest ---
+
+    async def _report_statistics(self) -> None:
+        try:
+            of = await self._call(self._stream.stats)
+        except Exception as error:  # noqa: BLE001 - counters are no reason to end
+            logger.error("statistics of a stream: %r", error)
+            return
+        self._report(
+            replace(
+                self._stats,
+                waiting_bytes=self._window.bytes + self._waiting.bytes,
+                kept_rows=of.kept_rows,
+                evicted_rows=of.evicted_rows,
+                kv_bytes=of.kv_bytes,
+                feature_bytes=of.feature_bytes,
+            )
+        )
+
+    async def _close_stream(self) -> None:
+        try:
+            await self._call(self._stream.close)
+        except Exception as error:  # noqa: BLE001 - nobody is left to be told
+            logger.error("a stream could not be closed: %r", error)
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        async with self._calls:
+            return await self._around.work(method, *args)
+
+    # --- responses ---
+
+    def _fail_push(self, index: int, error: MMServeError) -> None:
+        """Report a push that failed, once."""
+        if self.over or index == self._failed_push:
+            return
+        self._failed_push = index
+        self._stats = replace(self._stats, pushes_failed=self._stats.pushes_failed + 1)
+        self._around.metrics.push_failed(error.code)
+        self._report(m.PushFailed(index, error))
+
+    def _report(self, response: m.Numbered) -> None:
+        if self.over:
+            return
+        self._responses.add(response)
+        self._wake()
+        if self._connection is not None and self._responses.unsent_bytes > self._most_unsent:
+            connection = self._connection
+            connection.fail(
+                ResourceExhausted(
+                    f"more than {self._config.outbox_bytes} bytes of responses wait to be read ([video] outbox_bytes); "
+                    "resume the session and read them",
+                    retry_after=_RETRY_AFTER,
+                )
+            )
+            self.detach(connection)
+
+    def _acknowledge(self) -> None:
+        if self._connection is not None:
+            self._connection.acknowledge()
+
+    def _wake(self) -> None:
+        if self._connection is not None:
+            self._connection.wake()
+
+    def _finished(self, half_closed: bool) -> bool:
+        """Whether a connection has nothing left to do."""
+        if self._closed:
+            return self._responses.confirmed or (half_closed and not self._responses.pending)
+        return half_closed and self.idle and not self._responses.pending
+
+    def _soon(self, call: Callable[..., None], *args: Any) -> None:
+        """Have the loop call this, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed: the server has stopped
+            logger.debug("an event after the end of the server")
+
+    def _broken(self, task: asyncio.Task[None]) -> None:
+        """A bug here ends this session, and no other."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.end(Internal.logged(error, "a session of video", logger))
+
+
+def _typed(error: BaseException) -> MMServeError:
+    if isinstance(error, MMServeError):
+        return error
+    return Internal.logged(error, "a session of video", logger)

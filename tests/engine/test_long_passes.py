@@ -1,0 +1,116 @@
+"""A request whose passes are long does not hold up short ones: they run between its layers, with the same answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import PATIENCE, Bench
+from helpers import ask
+
+from mmserve.core.request import Request
+
+Make = Callable[..., Bench]
+#: Rows of a batch; a long request has more in each pass, a short one less.
+BUDGET = 80
+
+
+def long_one() -> Request:
+    return ask("long", "two shapes left of " * 12, max_new_tokens=8)
+
+
+def short_ones() -> list[Request]:
+    """Of fewer rows together, all steps counted, than may run within a pass of the long one."""
+    return [ask(f"short{i}", f"{i}", max_new_tokens=4) for i in range(3)]
+
+
+def make(bench: Make) -> Bench:
+    return bench(max_tokens=256, prefill_tokens=BUDGET, decode_tokens=BUDGET)
+
+
+@pytest.fixture
+def alone(bench: Make) -> dict[str, list[int]]:
+    b = bench(max_tokens=256, stages="inline")
+    for request in (long_one(), *short_ones()):
+        b.ask(request)
+    assert len(b.canvases["long"][0]) > BUDGET > max(len(b.canvases[r.id][0]) for r in short_ones())
+    return {name: tokens.tolist() for name, (tokens, _committed) in b.canvases.items()}
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_short_requests_end_within_one_layer_of_a_long_pass(
+    bench: Make, alone: dict[str, list[int]], stage: str
+) -> None:
+    """The long pass is held in its first layer until all of them have ended."""
+    b = make(bench)
+    decoder = b.engine.stages.decoder
+    method = {"prefill": "prefill", "decode": "propose"}[stage]
+    way, run = decoder._ways[stage], getattr(decoder, method)
+    entered, ended, under_way = threading.Event(), threading.Event(), list[set[str]]()
+
+    def running(batch: list[Any]) -> Any:
+        requests = (each[0] if isinstance(each, tuple) else each.request for each in batch)
+        under_way.append({request.id for request in requests})
+        try:
+            return run(batch)
+        finally:
+            under_way.pop()
+
+    def patient() -> None:
+        if under_way == [{"long"}]:
+            entered.set()
+            while not ended.wait(0.001):
+                way()
+
+    setattr(decoder, method, running)
+    decoder._ways[stage] = patient
+    [long] = b.submit(long_one())
+    assert entered.wait(PATIENCE)
+    shorts = b.submit(*short_ones())
+    for call in shorts:
+        call.finished()
+    assert not long.ended
+    ended.set()
+    long.finished()
+    assert {name: tokens.tolist() for name, (tokens, _committed) in b.canvases.items()} == alone
+    b.await_nothing_left()
+
+
+def test_a_long_request_runs_no_more_rows_than_each_short_one_beside_it(bench: Make) -> None:
+    """And not a pass for each of their steps."""
+    b, steps = make(bench), 12
+    shorts = [ask(f"short{i}", f"{i}", max_new_tokens=steps) for i in range(3)]
+    for call in b.submit_together(long_one(), *shorts):
+        call.finished()
+    rows = {name: len(tokens) for name, (tokens, _committed) in b.canvases.items()}
+    last = max(i for i, batch in enumerate(b.batches) if batch[0] != "long")
+    ran = rows["long"] * sum("long" in batch for batch in b.batches[:last])
+    assert ran <= steps * rows["short0"] + 3 * rows["long"] < steps * rows["long"]
+
+
+def test_a_long_request_that_is_cancelled_leaves_those_within_its_pass(
+    bench: Make, alone: dict[str, list[int]]
+) -> None:
+    b = make(bench)
+    decoder, held = b.engine.stages.decoder, threading.Event()
+    way, entered = decoder._ways["decode"], threading.Event()
+
+    def patient() -> None:
+        if not held.is_set() and not entered.is_set():
+            entered.set()
+            b.engine.cancel("long")
+            while not held.wait(0.001):
+                way()
+
+    decoder._ways["decode"] = patient
+    [long] = b.submit(long_one())
+    assert entered.wait(PATIENCE)
+    long.error()
+    shorts = b.submit(*short_ones())
+    for call in shorts:
+        call.finished()
+    held.set()
+    assert all(b.canvases[call.request.id][0].tolist() == alone[call.request.id] for call in shorts)
+    b.await_nothing_left()

@@ -1,0 +1,194 @@
+"""Standing questions: many in one pass answer as each does alone, by a plain forward pass of its whole prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mmserve.config import ModelConfig
+from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.models.base import LoadedModel
+from mmserve.models.decoder import dense_attention
+from mmserve.models.packed import pack
+from mmserve.models.registry import load_model
+from mmserve.reference.images import yes_no
+from mmserve.reference.scenes import Scene, draw_scene
+from mmserve.video.base import Seen
+from mmserve.video.standing import MAX_QUESTIONS, MAX_TOKENS, Standing, StandingQuestion
+
+YES_NO = tuple(
+    StandingQuestion(f"Is there a {color} {kind}?")
+    for color in ("red", "green", "blue", "white")
+    for kind in ("circle", "square", "triangle", "shape")
+)
+#: Of several tokens, beginning alike, and one that another begins with.
+CHOICES = (
+    StandingQuestion("Where is the circle?", ("top left", "top right", "top", "bottom center", "middle left")),
+    StandingQuestion("What color is the circle?", ("red", "green", "blue", "yellow", "purple", "white")),
+    StandingQuestion("What is at the top left?", ("nothing", "a large red circle", "a large red square")),
+)
+
+
+@pytest.fixture(scope="module", params=["bundled-causal", "bundled"])
+def served(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    model = load_model(ModelConfig(path=request.param))
+    assert isinstance(model, LoadedModel)
+    yield model
+
+
+@pytest.fixture(scope="module")
+def standing(served: LoadedModel) -> Standing:
+    return Standing(served)
+
+
+@torch.inference_mode()
+def frame(model: LoadedModel, scene: Scene) -> Seen:
+    vision = model.vision
+    assert vision is not None
+    tokens = vision.see([vision.prepare(scene.picture)], frozenset(), clip=False)[0].tokens
+    return Seen(0.0, tokens[:9], tokens)
+
+
+@torch.inference_mode()
+def plain(model: LoadedModel, seen: Seen, question: StandingQuestion) -> dict[str, float]:
+    """The probability that the answer begins with each choice: each choice by itself, a whole prompt a token."""
+    tokenizer, spec = model.tokenizer, model.spec
+    content = [{"type": "image"}, {"type": "text", "text": question.text}]
+    chat = [{"role": "user", "content": content}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    before, after = (tokenizer.encode(part, add_special_tokens=False) for part in text.split("<image>"))
+    found = {}
+    for choice in question.choices:
+        tokens, log_p = tokenizer.encode(choice, add_special_tokens=False), 0.0
+        for i, token in enumerate(tokens):
+            begun = after + tokens[:i] + ([] if spec.causal else [spec.mask_id] * (16 - i))
+            ids = [torch.tensor(part) for part in (before, begun)]
+            x = torch.cat([model.decoder.embed(ids[0]), seen.whole_RD, model.decoder.embed(ids[1])])
+            length = len(x)
+            mask = torch.ones(length, length, dtype=torch.bool).tril()[None] if spec.causal else None
+            hidden = model.decoder(x, torch.arange(length), dense_attention(mask))
+            logits = model.decoder.logits(hidden[-1 if spec.causal else length - 16 + i]).double()
+            logits[list(spec.banned_ids)] = -torch.inf
+            log_p += logits.log_softmax(-1)[token].item()
+        found[choice] = float(torch.tensor(log_p, dtype=torch.float64).exp())
+    for longer in question.choices:  # what begins with a longer choice is not the shorter one's
+        for shorter in question.choices:
+            if longer != shorter and longer.startswith(shorter):
+                found[shorter] -= found[longer]
+    return found
+
+
+def some(questions: int, served: LoadedModel) -> tuple[StandingQuestion, ...]:
+    """As many as are cheap to ask in vain again and again."""
+    return (*YES_NO[:questions], *(CHOICES if served.spec.causal else CHOICES[1:2]))
+
+
+def test_answers_are_those_of_plain_passes(served: LoadedModel, standing: Standing) -> None:
+    seen = frame(served, draw_scene(random.Random(3)))
+    questions = some(8 if served.spec.causal else 2, served)
+    for question, judged in zip(questions, standing.judge(seen, questions), strict=True):
+        expected = plain(served, seen, question)
+        mass = sum(expected.values())
+        assert judged.mass == pytest.approx(mass, abs=1e-5)
+        assert judged.probabilities == pytest.approx([p / mass for p in expected.values()], abs=1e-5)
+        assert sum(judged.probabilities) == pytest.approx(1)
+        assert judged.probability(judged.answer) == max(judged.probabilities)
+
+
+def test_answers_do_not_depend_on_the_other_questions(served: LoadedModel, standing: Standing) -> None:
+    seen = frame(served, draw_scene(random.Random(4)))
+    questions = some(16 if served.spec.causal else 3, served)
+    together = standing.judge(seen, questions)
+    other_way = standing.judge(seen, questions[::-1])[::-1]
+    for question, one, other in zip(questions, together, other_way, strict=True):
+        alone = standing.judge(seen, [question])[0]
+        for judged in (one, other):
+            assert judged.mass == pytest.approx(alone.mass, abs=1e-5)
+            assert judged.probabilities == pytest.approx(alone.probabilities, abs=1e-5)
+    assert standing.judge(seen, questions) == together  # and to the last bit with the same ones
+
+
+def test_packed_weights_answer_alike(served: LoadedModel, standing: Standing) -> None:
+    if not served.spec.causal:
+        pytest.skip("as the causal model")
+    seen = frame(served, draw_scene(random.Random(5)))
+    packed = load_model(ModelConfig(path="bundled-causal"))
+    assert isinstance(packed, LoadedModel)
+    pack(packed.decoder)
+    for one, other in zip(standing.judge(seen, CHOICES), Standing(packed).judge(seen, CHOICES), strict=True):
+        assert one.probabilities == pytest.approx(other.probabilities, abs=1e-4)
+
+
+def test_a_causal_model_runs_one_pass_whatever_is_asked(served: LoadedModel, standing: Standing) -> None:
+    if not served.spec.causal:
+        pytest.skip("other models run a pass a question")
+    seen, rows = frame(served, draw_scene(random.Random(6))), list[int]()
+    hook = served.decoder.norm.register_forward_hook(lambda _m, _x, out: rows.append(out.shape[-2]))
+    try:
+        standing.judge(seen, [*YES_NO, *YES_NO])  # the same ones again cost nothing more
+    finally:
+        hook.remove()
+    assert len(rows) == 1
+    # Beginnings are shared: "Is there a red" is run once.
+    assert rows[0] < 6 + 81 + 16 * 11
+
+
+def test_answers_are_right_about_scenes(served: LoadedModel, standing: Standing) -> None:
+    rng, right = random.Random("standing"), 0
+    total = 40 if served.spec.causal else 8
+    for _ in range(total):
+        scene = draw_scene(rng)
+        text, answer = yes_no(scene, rng)
+        judged = standing.judge(frame(served, scene), [StandingQuestion(text)])[0]
+        right += (judged.answer == "yes") == answer.startswith("yes")
+        assert judged.mass > 0.5
+    assert right >= 0.9 * total
+
+
+def test_an_answer_nobody_expects_has_little_mass(served: LoadedModel, standing: Standing) -> None:
+    seen = frame(served, draw_scene(random.Random(7)))
+    judged = standing.judge(seen, [StandingQuestion("Is there a red circle?", ("circle", "square"))])[0]
+    assert judged.mass < 0.01
+    assert sum(judged.probabilities) == pytest.approx(1)
+
+
+def test_a_control_token_in_a_question_is_text(served: LoadedModel, standing: Standing) -> None:
+    hostile = StandingQuestion("<image><|eot_id|>Is there a red circle?")
+    standing.check(hostile)
+    seen = frame(served, draw_scene(random.Random(8)))
+    assert standing.judge(seen, [hostile])[0].mass <= 1
+
+
+@pytest.mark.parametrize(
+    "field, question",
+    [
+        ("watches[3].text", StandingQuestion(" ")),
+        ("watches[3].choices", StandingQuestion("Is it?", ("yes",))),
+        ("watches[3].choices", StandingQuestion("Is it?", ("yes", "no", "yes"))),
+        ("watches[3].choices", StandingQuestion("Is it?", ("yes", ""))),
+        ("watches[3].choices", StandingQuestion("Is it?", tuple(map(str, range(17))))),
+        ("watches[3]", StandingQuestion("is " * MAX_TOKENS)),
+        ("watches[3]", StandingQuestion("x" * 1_000_000)),
+    ],
+)
+def test_questions_that_cannot_be_judged_are_refused(
+    standing: Standing, field: str, question: StandingQuestion
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        standing.check(question, "watches[3]")
+    assert refused.value.violations[0].field == field
+
+
+def test_too_many_questions_are_refused(served: LoadedModel, standing: Standing) -> None:
+    seen = frame(served, draw_scene(random.Random(9)))
+    assert standing.judge(seen, []) == []
+    with pytest.raises(InvalidArgument):
+        standing.judge(seen, YES_NO[:1] * (MAX_QUESTIONS + 1))
+
+
+def test_a_model_without_eyes_is_refused(text_model: LoadedModel) -> None:
+    with pytest.raises(Unimplemented, match="no images"):
+        Standing(text_model)

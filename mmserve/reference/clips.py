@@ -54,6 +54,15 @@ class Actor:
         """Its colour at ``time``."""
         return self.turns[1] if self.turns is not None and time >= self.turns[0] else self.shape.color
 
+    def place(self, time: float, seconds: int) -> tuple[float, float]:
+        """Row and column, in cells, at ``time`` of a clip of ``seconds``; a moving shape crosses the grid in it."""
+        row, column = float(self.shape.row), float(self.shape.column)
+        if self.moves:
+            down, right = DIRECTIONS[self.moves]
+            way = 2 * time / seconds - 1  # from one side of the grid to the other
+            row, column = row + down * way if down else row, column + right * way if right else column
+        return row, column
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -95,11 +104,7 @@ class Clip:
         return seen
 
     def _center(self, actor: Actor, time: float, offset: tuple[int, int]) -> tuple[float, float]:
-        row, column = float(actor.shape.row), float(actor.shape.column)
-        if actor.moves:
-            down, right = DIRECTIONS[actor.moves]
-            way = 2 * time / self.seconds - 1  # from one side of the grid to the other
-            row, column = row + down * way if down else row, column + right * way if right else column
+        row, column = actor.place(time, self.seconds)
         return (column + 0.5) * CELL + offset[0], (row + 0.5) * CELL + offset[1]
 
 

@@ -16,14 +16,16 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
 from mmserve.reference.clips import NARRATION, Clip, h264
-from mmserve.reference.images import LISTING, SHORT_TASKS
+from mmserve.reference.images import LISTING, SHORT_TASKS, WATCH
 from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
 from mmserve.reference.model import FRAME_TIME, FRAME_TOKENS, FRAMES, PIXELS, VISUAL_TOKENS
 from mmserve.reference.pairs import CELLS, Pair
 from mmserve.reference.recipe import MIXES, REPEATED
 from mmserve.reference.scenes import Scene, Shape
+from mmserve.reference.streams import Window, draw_rows, training_clips
+from mmserve.reference.streams import frame_times as stream_times
 from mmserve.reference.tasks import SUBJECTS
-from mmserve.reference.teaching import SceneLabels, change_labels
+from mmserve.reference.teaching import SceneLabels, change_labels, window_labels
 from mmserve.reference.tokenizer import EOT, token_id
 
 #: Mean and deviation of the processor, per channel: pixels come out in [-1, 1].
@@ -59,11 +61,13 @@ ROWS = {
     "text": Rows(rows=48, canvas=((48, 64), (0.3, 0.7))),
     "pair": Rows(rows=24, packed=4),
     "cells": Rows(rows=16, canvas=((64,), (1.0,))),
+    "watch": Rows(rows=24, canvas=((16,), (1.0,))),
+    "stream": Rows(rows=16, packed=8),
 }
 #: Told in random order, so that what is left of a masked answer must tell what it speaks of.
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 #: Everything that batches are drawn from.
-TAUGHT = {**SUBJECTS, **UNORDERED}
+TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH}
 #: Captions are long: they have batches of their own, this share of the image ones, and this canvas (tokens).
 CAPTIONS, CAPTION_CANVAS = 0.12, 48
 
@@ -79,7 +83,8 @@ class Batch:
     the same media, each as if alone: ``question`` numbers them from 1 (0 = the media before them), and ``positions``
     count on from the media in each. ``share`` sums to 1 over the answer tokens of a question and is 0 elsewhere;
     ``block`` is the answer block a position lies in (0 outside); ``seen`` is False at padding. ``labels`` teach the
-    tower; None where the pictures are frames. ``changes [visual tokens, 4]`` teach the decoder (``change_labels``).
+    tower; None where the pictures are frames. ``changes [visual tokens, n]`` teach the decoder (``change_labels``).
+    ``visual``, where given, are the visual tokens themselves, in order, in place of pictures.
     ``left [B, T]``, where given, bounds what a position sees of question 0: only positions before that one.
     """
 
@@ -97,6 +102,7 @@ class Batch:
     labels: SceneLabels | None
     changes: Tensor | None
     left: Tensor | None = None
+    visual: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``."""
@@ -135,17 +141,29 @@ def frame_times(seconds: float) -> list[float]:
 
 
 def draw(
-    step: int, seed: int, *, looking: bool, packed: bool = False, scale: float = 1.0, mix: str = "broad"
+    step: int,
+    seed: int,
+    *,
+    looking: bool,
+    packed: bool = False,
+    scale: float = 1.0,
+    mix: str = "broad",
+    carriers: bool = False,
 ) -> tuple[str, list[Sample], int]:
     """Kind, samples and canvas of training step ``step``: the same for the same arguments.
 
     ``scale`` multiplies the rows, for machines that take larger batches; ``mix`` is a key of ``MIXES``.
+    ``carriers``: windows of streams may have some.
     """
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
     shares = MIXES["looking" if looking else mix]
     kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
-    form, subject = ROWS[kind], TAUGHT[kind]
+    form = ROWS[kind]
     canvas = rng.choices(*form.canvas)[0]
+    if kind == "stream":
+        questions = form.packed if packed else 1
+        return kind, [*draw_rows(rng, scale, questions, training_clips(), carriers=carriers)], canvas
+    subject = TAUGHT[kind]
     tasks = list(SHORT_TASKS if kind == "image" else subject.tasks)
     tasks += [task for task in REPEATED.get(mix, ()) if task in tasks]
     rows, questions = (form.rows / 2, form.packed) if packed and form.packed > 1 else (form.rows, 1)
@@ -167,7 +185,10 @@ def _several(subject: Subject, tasks: list[str], count: int, rng: random.Random)
 
 def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrainedTokenizerFast) -> Batch:
     """Tensors of one batch; every answer is padded with end-of-text to ``canvas`` tokens at least."""
-    rows = [_row(_media_ids(kind, thing, tokenizer), questions, canvas, tokenizer) for thing, questions in samples]
+    rows = [
+        _row(_media_ids(kind, thing, tokenizer), questions, canvas, tokenizer, question_first=kind == "watch")
+        for thing, questions in samples
+    ]
     longest = max(len(row.ids) for row in rows)
 
     def padded(values: list[list[Any]], fill: Any) -> Tensor:
@@ -209,6 +230,8 @@ def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> lis
     """What each media placeholder of the prompt becomes: visual positions, a video's with a time before each frame."""
     if kind == "text":
         return []
+    if isinstance(thing, Window):
+        return [window_ids(thing, tokenizer)]
     if not isinstance(thing, Clip):
         return [[token_id(tokenizer, IMAGE)] * VISUAL_TOKENS for _ in _shapes(thing)]
     ids: list[int] = []
@@ -218,11 +241,28 @@ def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> lis
     return [ids]
 
 
-def _row(media: list[list[int]], questions: list[Question], canvas: int, tokenizer: PreTrainedTokenizerFast) -> _Row:
+def window_ids(window: Window, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The positions of a window's frames: a visual one of each carrier, a label and visual ones of each whole frame."""
+    video = token_id(tokenizer, VIDEO)
+    ids = [video] * window.carriers
+    for index in range(len(window.whole)):
+        ids += tokenizer.encode(FRAME_TIME.format(seconds=window.label(index)), add_special_tokens=False)
+        ids += [video] * FRAME_TOKENS
+    return ids
+
+
+def _row(
+    media: list[list[int]],
+    questions: list[Question],
+    canvas: int,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    question_first: bool = False,
+) -> _Row:
     """One row: the media once, then each question with its answer, as the chat template writes them."""
     row = _Row([], [], [], [], [])
     for number, question in enumerate(questions, start=1):
-        prompt, shared = _prompt(media, question, tokenizer)
+        prompt, shared = _prompt(media, question, tokenizer, question_first)
         answer = [*tokenizer.encode(question.answer, add_special_tokens=False), token_id(tokenizer, EOT)]
         padding = max(0, canvas - len(answer))
         new = range(len(prompt), len(prompt) + len(answer) + padding)
@@ -236,11 +276,14 @@ def _row(media: list[list[int]], questions: list[Question], canvas: int, tokeniz
     return row
 
 
-def _prompt(media: list[list[int]], question: Question, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], int]:
+def _prompt(
+    media: list[list[int]], question: Question, tokenizer: PreTrainedTokenizerFast, question_first: bool
+) -> tuple[list[int], int]:
     """The prompt's ids with its media in place, and how many of them stand before the question's own."""
     image, video = token_id(tokenizer, IMAGE), token_id(tokenizer, VIDEO)
     shown = [{"type": "video" if video in ids else "image"} for ids in media]
-    turn = {"role": "user", "content": [*shown, {"type": "text", "text": question.text}]}
+    asked = {"type": "text", "text": question.text}
+    turn = {"role": "user", "content": [asked, *shown] if question_first else [*shown, asked]}
     prompt: list[int] = []
     waiting, shared = iter(media), 0
     for token in prompt_ids(tokenizer, [turn]):
@@ -260,10 +303,10 @@ def _pictures(thing: Any, index: int) -> tuple[Image.Image, ...]:
     if not isinstance(thing, Clip):
         return ()
     times = frame_times(thing.seconds)
-    return _through_h264(thing, times) if index % COMPRESSED == 0 else thing.frames(times).pictures
+    return through_h264(thing, times) if index % COMPRESSED == 0 else thing.frames(times).pictures
 
 
-def _through_h264(clip: Clip, times: list[float]) -> tuple[Image.Image, ...]:
+def through_h264(clip: Clip, times: list[float]) -> tuple[Image.Image, ...]:
     """The frames nearest below ``times`` of the clip written as a file and read again."""
     frames = clip.frames()
     with av.open(io.BytesIO(h264(frames)), "r") as container:
@@ -283,8 +326,24 @@ def _shapes(thing: Any) -> list[tuple[Shape, ...]]:
 
 def _changes(thing: Any) -> Tensor:
     """What the decoder is taught of the visual tokens of one prompt."""
+    if isinstance(thing, Window):
+        return _window_changes(thing)
     if isinstance(thing, Clip):
         times = frame_times(thing.seconds)
         return change_labels([thing.held(t) for t in times], [int(t) for t in times], pooled=True)
     held = [{(s.row, s.column): (s.kind, s.color) for s in shapes} for shapes in _shapes(thing)]
     return change_labels(held, None, pooled=False)
+
+
+def _window_changes(window: Window) -> Tensor:
+    """The same of a window: the clips' whole frames, each clip apart from the one before it."""
+    held, times, ages = [], [], []
+    for number, clip in enumerate(window.clips):
+        indices = window.shown(number)
+        if indices:
+            seconds = stream_times(clip)
+            frames = [window.whole[index][1] for index in indices]
+            held.append([clip.held(seconds[frame]) for frame in frames])
+            times.append([window.label(index) for index in indices])
+            ages.append(None if frames[0] else 0)
+    return window_labels(held, times, ages, window.carriers)

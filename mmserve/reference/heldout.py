@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -25,20 +26,24 @@ def quick_accuracy(model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, re
     decoding would give.
     """
     result, device = {}, model.decoder.embed.weight.device
-    mask_id = token_id(tokenizer, MASK)
     for kind, (samples, canvas) in _held_out(recipe).items():
         batch = collate(kind, samples, 0 if model.causal else canvas, tokenizer).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             visual = None
             if batch.pixels is not None:
                 visual = model.visual(model.look(batch.pixels)[0], pooled=batch.pooled)
-            wrong = (
-                _greedy_errors(model, visual, batch)
-                if model.causal
-                else _threshold_errors(model, mask_id, visual, batch)
-            )
+            wrong = answer_errors(model, tokenizer, visual, batch)
         result[kind] = round(1 - wrong.any(1).float().mean().item(), 3)
     return result
+
+
+def answer_errors(
+    model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, visual: Tensor | None, batch: Batch
+) -> Tensor:
+    """True where an answer's token comes out wrong, bool ``[B, T]``."""
+    if model.causal:
+        return _greedy_errors(model, visual, batch)
+    return _threshold_errors(model, token_id(tokenizer, MASK), visual, batch)
 
 
 def _held_out(recipe: Recipe) -> dict[str, tuple[list[Sample], int]]:
@@ -54,7 +59,7 @@ def _held_out(recipe: Recipe) -> dict[str, tuple[list[Sample], int]]:
 
 def _greedy_errors(model: ReferenceModel, visual: Tensor | None, batch: Batch) -> Tensor:
     logits, _ = model(visual, batch.ids, batch.visual_at, batch.positions, batch.sees(causal=True))
-    return (batch.share[:, 1:] > 0) & (logits[:, :-1].argmax(-1) != batch.ids[:, 1:])
+    return F.pad((batch.share[:, 1:] > 0) & (logits[:, :-1].argmax(-1) != batch.ids[:, 1:]), (1, 0))
 
 
 def _threshold_errors(model: ReferenceModel, mask_id: int, visual: Tensor | None, batch: Batch) -> Tensor:

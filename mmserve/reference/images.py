@@ -207,4 +207,6 @@ IMAGE = Subject(
 #: Tasks with a short answer.
 SHORT_TASKS = tuple(task for task in IMAGE.tasks if task != "caption")
 LISTING = Subject(draw_scene, lambda scene: (scene.picture,), {"listing": listing})
+#: A question that is asked of picture after picture: its text stands in front of the picture.
+WATCH = Subject(draw_scene, lambda scene: (scene.picture,), {"yes_no": yes_no})
 JSON = Subject(draw_scene, lambda scene: (scene.picture,), {"json": as_json})

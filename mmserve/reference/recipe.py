@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OBJECTIVES = ("diffusion", "causal")
+TRAINED = ("all", "decoder")
 
 #: Kinds of subject and their shares of the batches. While a model learns to look, a scene's JSON tells of every cell
 #: and a listing leads from looks to places; at the end what is hardest has most:
@@ -81,6 +82,17 @@ MIXES: dict[str, dict[str, float]] = {
         "pair": 0.07,
         "cells": 0.02,
     },
+    "streaming": {
+        "stream": 0.72,
+        "image": 0.07,
+        "listing": 0.01,
+        "json": 0.05,
+        "video": 0.05,
+        "narration": 0.01,
+        "text": 0.04,
+        "pair": 0.03,
+        "watch": 0.02,
+    },
 }
 #: Tasks that a mix asks more often than the others of their kind, once more for each time named here.
 REPEATED: dict[str, tuple[str, ...]] = dict.fromkeys(
@@ -106,6 +118,7 @@ class Recipe:
     ema: float = 0.998
     lowest_rate: float = 0.08
     seed: int = 0
+    trained: str = "all"  # or "decoder": tower and projector stay as they are, which windows of streams need
 
 
 #: The recipes by name: a CPU takes hours for the first, one data-centre GPU minutes for the second.

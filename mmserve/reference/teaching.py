@@ -115,10 +115,30 @@ def change_labels(
     return (labels.flatten(1, 2) if pooled else _patches(labels)).flatten(0, 1)
 
 
-class ChangeHead(nn.Module):
-    """Linear read-out of ``change_labels`` from the decoder's visual tokens."""
+def window_labels(
+    clips: Sequence[Sequence[Mapping[tuple[int, int], tuple[str, str]]]],
+    times: Sequence[Sequence[int]],
+    ages: Sequence[int | None],
+    carriers: int,
+) -> Tensor:
+    """Labels ``[carriers + visual tokens of all frames, 5]`` of a window of a stream; carriers are taught nothing.
 
-    CLASSES = (1 + NAMES, 1 + NAMES, 5, 8)
+    Four are those of ``change_labels`` for each clip by itself: ``clips`` and ``times`` are what its frames show and
+    the seconds said in front of them. The fifth is how many frames of its clip are in front of the token's: ``ages``
+    tells that of each clip's first frame here, None where the window does not show it.
+    """
+    labels = [torch.full((carriers, 5), UNTAUGHT)]
+    for held, said, age in zip(clips, times, ages, strict=True):
+        of_clip = change_labels(held, said, pooled=True)
+        in_front = torch.full((len(held),), UNTAUGHT) if age is None else age + torch.arange(len(held))
+        labels.append(torch.cat([of_clip, in_front.repeat_interleave(len(of_clip) // len(held))[:, None]], 1))
+    return torch.cat(labels)
+
+
+class ChangeHead(nn.Module):
+    """Linear read-out of ``change_labels``, and of ``window_labels``, from the decoder's visual tokens."""
+
+    CLASSES = (1 + NAMES, 1 + NAMES, 5, 8, 8)
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -128,8 +148,8 @@ class ChangeHead(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The teaching loss of hidden states ``[visual tokens, D]``; events count as much as cells that stay."""
         loss = torch.zeros((), device=hidden.device)
-        for index, logits in enumerate(self.read(self.norm(hidden.float())).float().split(self.CLASSES, dim=-1)):
-            target = labels[:, index]
+        read = self.read(self.norm(hidden.float())).float().split(self.CLASSES, dim=-1)
+        for target, logits in zip(labels.unbind(1), read, strict=False):
             if bool((target == UNTAUGHT).all()):
                 continue
             each = F.cross_entropy(logits, target, ignore_index=UNTAUGHT, reduction="none")

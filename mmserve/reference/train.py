@@ -23,12 +23,15 @@ from transformers import PreTrainedTokenizerFast
 
 from mmserve.observe.machine import describe
 from mmserve.reference.data import Batch, collate, draw
+from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.losses import STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
 from mmserve.reference.model import ReferenceModel
 from mmserve.reference.parallel import Processes
 from mmserve.reference.plot import plot
-from mmserve.reference.recipe import OBJECTIVES, RECIPES, Recipe
+from mmserve.reference.recipe import MIXES, OBJECTIVES, RECIPES, TRAINED, Recipe
+from mmserve.reference.stream_frames import SeenFrames
+from mmserve.reference.streams import training_clips
 from mmserve.reference.teaching import TeachingHeads
 from mmserve.reference.tokenizer import MASK, token_id, train_tokenizer
 
@@ -65,8 +68,14 @@ class Optimizers:
 class Steps(Dataset[Batch]):
     """The batch of each training step, for a loader: drawn from the step's number alone."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, processes: Processes) -> None:
-        self.recipe, self.tokenizer, self.processes = recipe, tokenizer, processes
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer: PreTrainedTokenizerFast,
+        processes: Processes,
+        frames: SeenFrames | None = None,
+    ) -> None:
+        self.recipe, self.tokenizer, self.processes, self.frames = recipe, tokenizer, processes, frames
 
     def __len__(self) -> int:
         return self.recipe.steps
@@ -74,12 +83,16 @@ class Steps(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         recipe = self.recipe
         looking = step < recipe.tower_steps + recipe.looking_steps
-        packed = recipe.objective == "causal" or step < recipe.packed_steps
+        causal = recipe.objective == "causal"
+        packed = causal or step < recipe.packed_steps
         kind, samples, canvas = draw(
-            step, recipe.seed, looking=looking, packed=packed, scale=recipe.scale, mix=recipe.mix
+            step, recipe.seed, looking=looking, packed=packed, scale=recipe.scale, mix=recipe.mix, carriers=causal
         )
         samples = self.processes.share(samples)
-        return collate(kind, samples, canvas if recipe.objective == "diffusion" else 0, self.tokenizer)
+        batch = collate(kind, samples, 0 if causal else canvas, self.tokenizer)
+        if kind == "stream" and self.frames is not None:
+            batch = replace(batch, visual=self.frames.of([window for window, _questions in samples]))
+        return batch
 
 
 class Run:
@@ -88,6 +101,12 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, device: torch.device) -> None:
         if recipe.objective not in OBJECTIVES:
             raise SystemExit(f"objective {recipe.objective!r} is not known; it is one of {OBJECTIVES}")
+        if recipe.trained not in TRAINED:
+            raise SystemExit(f"trained {recipe.trained!r} is not known; it is one of {TRAINED}")
+        if "stream" in MIXES[recipe.mix] and recipe.trained == "all":
+            raise SystemExit(
+                f"the mix {recipe.mix!r} has windows of streams, whose frames are seen once: add --trained decoder"
+            )
         torch.manual_seed(recipe.seed)
         self.recipe, self.folder, self.device = recipe, folder, device
         self.processes = Processes()
@@ -100,6 +119,9 @@ class Run:
         self.heads = TeachingHeads(*sizes).to(device)
         self.average = ReferenceModel(vocab, causal=causal).to(device)
         self.average.load_state_dict(self.model.state_dict())
+        if recipe.trained == "decoder":
+            for part in (self.model.tower, self.model.projector):
+                part.requires_grad_(False)
         self.optimizers = Optimizers(self.model, self.heads, recipe)
         self.done = 0
         self.seconds = 0.0
@@ -138,8 +160,13 @@ class Run:
     def _look(self, batch: Batch) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """Visual tokens, teaching loss, and the share of pictures that the tower reads without fault."""
         zero = torch.zeros((), device=self.device)
+        if batch.visual is not None:
+            return batch.visual, zero, None
         if batch.pixels is None:
             return None, zero, None
+        if self.recipe.trained == "decoder":
+            with torch.no_grad():
+                return self.model.visual(self.model.look(batch.pixels)[0], pooled=batch.pooled), zero, None
         features, pooled = self.model.look(batch.pixels)
         teaching, right = (zero, None) if batch.labels is None else self.heads.tower(features, pooled, batch.labels)
         return self.model.visual(features, pooled=batch.pooled), teaching, right
@@ -203,15 +230,26 @@ class Run:
         return True
 
     def begin_from(self, folder: Path) -> None:
-        """Start with the averaged weights of the run in ``folder`` in place of random ones."""
+        """Start with the averaged weights of the run in ``folder``, or with those of an exported model."""
         path = folder / "state.pt"
+        if (folder / "config.json").exists():
+            self._begin_exported(folder)
+            return
         if not path.exists():
-            raise SystemExit(f"{path} is not there: name the folder of a run that was trained before")
+            raise SystemExit(f"{path} is not there: name the folder of a run that was trained before, or of a model")
         state = torch.load(path, weights_only=True, map_location=self.device)
         self.model.load_state_dict(state["average"])
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
         self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "machine", "before")}
+
+    def _begin_exported(self, folder: Path) -> None:
+        if self.recipe.trained == "all":
+            raise SystemExit(f"{folder} has no read-outs of the tower to go on with: add --trained decoder")
+        for model in (self.model, self.average):
+            read_exported(folder, model)
+        card = folder / "MODEL_CARD.md"
+        self.before = {"card": card.read_text(encoding="utf-8") if card.exists() else ""}
 
 
 def main() -> None:
@@ -251,7 +289,10 @@ def train(run: Run, *, workers: int) -> None:
     """Run to the recipe's last step; logs, measures and saves on the way."""
     run.folder.mkdir(parents=True, exist_ok=True)
     steps = range(run.done, run.recipe.steps)
-    batches = Steps(run.recipe, run.tokenizer, run.processes)
+    frames = None
+    if "stream" in MIXES[run.recipe.mix]:
+        frames = SeenFrames.kept(run.folder / "frames.pt", run.model, training_clips())
+    batches = Steps(run.recipe, run.tokenizer, run.processes, frames)
     loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers)
     mean: dict[str, float] = {}
     begun, before, first = time.monotonic(), run.seconds, run.done

@@ -164,8 +164,9 @@ def test_the_tokenizer_holds_every_byte_splits_digits_and_knows_its_special_toke
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
+    mix = "streaming" if kind in ("stream", "watch") else "broad"
     samples, canvas = next(
-        (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2) for step in range(200)) if k == kind
+        (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2, mix=mix) for step in range(200)) if k == kind
     )
     batch = collate(kind, samples, canvas, tokenizer)
     assert torch.allclose(batch.share.sum(1), torch.ones(len(samples)))
@@ -175,11 +176,13 @@ def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
         assert tokenizer.decode(kept) == "".join(q.answer + EOT for q in questions)
     assert not (batch.share > 0)[~batch.seen].any()
     assert not (batch.share > 0)[batch.visual_at].any()
-    each = dict.fromkeys(("image", "listing", "json"), VISUAL_TOKENS)
+    each = dict.fromkeys(("image", "listing", "json", "watch"), VISUAL_TOKENS)
     each |= dict.fromkeys(("pair", "cells"), 2 * VISUAL_TOKENS)
     each |= dict.fromkeys(("video", "narration"), FRAMES * FRAME_TOKENS)
+    if kind == "stream":
+        each[kind] = len(samples[0][0].whole) * FRAME_TOKENS
     assert (batch.visual_at.sum(1) == each.get(kind, 0)).all()
-    shown = {"pair": 2, "cells": 2, "video": FRAMES, "narration": FRAMES, "text": 0}
+    shown = {"pair": 2, "cells": 2, "video": FRAMES, "narration": FRAMES, "text": 0, "stream": 0}
     pictures = shown.get(kind, 1) * len(samples)
     assert (0 if batch.pixels is None else len(batch.pixels)) == pictures
 

@@ -21,10 +21,9 @@ from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, TextPart, Vision
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unimplemented
-from mmserve.memory import resident
+from mmserve.memory import resident, trim
 from mmserve.models.alone import kv_alone
 from mmserve.models.base import Attention, LoadedModel
-from mmserve.settle import trim
 from mmserve.video.base import Frame, Memory, Scope
 from mmserve.video.layout import embedded_rows, question
 from mmserve.video.memory import Kind

@@ -34,7 +34,7 @@ from mmserve.rpc.video_messages import (
 from mmserve.rpc.vision_messages import asked_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
-from mmserve.video.base import Memory
+from mmserve.video.base import Memory, Stream
 from mmserve.video.connection import Connection
 from mmserve.video.host import Hosts
 from mmserve.video.overload import Overload
@@ -108,8 +108,13 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         around = host.surroundings(
             lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
         )
-        with self._sessions.opening():
-            stream = await around.work(host.streams.open, memory, tenant, asked_vision(asked.vision))
+        opening = asyncio.ensure_future(around.work(host.streams.open, memory, tenant, asked_vision(asked.vision)))
+        try:
+            with self._sessions.opening():
+                stream = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the client has left: the stream is opened all the same
+            opening.add_done_callback(_close_unused)
+            raise
         try:
             session = self._sessions.open(
                 tenant,
@@ -207,6 +212,12 @@ async def _read(
     except MMServeError as error:
         if connection.current:
             session.end(error)
+
+
+def _close_unused(opening: asyncio.Future[Stream]) -> None:
+    """Close the stream that was opened for a client that has left."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _no_media(media_id: str) -> bytes:

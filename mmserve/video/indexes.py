@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from mmserve.video.messages import Credit, Numbered, joined, response_bytes
+from mmserve.video.messages import Credit, Numbered, both, ended_keys, join_key, response_bytes
 
 #: How many times its credit a client may push beyond it before the session ends.
 MOST_BEYOND = 10
@@ -86,17 +87,15 @@ class Responses:
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._unsent: list[Numbered] = []
+        self._unsent: OrderedDict[int, Numbered] = OrderedDict()  # by the order in which they came
+        self._joined: dict[Hashable, int] = {}  # which of them others of the same key are joined with
+        self._added = 0
+        self.unsent_bytes = 0  # about how many bytes wait to be sent for the first time
         self._sent: deque[_Sent] = deque()
         self._next = 0  # of ``_sent``, to be sent on this connection
         self._index = 0  # of the last one sent
         self._forgotten = 0  # index of the last one that cannot be sent again
         self._bytes = 0  # of ``_sent``
-
-    @property
-    def unsent_bytes(self) -> int:
-        """About how many bytes wait to be sent for the first time."""
-        return sum(map(response_bytes, self._unsent))
 
     @property
     def confirmed(self) -> bool:
@@ -110,16 +109,33 @@ class Responses:
 
     def add(self, response: Numbered) -> None:
         """Have ``response`` sent after those before it."""
-        joined(self._unsent, response)
+        key = join_key(response)
+        at = None if key is None else self._joined.get(key)
+        if at is None:
+            at = self._added = self._added + 1
+            if key is not None:
+                self._joined[key] = at
+        else:
+            before = self._unsent[at]
+            self.unsent_bytes -= response_bytes(before)
+            response = both(before, response)
+        self._unsent[at] = response
+        self.unsent_bytes += response_bytes(response)
+        for ended in ended_keys(response, self._joined):
+            self._joined.pop(ended, None)
 
     def send(self) -> tuple[int, Numbered] | None:
         """The next response to send, with its index; None = there is none now."""
         if self._next < len(self._sent):
             sent = self._sent[self._next]
         elif self._unsent:
-            response = self._unsent.pop(0)
+            at, response = self._unsent.popitem(last=False)
+            key = join_key(response)
+            if key is not None and self._joined.get(key) == at:
+                del self._joined[key]
             self._index += 1
             sent = _Sent(self._index, response, response_bytes(response))
+            self.unsent_bytes -= sent.size
             self._sent.append(sent)
             self._bytes += sent.size
         else:

@@ -5,7 +5,7 @@ Times are seconds on the session's clock, unless a field says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mmserve.core.events import CommittedToken, Delta, Event, Finished, Snapshot
@@ -211,27 +211,34 @@ def _token_bytes(token: CommittedToken) -> int:
     return _OVERHEAD + 4 * len(token.text)
 
 
-def joined(unsent: list[Numbered], response: Numbered) -> None:
-    """Add ``response`` to ``unsent``, in place, joined with what is in there.
-
-    Reports of frames become one, and so do the deltas of a sample; of its snapshots the latest is kept.
-    """
-    for at in range(len(unsent) - 1, -1, -1):
-        both = _both(unsent[at], response)
-        if both is not None:
-            unsent[at] = both
-            return
-    unsent.append(response)
+def join_key(response: Numbered) -> Hashable | None:
+    """Unsent responses of one key are joined (``both``); None = it is sent by itself."""
+    match response:
+        case FramesTaken():
+            return FramesTaken
+        case Answer(question_id, Delta() | Snapshot() as event):
+            return type(event), question_id, event.sample
+    return None
 
 
-def _both(old: Numbered, new: Numbered) -> Numbered | None:
-    """One response in place of the two, where that reports the same."""
+def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
+    """Those of ``keys`` of which nothing more follows after ``response``: the id of a question may be used again."""
+    match response:
+        case Answer(question_id, Finished() as event):
+            return [(kind, question_id, event.sample) for kind in (Delta, Snapshot)]
+        case Answer(question_id, MMServeError()):
+            return [key for key in keys if isinstance(key, tuple) and key[1] == question_id]
+    return []
+
+
+def both(old: Numbered, new: Numbered) -> Numbered:
+    """One response in place of two of the same key: reports of frames and deltas are added, the newer snapshot stays."""
     match old, new:
         case FramesTaken(), FramesTaken():
             ready = max(old.ready, new.ready)
             return FramesTaken(old.taken + new.taken, old.dropped + new.dropped, max(old.seconds, new.seconds), ready)
-        case Answer(a, Delta() as first), Answer(b, Delta() as second) if (a, first.sample) == (b, second.sample):
-            return Answer(a, Delta(first.text + second.text, first.sample))
-        case Answer(a, Snapshot() as first), Answer(b, Snapshot() as second) if (a, first.sample) == (b, second.sample):
-            return Answer(a, replace(second, edited=first.edited + second.edited))
-    return None
+        case Answer(name, Delta() as first), Answer(_, Delta() as second):
+            return Answer(name, Delta(first.text + second.text, first.sample))
+        case Answer(name, Snapshot() as first), Answer(_, Snapshot() as second):
+            return Answer(name, replace(second, edited=first.edited + second.edited))
+    raise TypeError(f"{old!r} and {new!r} cannot be joined")

@@ -11,9 +11,10 @@ from mmserve.client.video_state import SessionState, configuration
 from mmserve.core.events import Delta, Finished, Snapshot, StageTimes, Usage
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
+from mmserve.video import indexes
 from mmserve.video.base import Frame
 from mmserve.video.indexes import MOST_BEYOND, Requests, Responses, Window
-from mmserve.video.messages import Alert, Answer, FramesTaken, response_bytes
+from mmserve.video.messages import Alert, Answer, FramesTaken, Numbered, response_bytes
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
 
 _TEXT = "abcdefghijklmnopqrstuvwxyz"
@@ -105,6 +106,32 @@ def test_each_response_arrives_once_over_any_number_of_cuts(steps: list[str]) ->
     assert received == list(range(1, added + 1))
     responses.confirm(added)
     assert responses.confirmed
+
+
+def test_the_answer_to_a_question_of_the_same_name_is_not_joined_with_the_one_before() -> None:
+    responses = Responses(1 << 20)
+    said = [Answer("q", Delta("a")), Answer("q", FINISHED), Answer("q", Delta("b")), Answer("q", Delta("c"))]
+    for each in said:
+        responses.add(each)
+    sent = [found[1] for found in iter(responses.send, None)]
+    assert sent == [*said[:2], Answer("q", Delta("bc"))]
+    assert responses.unsent_bytes == 0
+
+
+def test_what_waits_is_not_counted_anew_with_each_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def counted(response: Numbered) -> int:
+        nonlocal calls
+        calls += 1
+        return response_bytes(response)
+
+    monkeypatch.setattr(indexes, "response_bytes", counted)
+    responses = Responses(1 << 20)
+    for number in range(1000):
+        responses.add(alert(number))
+        assert responses.unsent_bytes == (number + 1) * response_bytes(alert(number))
+    assert calls <= 3000
 
 
 def test_what_is_not_confirmed_is_kept_within_bounds_and_a_resume_before_that_is_refused() -> None:

@@ -42,6 +42,8 @@ logger = logging.getLogger("mmserve.video")
 
 #: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
 MOST_QUEUED = 1024
+#: How many times ``outbox_bytes`` may wait to be sent, whoever resumes and reads nothing: then the session ends.
+_MOST_OUTBOXES = 4
 #: When a client may resume that did not read its responses (seconds).
 _RETRY_AFTER = 0.1
 
@@ -523,7 +525,11 @@ class Session:
             return
         self._responses.add(response)
         self._wake()
-        if self._connection is not None and self._responses.unsent_bytes > self._most_unsent:
+        most = _MOST_OUTBOXES * self._config.outbox_bytes
+        if self._responses.unsent_bytes > most:
+            why = f"more than {most} bytes of responses wait to be read, {_MOST_OUTBOXES} times [video] outbox_bytes"
+            self.end(ResourceExhausted(f"{why}; open a new session and read them"))
+        elif self._connection is not None and self._responses.unsent_bytes > self._most_unsent:
             connection = self._connection
             connection.fail(
                 ResourceExhausted(

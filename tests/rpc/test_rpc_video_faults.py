@@ -63,3 +63,35 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_no_stream(monke
 
         wait_for("room for a session", again)
         opened[-1].close()
+
+
+def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, int] = {}
+    report = sessions.Session._report
+
+    def noted(session: sessions.Session, response: Numbered) -> None:
+        report(session, response)
+        seen["bytes"] = max(seen.get("bytes", 0), session._responses.unsent_bytes)
+
+    monkeypatch.setattr(sessions.Session, "_report", noted)
+    outbox = 10_000
+    with video_server({"outbox_bytes": outbox}) as (address, _):
+        raw = Raw(address, pb.SessionRequest(configure=pb.ConfigureSession()), reading=False)
+        handle, index, calls = next(iter(raw.call)).configured.resume_handle, 0, [raw]
+        for _ in range(12):
+            for _ in range(600):
+                index += 1
+                wrong = ask(f"q{index}")
+                wrong.request.sampling.temperature = -1
+                raw.send(index, ask=wrong)
+            time.sleep(0.2)
+            raw = Raw.resumed(address, handle)
+            if raw.ended.wait(0.3):
+                break
+            raw.cut()
+            raw = Raw(address, pb.SessionRequest(resume=pb.ResumeSession(resume_handle=handle)), reading=False)
+            index = next(r for r in raw.call if r.HasField("acknowledged")).acknowledged.index
+            calls.append(raw)
+        for each in calls:
+            each.cut()
+        assert seen["bytes"] <= 6 * outbox

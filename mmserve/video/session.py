@@ -114,6 +114,7 @@ class Session:
         self._most_unsent = config.outbox_bytes  # what may wait to be sent before the connection is given up
         self._to_decode: deque[object] = deque()
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
+        self._taking = False  # whether the first of those that waited is being seen to
         self._appending = 0  # frames that the stream has not seen yet
         self._under_way = 0  # the same, and those that standing questions are still asked about
         self._to_judge: deque[tuple[Seen, tuple[_Watching, ...]]] = deque()
@@ -168,7 +169,8 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return not (self._questions or self._under_way or len(self._waiting) or self._to_decode)
+        decoded = not (self._to_decode or self._window.waiting)
+        return decoded and not (self._questions or self._under_way or len(self._waiting) or self._taking)
 
     def end(self, error: MMServeError | None) -> None:
         """End with ``error``, None = by the client's wish: what is under way is given up, and nothing stays."""
@@ -317,27 +319,33 @@ class Session:
             await self._changes.until(
                 lambda: len(self._waiting) > 0 and self._under_way < self._config.frames_under_way
             )
-            item = self._waiting.pop()
+            item, self._taking = self._waiting.pop(), True
             self._changes.notify()
-            if isinstance(item, WaitingFrame):
-                await self._append(item)
-                continue
-            await self._changes.until(lambda: not self._appending)
-            match item:
-                case _Question():
-                    await self._ask(item)
-                case m.GetStatistics():
-                    await self._report_statistics()
-                case m.Watch():
-                    await self._watch(item)
-                case m.Unwatch(watch_id):
-                    if self._watches.pop(watch_id, None) is not None:
-                        self._report(m.WatchState(watch_id, accepted=False))
-                case _Closing():
-                    await self._changes.until(lambda: not self._questions and not self._under_way)
-                    await self._close_stream()
-                    self._closed = True
-                    self._report(m.Closed())
+            await self._taken(item)
+            self._taking = False
+            self._wake()
+
+    async def _taken(self, item: object) -> None:
+        """See to the first of those that waited."""
+        if isinstance(item, WaitingFrame):
+            await self._append(item)
+            return
+        await self._changes.until(lambda: not self._appending)
+        match item:
+            case _Question():
+                await self._ask(item)
+            case m.GetStatistics():
+                await self._report_statistics()
+            case m.Watch():
+                await self._watch(item)
+            case m.Unwatch(watch_id):
+                if self._watches.pop(watch_id, None) is not None:
+                    self._report(m.WatchState(watch_id, accepted=False))
+            case _Closing():
+                await self._changes.until(lambda: not self._questions and not self._under_way)
+                await self._close_stream()
+                self._closed = True
+                self._report(m.Closed())
 
     async def _append(self, waiting: WaitingFrame) -> None:
         try:
@@ -456,6 +464,7 @@ class Session:
                         self._stop_watch(each, _typed(error))
             self._under_way -= 1
             self._changes.notify()
+            self._wake()
 
     def _judged(self, watching: _Watching, found: Judged, seconds: float) -> None:
         watch_id = watching.request.watch_id

@@ -95,3 +95,20 @@ def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.Monk
         for each in calls:
             each.cut()
         assert seen["bytes"] <= 6 * outbox
+
+
+def test_half_closing_waits_for_what_is_under_way(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name, request, response in (
+        (PushReader, "read", {"push_image": image(0)}, "frames_taken"),
+        (EngineStream, "stats", {"get_statistics": pb.GetStatistics()}, "statistics"),
+    ):
+        with held(monkeypatch, owner, name) as began:
+            raw = Raw.opened(address)
+            raw.wait("acknowledged")
+            raw.send(**request)  # type: ignore[arg-type]
+            raw._out.put(None)
+            assert began.wait(PATIENCE)
+            assert not raw.ended.wait(0.5), f"ended before {response}"
+        raw.wait(response)
+        assert raw.ended.wait(PATIENCE) and raw.error is None
+        raw.cut()

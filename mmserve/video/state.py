@@ -256,8 +256,8 @@ def nothing_of(scope: Scope, seconds: np.ndarray) -> str:
     """Why a question about ``scope`` finds no frame, where those of ``seconds`` are kept."""
     begin = "its start" if scope.begin is None else f"{scope.begin:g} s"
     end = "now" if scope.end is None else f"{scope.end:g} s"
-    held = f"{seconds.min():g} s to {seconds.max():g} s"
-    return f"no frame is kept of the stream from {begin} to {end}; kept are frames of {held}"
+    held = f"frames of {seconds.min():g} s to {seconds.max():g} s" if len(seconds) else "none: host_bytes is too small"
+    return f"no frame is kept of the stream from {begin} to {end}; kept are {held}"
 
 
 def _rows(x: Tensor, index: np.ndarray, axis: int) -> Tensor:

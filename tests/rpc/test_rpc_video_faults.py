@@ -112,3 +112,11 @@ def test_half_closing_waits_for_what_is_under_way(address: str, monkeypatch: pyt
         raw.wait(response)
         assert raw.ended.wait(PATIENCE) and raw.error is None
         raw.cut()
+
+
+def test_a_question_about_the_past_where_nothing_of_it_is_kept(address: str) -> None:
+    raw = Raw.opened(address, memory=pb.StreamMemory(policy="recall", host_bytes=1))
+    raw.send(push_image=image(0))
+    raw.send(ask=ask("q", everything=pb.Everything()))
+    assert raw.refusal("q").code == PRECONDITION
+    raw.close()

@@ -244,7 +244,8 @@ class Session:
             self._fail_push(index, ResourceExhausted("it was pushed without credit; wait for `credit`"))
 
     def _queue(self, item: object) -> None:
-        if len(self._to_decode) + len(self._waiting) >= MOST_QUEUED + self._config.credit_pushes:
+        others = len(self._waiting) - self._waiting.frames
+        if len(self._to_decode) + others >= MOST_QUEUED + self._config.credit_pushes:
             raise ResourceExhausted(f"more than {MOST_QUEUED} requests wait; a session that sends on is ended")
         self._to_decode.append(item)
 

@@ -120,3 +120,17 @@ def test_a_question_about_the_past_where_nothing_of_it_is_kept(address: str) -> 
     raw.send(ask=ask("q", everything=pb.Everything()))
     assert raw.refusal("q").code == PRECONDITION
     raw.close()
+
+
+def test_frames_of_a_segment_are_no_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_QUEUED", 4)
+    with video_server({"credit_pushes": 2, "frames_under_way": 1}) as (address, _):
+        with held(monkeypatch, EngineStream, "append") as began:
+            raw = Raw.opened(address, sampler=pb.FrameSampler(rate=30))
+            raw.send(push_segment=pb.PushSegment(data=clip(frames=40, gop=40, rate=10)))
+            assert began.wait(PATIENCE)
+            time.sleep(0.2)
+            raw.send(ask=ask("q"))
+            assert not raw.ended.wait(0.3), raw.error
+        raw.answer("q")
+        raw.close()

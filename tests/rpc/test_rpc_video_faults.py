@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 from clips import clip
 from video_client import PATIENCE, Raw, ask, image, sdk, video_server, wait_for
@@ -66,35 +67,38 @@ def test_a_client_that_leaves_while_its_session_is_opened_leaves_no_stream(monke
 
 
 def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, int] = {}
+    most, sent = 0, 0
     report = sessions.Session._report
 
     def noted(session: sessions.Session, response: Numbered) -> None:
+        nonlocal most, sent
         report(session, response)
-        seen["bytes"] = max(seen.get("bytes", 0), session._responses.unsent_bytes)
+        most, sent = max(most, session._responses.unsent_bytes), session._responses._index
 
     monkeypatch.setattr(sessions.Session, "_report", noted)
-    outbox = 10_000
+    outbox, ended = 20_000, False
     with video_server({"outbox_bytes": outbox}) as (address, _):
         raw = Raw(address, pb.SessionRequest(configure=pb.ConfigureSession()), reading=False)
-        handle, index, calls = next(iter(raw.call)).configured.resume_handle, 0, [raw]
-        for _ in range(12):
-            for _ in range(600):
-                index += 1
+        handle, taken = next(iter(raw.call)).configured.resume_handle, 0
+        for _ in range(15):
+            for index in range(taken + 1, taken + 1001):
                 wrong = ask(f"q{index}")
                 wrong.request.sampling.temperature = -1
                 raw.send(index, ask=wrong)
-            time.sleep(0.2)
-            raw = Raw.resumed(address, handle)
-            if raw.ended.wait(0.3):
-                break
+            time.sleep(0.3)
             raw.cut()
-            raw = Raw(address, pb.SessionRequest(resume=pb.ResumeSession(resume_handle=handle)), reading=False)
-            index = next(r for r in raw.call if r.HasField("acknowledged")).acknowledged.index
-            calls.append(raw)
-        for each in calls:
-            each.cut()
-        assert seen["bytes"] <= 6 * outbox
+            raw = Raw(
+                address,
+                pb.SessionRequest(received=sent, resume=pb.ResumeSession(resume_handle=handle)),
+                reading=False,
+            )
+            try:
+                taken = next(r for r in raw.call if r.HasField("acknowledged")).acknowledged.index
+            except grpc.RpcError as error:
+                ended = error.code() is grpc.StatusCode.NOT_FOUND
+                break
+        raw.cut()
+    assert ended and most < 6 * outbox
 
 
 def test_half_closing_waits_for_what_is_under_way(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

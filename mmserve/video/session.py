@@ -22,6 +22,7 @@ from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
 from mmserve.errors import (
     Cancelled,
+    DeadlineExceeded,
     FailedPrecondition,
     Internal,
     InvalidArgument,
@@ -64,6 +65,7 @@ class _Question:
     left: int  # samples that have not finished
     submitted: bool = False
     cancelled: bool = False
+    late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
     held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
 
 
@@ -266,7 +268,13 @@ class Session:
             return
         question = _Question(ask, request, noted, request.sampling.n)
         self._questions[ask.question_id] = question
+        if request.deadline is not None:
+            question.late = self._loop.call_later(request.deadline - time.monotonic(), self._late, question)
         self._queue(question)
+
+    def _late(self, question: _Question) -> None:
+        if not question.submitted:  # else the engine ends it
+            self._end_question(question, DeadlineExceeded("the deadline passed while the question waited for frames"))
 
     def _cancel(self, question: _Question) -> None:
         question.cancelled = True
@@ -423,6 +431,8 @@ class Session:
         """The last of a question: its answer is whole, or ``error``, which is reported."""
         if self._questions.pop(question.ask.question_id, None) is None:
             return
+        if question.late is not None:
+            question.late.cancel()
         question.noted.end(error)
         if error is not None:
             if question.submitted:

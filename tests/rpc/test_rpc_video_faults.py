@@ -138,3 +138,15 @@ def test_frames_of_a_segment_are_no_requests_that_wait(monkeypatch: pytest.Monke
             assert not raw.ended.wait(0.3), raw.error
         raw.answer("q")
         raw.close()
+
+
+def test_a_question_ends_in_time_that_waits_for_frames(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = Raw.opened(address)
+    with held(monkeypatch, EngineStream, "append") as began:
+        raw.send(push_image=image(0))
+        assert began.wait(PATIENCE)
+        raw.send(ask=ask("late", timeout_seconds=0.2))
+        assert raw.refusal("late").code == DEADLINE
+    raw.send(ask=ask("next"))
+    raw.answer("next")
+    raw.close()

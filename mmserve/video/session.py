@@ -262,9 +262,10 @@ class Session:
                 raise ResourceExhausted(f"a session has at most {limit} questions at once; wait for one to be answered")
             noted.begin()
             request = ask.request()
-        except MMServeError as error:
-            noted.end(error)
-            self._report(m.Answer(ask.question_id, error))
+        except Exception as error:  # noqa: BLE001 - one question's failure is its own
+            typed = _typed(error)
+            noted.end(typed)
+            self._report(m.Answer(ask.question_id, typed))
             return
         question = _Question(ask, request, noted, request.sampling.n)
         self._questions[ask.question_id] = question

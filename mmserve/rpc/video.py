@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,7 @@ from mmserve.config import Config
 from mmserve.core.events import Event
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
-from mmserve.errors import InvalidArgument, MMServeError, NotFound
+from mmserve.errors import Internal, InvalidArgument, MMServeError, NotFound, ResourceExhausted
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc import convert, request_id
@@ -40,6 +41,8 @@ from mmserve.video.host import Hosts
 from mmserve.video.overload import Overload
 from mmserve.video.registry import Registry
 from mmserve.video.session import Session as VideoSession
+
+logger = logging.getLogger("mmserve.rpc")
 
 
 class VideoService(video_pb2_grpc.VideoServiceServicer):
@@ -201,16 +204,28 @@ async def _read(
     connection: Connection,
     to_request: Callable[[pb.Ask], Request],
 ) -> None:
-    """Take in the requests of a connection; one that is not acceptable ends the session."""
+    """Take in the requests of a connection; one that is not acceptable ends the session.
+
+    One that cannot be received now, but later, ends the connection: its client resumes the session.
+    """
     try:
         async for message in messages:
             if not connection.current:
                 return
-            session.take(message.index, message.received, to_session_request(message, to_request))
+            try:
+                session.take(message.index, message.received, to_session_request(message, to_request))
+            except MMServeError as error:
+                session.end(error)
+                return
+            except Exception as error:  # noqa: BLE001 - else its client would wait for ever
+                session.end(Internal.logged(error, "a session of video", logger))
+                return
             del message
         connection.close_input()
     except MMServeError as error:
-        if connection.current:
+        if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+            connection.fail(error)
+        elif connection.current:
             session.end(error)
 
 

@@ -168,3 +168,26 @@ def test_a_bug_with_one_question_is_its_own(address: str, monkeypatch: pytest.Mo
     raw.send(ask=ask("right"))
     raw.answer("right")
     raw.close()
+
+
+def test_a_message_without_room_costs_the_connection_and_not_the_session(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def full(room: Room, files: Sequence[bytes], texts: int = 0) -> Iterator[None]:
+        raise ResourceExhausted("no room", retry_after=0.1)
+        yield
+
+    raw = Raw.opened(address)
+    raw.send(push_image=image(0))
+    raw.wait_taken(1)
+    handle = raw.handle
+    with monkeypatch.context() as patch:
+        patch.setattr(Room, "taken", full)
+        raw.send(push_segment=pb.PushSegment(data=bytes(2 << 20)))
+        with pytest.raises(ResourceExhausted, match="no room"):
+            raise raw.failure()
+    again = Raw.resumed(address, handle, max(r.index for r in raw.responses))
+    again.send(again.wait("acknowledged").index + 1, push_image=image(1))
+    again.wait_taken(1)
+    again.close()

@@ -188,16 +188,9 @@ class AsyncVideoSession:
 
     async def statistics(self, timeout: float | None = None) -> Statistics:
         """As ``VideoSession.statistics``."""
-        found: list[Statistics] = []
-
-        def came() -> bool:
-            statistics = self._state.statistics()
-            if statistics is not None:
-                found.append(statistics)
-            return bool(found) or self._state.error is not None
-
-        self._state.enqueue(get_statistics=pb.GetStatistics())
+        found = self._state.ask_statistics()
         self._changes.notify()
+        came = lambda: bool(found) or self._state.error is not None  # noqa: E731
         await self._until(came, timeout, "the statistics did not come")
         if not found:
             assert self._state.error is not None

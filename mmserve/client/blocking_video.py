@@ -240,17 +240,10 @@ class VideoSession:
 
     def statistics(self, timeout: float | None = None) -> Statistics:
         """Counters of the session, once everything asked for and pushed before is under way."""
-        found: list[Statistics] = []
-
-        def came() -> bool:
-            statistics = self._state.statistics()
-            if statistics is not None:
-                found.append(statistics)
-            return bool(found) or self._state.error is not None
-
         with self._changed:
-            self._state.enqueue(get_statistics=pb.GetStatistics())
+            found = self._state.ask_statistics()
             self._changed.notify_all()
+            came = lambda: bool(found) or self._state.error is not None  # noqa: E731
             if not self._changed.wait_for(came, self._limit(timeout)):
                 raise DeadlineExceeded("the statistics did not come in time")
             if not found:

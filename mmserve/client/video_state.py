@@ -179,7 +179,7 @@ class SessionState:
         self.seconds = 0.0  # of the newest frame taken
         self.ready = 0.0  # seconds from push to visible, of the last report
         self.resumes = 0
-        self._statistics: deque[Statistics] = deque()
+        self._statistics: deque[list[Statistics]] = deque()  # one for each request that is not answered
         self._questions: dict[str, Pending] = {}
         self._watches: dict[str, Watching] = {}
         self._received = self._confirmed = 0
@@ -288,9 +288,12 @@ class SessionState:
         if not watching.removed and self.error is None and not self.closing:
             self.enqueue(unwatch=pb.Unwatch(watch_id=watching.watch_id))
 
-    def statistics(self) -> Statistics | None:
-        """The answer to a request for them, if it has come."""
-        return self._statistics.popleft() if self._statistics else None
+    def ask_statistics(self) -> list[Statistics]:
+        """Ask for the statistics; what is returned has them once they have come."""
+        self.enqueue(get_statistics=pb.GetStatistics())
+        found: list[Statistics] = []
+        self._statistics.append(found)
+        return found
 
     # --- what comes ---
 
@@ -321,7 +324,8 @@ class SessionState:
             case "watch_state":
                 self._watch_state(response.watch_state)
             case "statistics":
-                self._statistics.append(from_statistics(response.statistics))
+                if self._statistics:
+                    self._statistics.popleft().append(from_statistics(response.statistics))
             case "go_away":
                 self.going_away = (response.go_away.time_left_seconds, response.go_away.reason)
             case "closed":

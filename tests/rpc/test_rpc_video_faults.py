@@ -191,3 +191,13 @@ def test_a_message_without_room_costs_the_connection_and_not_the_session(
     again.send(again.wait("acknowledged").index + 1, push_image=image(1))
     again.wait_taken(1)
     again.close()
+
+
+def test_statistics_that_came_too_late_are_not_those_of_the_next_call(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sdk(address) as client, client.video_session() as session:
+        with held(monkeypatch, EngineStream, "stats"), pytest.raises(DeadlineExceeded):
+            session.statistics(timeout=0.2)
+        session.push(image(0).data, seconds=0.0)
+        assert session.statistics().frames_taken == 1

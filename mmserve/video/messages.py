@@ -232,7 +232,7 @@ def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
 
 
 def both(old: Numbered, new: Numbered) -> Numbered:
-    """One response in place of two of the same key: reports of frames and deltas are added, the newer snapshot stays."""
+    """One response in place of two of the same key: reports and deltas are added, the newer snapshot stays."""
     match old, new:
         case FramesTaken(), FramesTaken():
             ready = max(old.ready, new.ready)

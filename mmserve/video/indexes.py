@@ -145,6 +145,13 @@ class Responses:
             self._forgotten = self._drop()
         return sent.index, sent.response
 
+    def clear(self) -> None:
+        """Let go of everything: nothing is sent any more."""
+        self._unsent.clear()
+        self._joined.clear()
+        self._sent.clear()
+        self._next = self._bytes = self.unsent_bytes = 0
+
     def confirm(self, index: int) -> None:
         """The client has received everything up to ``index``; raises ``InvalidArgument`` where that was never sent."""
         if index > self._index:

@@ -80,9 +80,10 @@ class Waiting:
             self._count(item, -1)
         return item
 
-    def remove(self, item: object) -> None:
-        """Take ``item``, which is no frame, out of the queue, if it is there."""
-        self._queue = deque(other for other in self._queue if other is not item)
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._queue.clear()
+        self.frames = self.bytes = 0
 
     def _over(self) -> bool:
         return self.frames > self._frames or self.bytes > self._size

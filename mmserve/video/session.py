@@ -184,7 +184,8 @@ class Session:
             task.cancel()
         for question in list(self._questions.values()):
             self._end_question(question, Cancelled("the session ended"))
-        self._to_decode.clear()
+        for held in (self._to_decode, self._waiting, self._to_judge, self._responses):
+            held.clear()  # now: a connection whose client does not read keeps the session for as long as it likes
         if not self._closed:
             self._tasks.append(self._loop.create_task(self._close_stream()))
         if self._connection is not None:

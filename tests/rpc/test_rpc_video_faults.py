@@ -201,3 +201,26 @@ def test_statistics_that_came_too_late_are_not_those_of_the_next_call(
             session.statistics(timeout=0.2)
         session.push(image(0).data, seconds=0.0)
         assert session.statistics().frames_taken == 1
+
+
+def test_a_session_that_ended_holds_nothing_while_its_connection_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sessions.Session] = []
+    attach = sessions.Session.attach
+
+    def noted(session: sessions.Session, received: int | None = None) -> Any:
+        opened.append(session)
+        return attach(session, received)
+
+    monkeypatch.setattr(sessions.Session, "attach", noted)
+    with video_server({"idle_seconds": 0.5, "frames_under_way": 1}) as (address, _):
+        with held(monkeypatch, EngineStream, "append") as began:
+            raw = Raw(address, pb.SessionRequest(configure=pb.ConfigureSession()), reading=False)
+            for number in range(4):
+                raw.send(push_image=image(number))
+            assert began.wait(PATIENCE)
+            [session] = opened
+            wait_for("three frames that wait", lambda: session._waiting.frames == 3)
+            raw.send(index=99, push_image=image(5))  # which ends the session
+            wait_for("the end", lambda: session.over)
+            assert not len(session._waiting) and not session._waiting.bytes and not session._responses.pending
+        raw.cut()

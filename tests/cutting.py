@@ -11,7 +11,7 @@ from typing import Self
 
 
 class Cutting:
-    """Forwards ``address`` (``host:port``) to a port of its own; ``cut`` resets every open connection."""
+    """Forwards ``target`` (``host:port``) to a port of its own; ``cut`` resets every open connection."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -22,6 +22,8 @@ class Cutting:
         self._open: set[socket.socket] = set()
         self.connections = 0
         self._closed = False
+        self._passable = threading.Event()
+        self._passable.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -33,6 +35,14 @@ class Cutting:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 end.shutdown(socket.SHUT_RDWR)
 
+    def hold(self) -> None:
+        """Accept connections, and forward nothing of them until ``release``."""
+        self._passable.clear()
+
+    def release(self) -> None:
+        """Forward again."""
+        self._passable.set()
+
     def __enter__(self) -> Self:
         return self
 
@@ -40,6 +50,7 @@ class Cutting:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
+        self.release()
         self._listener.close()
         self.cut()
 
@@ -47,9 +58,14 @@ class Cutting:
         while not self._closed:
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
             except OSError:
                 return
+            self._passable.wait()
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
             with self._lock:
                 self._open |= {near, far}
                 self.connections += 1
@@ -63,6 +79,6 @@ class Cutting:
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-                end.close()
+            end.close()
             with self._lock:
                 self._open.discard(end)

@@ -74,13 +74,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="PNG of accuracy against speed, of `decode`, tokens, of `vision`, or density, of `attention`",
+        help="PNG of accuracy against speed, of `decode`, tokens, of `vision`, density, of `attention`, or budget, of "
+        "`video`, there with memory over time",
     )
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep rows of `attention` here, and take those that are there"
     )
     parser.add_argument(
         "--clients", default="", metavar="N,N,…", help="clients at once in `load`, a row each (default 1,4,16,64,200)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="how long sessions of `video` last (default 60)"
+    )
+    parser.add_argument(
+        "--hours", type=float, default=8.0, metavar="H", help="hours of the stream of `video`'s `long` (default 8)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows of `kernels` here")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads in `peers` (default 1)")

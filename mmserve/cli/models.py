@@ -42,6 +42,7 @@ def _paragraph(m: ModelInfo) -> str:
         (
             f"{m.name}: {m.architecture}, {m.parameters / 1e6:.1f} M parameters, {m.dtype} on {m.device}",
             f"  takes {m.max_tokens} tokens, {sees}, {watches}",
+            *(["  takes sessions of streaming video"] if m.sessions else []),
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",
             f"  commit policies: {', '.join(m.commit_policies)} (default {m.commit_policy})",
             *_defaults(m),

@@ -7,13 +7,17 @@
         for event in client.stream("Tell me more.", commit=Threshold(0.9)):
             ...
 
+Streaming video has sessions: ``with client.video_session() as session``, see ``VideoSession``.
+
 Every call has a deadline, and fails only with the errors exported here. What the server has not begun to answer is
 tried again until the deadline: where it is full and reports when it will not be, and where it restarts or cannot be
 reached.
 """
 
 from mmserve.client.asynchronous import AsyncClient
+from mmserve.client.asynchronous_video import AsyncAlerts, AsyncQuestion, AsyncVideoSession
 from mmserve.client.blocking import Client
+from mmserve.client.blocking_video import Alerts, Question, VideoSession
 from mmserve.client.tls import TLS
 from mmserve.core.events import (
     Admitted,
@@ -72,12 +76,21 @@ from mmserve.rpc.policies import (
     VisualCache,
 )
 from mmserve.rpc.result import Result
+from mmserve.rpc.session_options import SessionOptions
+from mmserve.video.base import Asked
+from mmserve.video.messages import Alert, PushFailed, Statistics
 
 __all__ = [
     "TLS",
     "Adaptive",
     "Admitted",
+    "Alert",
+    "Alerts",
+    "Asked",
+    "AsyncAlerts",
     "AsyncClient",
+    "AsyncQuestion",
+    "AsyncVideoSession",
     "Blend",
     "Cancelled",
     "Client",
@@ -116,13 +129,17 @@ __all__ = [
     "NotFound",
     "Options",
     "Pair",
+    "PushFailed",
+    "Question",
     "RandomReuse",
     "ResourceExhausted",
     "Result",
     "Scheduler",
+    "SessionOptions",
     "SinkWindow",
     "Snapshot",
     "StageTimes",
+    "Statistics",
     "TLSError",
     "Template",
     "TextPart",
@@ -133,5 +150,6 @@ __all__ = [
     "Unimplemented",
     "Usage",
     "VideoPart",
+    "VideoSession",
     "VisualCache",
 ]

@@ -52,17 +52,18 @@ def file_segments(source: Any, seconds: float = SEGMENT_SECONDS, **open_options:
 
 
 def _cut(container: Any, stream: Any, seconds: float) -> Iterator[FileSegment]:
-    base, first, packets = stream.time_base, None, []
+    packets: list[Any] = []
+    first: int | None = None
     for packet in container.demux(stream):
         if not packet.size or packet.pts is None:
             continue
         first = packet.pts if first is None else first
-        if packet.is_keyframe and packets and (packet.pts - packets[0].pts) * base >= seconds:
+        if packets and packet.is_keyframe and (packet.pts - packets[0].pts) * stream.time_base >= seconds:
             yield _segment(stream, packets, first)
             packets = []
         packets.append(packet)
     if packets:
-        yield _segment(stream, packets, first)
+        yield _segment(stream, packets, first or 0)
 
 
 def _segment(stream: Any, packets: list[Any], first: int) -> FileSegment:

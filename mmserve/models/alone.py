@@ -1,4 +1,4 @@
-"""Keys and values of a row of tokens that a decoder reads by itself: without pages, with nobody beside it.
+"""A row of tokens that a decoder reads by itself, without pages or a batch: keys, values, hidden states.
 
 The same row always has the same bits. Shapes in names: L positions, D hidden, N layers, G key/value heads, K head size.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
-from mmserve.models.decoder import Decoder, DecoderLayer, DeepRows
+from mmserve.models.decoder import Decoder, DecoderLayer, DeepRows, dense_attention
 
 
 def kv_alone(
@@ -55,3 +56,23 @@ def attention_alone(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *
     q, k, v = (x.transpose(0, 1)[None] for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     seen = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return seen[0].transpose(0, 1)
+
+
+def hidden_alone(decoder: Decoder, x_TD: Tensor, positions_T: Tensor, sees_TT: Tensor, wanted_n: Tensor) -> Tensor:
+    """Final hidden states ``[n, D]`` of some rows of embedded tokens, each of which sees what ``sees_TT`` (bool) says.
+
+    In the last layer only the ``wanted_n`` rows (int64) attend: of the others nothing but keys and values is needed.
+    """
+    mask_TT = torch.where(sees_TT, 0.0, -torch.inf).to(x_TD.dtype)
+    cos, sin = decoder.rotary(positions_T)
+    attend, x_1TD = dense_attention(mask_TT[None, None]), x_TD[None]
+    for index in range(len(decoder.layers) - 1):
+        x_1TD = decoder.layers[index](x_1TD, cos, sin, index, attend)
+    last, x_TD = decoder.layers[-1], x_1TD[0]
+    assert isinstance(last, DecoderLayer)
+    q, k, v = last.heads(x_TD)
+    q, k = rotate(q[wanted_n], cos[wanted_n], sin[wanted_n]), rotate(k, cos, sin)
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT[wanted_n][None, None], enable_gqa=grouped)
+    return decoder.norm(last.after_attention(x_TD[wanted_n], seen[0].transpose(0, 1)))

@@ -121,8 +121,17 @@ class DecoderLayer(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        q_THK, k_TGK, v_TGK = self._heads(self.attn_norm(x_TD))
-        x_TD = x_TD + self.o_proj(attend(layer, q_THK, k_TGK, v_TGK, cos, sin).flatten(-2))
+        q_THK, k_TGK, v_TGK = self.heads(x_TD)
+        return self.after_attention(x_TD, attend(layer, q_THK, k_TGK, v_TGK, cos, sin))
+
+    def heads(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[..., H, K]``, and keys and values ``[..., G, K]``, not yet rotated, that the layer makes of its
+        input."""
+        return self._heads(self.attn_norm(x_TD))
+
+    def after_attention(self, x_TD: Tensor, attended_THK: Tensor) -> Tensor:
+        """The layer's output for rows of its input, from what attention gives them."""
+        x_TD = x_TD + self.o_proj(attended_THK.flatten(-2))
         h_TD = self.mlp_norm(x_TD)
         if self.moe is not None:
             return x_TD + self.moe(h_TD)

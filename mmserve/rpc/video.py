@@ -39,7 +39,7 @@ from mmserve.video.connection import Connection
 from mmserve.video.host import Hosts
 from mmserve.video.overload import Overload
 from mmserve.video.registry import Registry
-from mmserve.video.session import Session
+from mmserve.video.session import Session as VideoSession
 
 
 class VideoService(video_pb2_grpc.VideoServiceServicer):
@@ -79,7 +79,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         return
         yield  # what the interceptors expect of a method that answers with a stream; see ``context.write`` above
 
-    async def _begun(self, first: pb.SessionRequest) -> tuple[Session, pb.SessionConfigured, int | None]:
+    async def _begun(self, first: pb.SessionRequest) -> tuple[VideoSession, pb.SessionConfigured, int | None]:
         """The session of a connection whose first request is ``first``, and what the client is told of it."""
         tenant = current_tenant()
         match first.WhichOneof("request"):
@@ -96,7 +96,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         calls.current().model = configured.model
         return session, configured, received
 
-    async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> tuple[Session, pb.SessionConfigured]:
+    async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> tuple[VideoSession, pb.SessionConfigured]:
         self._sessions.check_room(tenant)
         engine = self._engines.find(asked.model)
         wrong = [*wrong_config(asked)]
@@ -113,7 +113,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         try:
             session = self._sessions.open(
                 tenant,
-                lambda handle, ended: Session(
+                lambda handle, ended: VideoSession(
                     handle, tenant, stream, host.reader(asked_sampler(asked.sampler)), around, overload, ended
                 ),
             )
@@ -125,7 +125,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         return session, session.greeting
 
     def _greeting(
-        self, session: Session, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory
+        self, session: VideoSession, engine: EngineLike, asked: pb.ConfigureSession, memory: Memory
     ) -> pb.SessionConfigured:
         video = self._config.video
         configured = pb.SessionConfigured(
@@ -147,7 +147,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             configured.config.sampler.rate = DEFAULT_RATE
         return configured
 
-    def _asked(self, session: Session, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
+    def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
         """What makes the engine's request of a question of ``session``."""
         engine, tenant = self._engines.find(configured.model), session.tenant
 
@@ -192,7 +192,7 @@ class _Question:
 
 async def _read(
     messages: AsyncIterator[pb.SessionRequest],
-    session: Session,
+    session: VideoSession,
     connection: Connection,
     to_request: Callable[[pb.Ask], Request],
 ) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from google.rpc import status_pb2
+from google.rpc import code_pb2
 
-from mmserve.errors import MMServeError
-from mmserve.rpc.status import from_status
+from mmserve.errors import BY_CODE, FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
 from mmserve.video.messages import Statistics
@@ -13,7 +12,17 @@ from mmserve.video.messages import Statistics
 
 def from_error(error: pb.SessionError) -> MMServeError:
     """The error that a push, question or standing question ended with."""
-    return from_status(status_pb2.Status(code=error.code, message=error.message, details=error.details))
+    name = code_pb2.Code.Name(error.code) if error.code in code_pb2.Code.values() else ""
+    kind = BY_CODE.get(name, Internal)
+    if kind is InvalidArgument:
+        fields = [FieldViolation(each.field, each.description) for each in error.wrong_fields]
+        return InvalidArgument(*fields) if fields else InvalidArgument.of("request", error.message)
+    if kind is ResourceExhausted:
+        later = error.retry_after_seconds if error.HasField("retry_after_seconds") else None
+        return ResourceExhausted(error.message, retry_after=later)
+    if kind is Internal:
+        return Internal(error.message, error_id=error.error_id)
+    return kind(error.message)
 
 
 def from_asked(asked: pb.Asked) -> Asked:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from google.rpc import code_pb2
+
 from mmserve.core.events import Event
 from mmserve.core.request import Request
 from mmserve.encode.sampling import FixedRate, Sampler, Scene, SlowFast
-from mmserve.errors import FieldViolation, InvalidArgument, MMServeError
+from mmserve.errors import FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.rpc.event_messages import to_response
 from mmserve.rpc.request_id import MAX_CHARACTERS, is_label
-from mmserve.rpc.status import to_status
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
@@ -23,6 +24,8 @@ OVERLOADS = {
     pb.OVERLOAD_POLICY_DROP_OLDEST: "drop_oldest",
     pb.OVERLOAD_POLICY_THIN: "thin",
 }
+#: Characters of an error's texts, and fields that it names.
+_MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
 #: Bytes of a request that pushes nothing.
 MAX_OTHER_BYTES = 1 << 20
 #: Seconds of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
@@ -220,5 +223,13 @@ def _answer(question_id: str, event: Asked | Event | MMServeError) -> pb.AnswerE
 
 
 def _error(error: MMServeError) -> pb.SessionError:
-    status = to_status(error)
-    return pb.SessionError(code=status.code, message=status.message, details=status.details)
+    message = pb.SessionError(code=code_pb2.Code.Value(error.code), message=error.message[:_MESSAGE_CHARACTERS])
+    if isinstance(error, InvalidArgument):
+        for each in error.violations[:_WRONG_FIELDS]:
+            description = each.description[:_MESSAGE_CHARACTERS]
+            message.wrong_fields.add(field=each.field[:_MESSAGE_CHARACTERS], description=description)
+    elif isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        message.retry_after_seconds = error.retry_after
+    elif isinstance(error, Internal):
+        message.error_id = error.error_id
+    return message

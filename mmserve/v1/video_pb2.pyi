@@ -1,4 +1,3 @@
-from google.protobuf import any_pb2 as _any_pb2
 from mmserve.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -393,11 +392,23 @@ class SessionClosed(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionError(_message.Message):
-    __slots__ = ("code", "message", "details")
+    __slots__ = ("code", "message", "wrong_fields", "retry_after_seconds", "error_id")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    WRONG_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_ID_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
-    details: _containers.RepeatedCompositeFieldContainer[_any_pb2.Any]
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[_Iterable[_Union[_any_pb2.Any, _Mapping]]] = ...) -> None: ...
+    wrong_fields: _containers.RepeatedCompositeFieldContainer[WrongField]
+    retry_after_seconds: float
+    error_id: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., wrong_fields: _Optional[_Iterable[_Union[WrongField, _Mapping]]] = ..., retry_after_seconds: _Optional[float] = ..., error_id: _Optional[str] = ...) -> None: ...
+
+class WrongField(_message.Message):
+    __slots__ = ("field", "description")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    description: str
+    def __init__(self, field: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...

@@ -19,9 +19,9 @@ from mmserve.errors import Unimplemented
 from mmserve.models.picture import Resize
 from mmserve.observe.sessions import SessionMetrics
 from mmserve.video.reading import PushReader
-from mmserve.video.session import Noted, Surroundings, Work
 from mmserve.video.standing import Standing
 from mmserve.video.streams import EngineStreams
+from mmserve.video.surroundings import Noted, Surroundings, Work
 
 
 class Host:

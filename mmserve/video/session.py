@@ -12,12 +12,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from mmserve.config import VideoConfig
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
@@ -30,14 +29,14 @@ from mmserve.errors import (
     ResourceExhausted,
     Unimplemented,
 )
-from mmserve.observe.sessions import SessionMetrics
 from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
 from mmserve.video.base import Frame, Seen, Stream
 from mmserve.video.connection import Changes, Connection
 from mmserve.video.indexes import Requests, Responses, Window
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
-from mmserve.video.standing import Judged, Standing, StandingQuestion
+from mmserve.video.standing import Judged, StandingQuestion
+from mmserve.video.surroundings import Noted, Reader, Surroundings
 
 logger = logging.getLogger("mmserve.video")
 
@@ -45,50 +44,6 @@ logger = logging.getLogger("mmserve.video")
 MOST_QUEUED = 1024
 #: When a client may resume that did not read its responses (seconds).
 _RETRY_AFTER = 0.1
-#: Calls a blocking function elsewhere.
-Work = Callable[..., Awaitable[Any]]
-
-
-class Reader(Protocol):
-    """Makes frames of what is pushed, one push after another."""
-
-    def read(self, push: m.Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
-        """Give the frames of ``push`` to ``take`` in order; ``check`` raises to end that."""
-        ...
-
-
-class Noted(Protocol):
-    """What takes note of one question, for quotas and metrics."""
-
-    def begin(self) -> None:
-        """It came; raises ``ResourceExhausted`` where its tenant may not ask now."""
-        ...
-
-    def see(self, event: Event) -> None:
-        """Something of its answer was made."""
-        ...
-
-    def end(self, error: MMServeError | None) -> None:
-        """It was answered, or ended with ``error``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What sessions of one model share.
-
-    ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
-    ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
-    the model cannot be asked standing questions.
-    """
-
-    config: VideoConfig
-    work: Work
-    judge: Work
-    cancel: Callable[[str], None]
-    noted: Callable[[], Noted]
-    metrics: SessionMetrics
-    standing: Standing | None
 
 
 @dataclass(eq=False)
@@ -106,6 +61,7 @@ class _Question:
     noted: Noted
     left: int  # samples that have not finished
     submitted: bool = False
+    cancelled: bool = False
     held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
 
 
@@ -224,7 +180,7 @@ class Session:
             self._end_question(question, Cancelled("the session ended"))
         self._to_decode.clear()
         if not self._closed:
-            self._loop.create_task(self._close_stream())
+            self._tasks.append(self._loop.create_task(self._close_stream()))
         if self._connection is not None:
             self._connection.fail(error)
         self._ended(self)
@@ -308,6 +264,7 @@ class Session:
         self._queue(question)
 
     def _cancel(self, question: _Question) -> None:
+        question.cancelled = True
         if question.submitted:
             self._around.cancel(question.request.id)
         else:
@@ -423,9 +380,14 @@ class Session:
                 question.ask.scope,
                 lambda event: self._soon(self._answered, question, event),
             )
+        except asyncio.CancelledError:  # the session ended while the stream was asked
+            self._around.cancel(question.request.id)
+            raise
         except Exception as error:  # noqa: BLE001 - the same
             self._end_question(question, _typed(error))
             return
+        if question.cancelled:  # before the engine knew of it
+            self._around.cancel(question.request.id)
         self._report(m.Answer(question.ask.question_id, asked))
         held, question.held = question.held or [], None
         for event in held:
@@ -536,8 +498,14 @@ class Session:
             logger.error("a stream could not be closed: %r", error)
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call the stream; who is cancelled meanwhile waits for that call to end, so that the next one is alone."""
         async with self._calls:
-            return await self._around.work(method, *args)
+            calling = asyncio.ensure_future(self._around.work(method, *args))
+            try:
+                return await asyncio.shield(calling)
+            except asyncio.CancelledError:
+                await asyncio.wait({calling})
+                raise
 
     # --- responses ---
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mmserve.decode.forward import row_floor
 from mmserve.decode.logits import padded_rows
 from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.models.alone import hidden_alone
 from mmserve.models.base import Attention, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 from mmserve.models.decoder import dense_attention
@@ -148,15 +149,14 @@ class Standing:
         x_TD = torch.cat([before, frame_RD.to(before), decoder.embed(pack.ids)])
         start, rows = len(before) + len(frame_RD), len(x_TD)
         total = padded_rows(rows, self._floor)
-        # Padding sees itself, so that its softmax is of something.
-        mask = torch.eye(total, dtype=torch.bool, device=device)
+        mask = torch.eye(total, dtype=torch.bool, device=device)  # padding sees itself
         mask[:start, :start] = torch.ones(start, start, dtype=torch.bool, device=device).tril()
         mask[start:rows, :start] = True
         mask[start:rows, start:rows] = pack.seen
         positions = F.pad(torch.cat([torch.arange(start, device=device), start + pack.depths]), (0, total - rows))
-        attend = dense_attention(torch.where(mask, 0.0, -torch.inf).to(x_TD.dtype)[None, None])
-        hidden = decoder(F.pad(x_TD, (0, 0, 0, total - rows))[None], positions, attend)[0]
-        log_p = self._log_probabilities(hidden[start + pack.wanted])
+        wanted = F.pad(start + pack.wanted, (0, padded_rows(len(pack.wanted), self._floor) - len(pack.wanted)))
+        hidden = hidden_alone(decoder, F.pad(x_TD, (0, 0, 0, total - rows)), positions, mask, wanted)
+        log_p = self._log_probabilities(hidden)
         return [
             self._judged(question, [log_p[place] for place in places])
             for question, places in zip(questions, pack.places, strict=True)
@@ -191,8 +191,9 @@ class Standing:
         answer = total - masks
         positions = torch.arange(total, device=model.device)
         attend = dense_attention(self._sees(positions, answer))
-        hidden = model.decoder(x_BTD, positions, attend)
-        return self._log_probabilities(hidden[:, answer - spec.logit_shift])
+        hidden = model.decoder(x_BTD, positions, attend)[:, answer - spec.logit_shift]
+        padding = padded_rows(len(hidden), self._floor) - len(hidden)
+        return self._log_probabilities(F.pad(hidden, (0, 0, 0, padding)))[: len(asked)]
 
     def _sees(self, positions: Tensor, answer: int) -> Tensor | None:
         """What each position of a prompt and canvas sees, bool ``[1, T, T]``; the answer begins at ``answer``."""
@@ -208,9 +209,7 @@ class Standing:
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
         """Of every token, fp32 ``[n, V]``; tokens that are never generated have none."""
-        count = len(hidden)
-        padded = F.pad(hidden, (0, 0, 0, padded_rows(count, self._floor) - count))
-        logits = self._model.decoder.logits(padded)[:count].float()
+        logits = self._model.decoder.logits(hidden).float()
         logits[:, list(self._model.spec.banned_ids)] = -torch.inf
         return logits.log_softmax(-1)
 

@@ -32,7 +32,6 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.priority import lower_priority
 from mmserve.prune import pruner_for
 from mmserve.record import Sink
 from mmserve.video.append import New, append
@@ -246,7 +245,6 @@ class EngineStreams:
         return sum(stream.held for stream in self._streams)
 
     def _loop(self) -> None:
-        lower_priority()
         torch.set_num_threads(self._engine.config.torch_threads)
         while (batch := self._next()) is not None:
             try:

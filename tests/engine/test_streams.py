@@ -21,9 +21,10 @@ from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, TextPart, Vision
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unimplemented
+from mmserve.memory import resident, trim
 from mmserve.models.alone import kv_alone
 from mmserve.models.base import Attention, LoadedModel
-from mmserve.video.base import Memory, Scope
+from mmserve.video.base import Frame, Memory, Scope
 from mmserve.video.layout import embedded_rows, question
 from mmserve.video.memory import Kind
 from mmserve.video.streams import EngineStreams
@@ -373,3 +374,24 @@ def test_without_causal_attention_a_question_runs_the_window(bench: Make, attent
     assert b.engine.stats().kv_cache.made == made
     assert answer(stream, asked("past", recompute=none), Scope(begin=2, end=3))[1].frames == 2
     gone(b, streams)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_is_flat_over_ten_thousand_frames(bench: Make, causal: LoadedModel) -> None:
+    """Bytes of the process, and of the stream; half a minute. ``pytest -m slow tests/engine/test_streams.py``."""
+    streams = EngineStreams(bench(causal).engine)
+    stream = opened(streams, budget=60, policy="recall", host_bytes=1 << 20)
+    pictures = [frame(i).image for i in range(32)]
+    seen = []
+    for i in range(0, 10_000, 8):
+        put(stream, *(Frame(float(n), pictures[n % 32]) for n in range(i, i + 8)))
+        if i % 2000 == 0:
+            answer(stream, asked(f"q{i}"), Scope(begin=max(0, i - 5)))
+        if i >= 2_000 and i % 500 == 0:
+            trim()
+            seen.append(resident())
+    assert stream.stats().frames == 10_000
+    assert stream.stats().feature_bytes <= 1 << 20
+    assert max(seen) <= 1.03 * seen[0]
+    streams.stop()

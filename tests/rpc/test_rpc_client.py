@@ -48,7 +48,9 @@ def test_public_names() -> None:
         "FieldViolation",
     ]
     others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
-    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *errors, *others])
+    video = ["Alert", "Alerts", "Asked", "AsyncAlerts", "AsyncQuestion", "AsyncVideoSession", "PushFailed", "Question"]
+    video += ["SessionOptions", "Statistics", "VideoSession"]
+    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *errors, *others, *video])
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -56,6 +58,9 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert public(Client) == public(AsyncClient)
+    assert public(sdk.VideoSession) | {"open"} == public(sdk.AsyncVideoSession)
+    assert public(sdk.Question) == public(sdk.AsyncQuestion)
+    assert public(sdk.Alerts) == public(sdk.AsyncAlerts)
 
 
 def test_generate(address: str, engine: EchoEngine) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streaming import streaming_model
 
 from mmserve.encode.visual import VISUAL
 from mmserve.errors import InvalidArgument
+from mmserve.models.base import Attention
 from mmserve.video.archive import Archive, evenly, inside
 from mmserve.video.base import Memory, Scope, Seen
 from mmserve.video.layout import Shown
@@ -19,6 +21,7 @@ from mmserve.video.memory import POLICIES, Kind, MemoryPolicy, Rows, policy_of
 from mmserve.video.memory.carrier import merged
 from mmserve.video.memory.similarity import Similarity
 from mmserve.video.positions import after_eviction, is_full
+from mmserve.video.state import Streaming, StreamState
 
 SINKS = 4
 
@@ -151,3 +154,32 @@ def test_a_policy_is_a_protocol_of_pure_functions() -> None:
         first, second = policy.left(rows, 60), policy.left(rows, 60)
         assert first.keep.tolist() == second.keep.tolist()
         assert first.pooled.tolist() == second.pooled.tolist()
+
+
+LONG = [("window", "gaps"), ("carrier", "renumber")]
+SLOW = [("window", "renumber"), ("carrier", "gaps"), ("similarity", "reanchor"), ("recall", "gaps")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "positions"), [*LONG, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(policy: str, positions: str) -> None:
+    """5,000 frames of a model of 256 positions, whose questions run all rows: only the bookkeeping is at work here."""
+    model = streaming_model(Attention.FULL, 0, max_tokens=256)
+    kept = Streaming(model, 1, False, 256, np.arange(100, 104))
+    state = StreamState(kept, Memory(policy=policy, positions=positions, budget=100, carriers=16, host_bytes=1 << 16))
+    for i in range(5_000):
+        frame = state.chosen(shown(i))
+        state.make_room(frame)
+        table, new = state.coming(frame, None)
+        assert new is None
+        state.commit(table, frame)
+        if i % 16 == 0:
+            now = state.branch(None).table
+            assert len(now) <= 100
+            assert now.places[-1] + kept.reserve < 256
+            assert (np.diff(now.places) > 0).all()
+            assert now.frame[-1] == i
+    stats = state.stats()
+    assert stats.frames == 5_000
+    assert stats.feature_bytes <= 100 * 64 * 4 + (1 << 16)

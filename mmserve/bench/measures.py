@@ -1,0 +1,30 @@
+"""Figures of a benchmark beside the goals that are set for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def at_most(name: str, value: float, unit: str, goal: float) -> dict[str, Any]:
+    """A measure that is met where ``value`` is at most ``goal``."""
+    return _measure(name, value, unit, f"<= {goal:g}", value <= goal)
+
+
+def at_least(name: str, value: float, unit: str, goal: float) -> dict[str, Any]:
+    """A measure that is met where ``value`` is at least ``goal``."""
+    return _measure(name, value, unit, f">= {goal:g}", value >= goal)
+
+
+def stated(name: str, value: float, unit: str) -> dict[str, Any]:
+    """A figure without a goal."""
+    return _measure(name, value, unit, None, None)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that at least ``share`` of ``values`` do not exceed; there must be one value at least."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _measure(name: str, value: float, unit: str, goal: str | None, met: bool | None) -> dict[str, Any]:
+    return {"name": name, "value": round(value, 4), "unit": unit, "goal": goal, "met": met}

@@ -1,0 +1,95 @@
+"""Events to alerts over real sockets: one session with standing questions at one frame a second."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmserve.bench.measures import at_most, percentile, stated
+from mmserve.bench.video_clips import PART, clips_of
+from mmserve.bench.video_served import PATIENCE, push, served
+from mmserve.client import Client
+from mmserve.reference.clips import Clip
+
+#: Goal: seconds from an event to its alert.
+ALERT_S = 1.5
+#: Seconds without an event before an alert counts as false, and seconds after the last frame for alerts to come.
+FALSE_AFTER, LATE = 3.0, 2.0
+
+Holds = Callable[[Clip, float], bool]
+
+
+def event_to_alert(
+    arguments: argparse.Namespace, asked: Sequence[tuple[str, Holds | None]], progress: Callable[[str], None]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Alerts of ``asked`` over ``--seconds``: questions, and whether a clip's moment has it (None = not judged).
+
+    An event is when a shape appears in the stream, not when a frame first shows it: up to a second lies between.
+    """
+    seconds = int(arguments.seconds)
+    clips = clips_of(arguments.seed, seconds + 16)
+    alerts: list[tuple[str, bool, float]] = []  # question, on, when it came
+    lock = threading.Lock()
+
+    def note(text: str) -> Callable[[Any], None]:
+        def take(alert: Any) -> None:
+            with lock:
+                alerts.append((text, alert.active, time.monotonic()))
+
+        return take
+
+    progress(f"watches: {len(asked)} in a session for {seconds} s")
+    with served(arguments) as server, Client(server.address, timeout=PATIENCE) as client:
+        client.wait_ready(PATIENCE)
+        with client.video_session(timeout=PATIENCE) as session:
+            for text, _holds in asked:
+                session.watch(text, callback=note(text))
+            session.statistics(PATIENCE)  # all are accepted
+            begun = time.monotonic()
+            for second in range(seconds):
+                time.sleep(max(0.0, begun + second + PART - time.monotonic()))
+                push(session, clips, second)
+            time.sleep(LATE)
+    delays: list[float] = []
+    missed = false = 0
+    judged = [(text, holds) for text, holds in asked if holds is not None]
+    for text, holds in judged:
+        begins = _events(clips, seconds, holds)
+        came = [when - begun for of, active, when in alerts if of == text and active]
+        for event in begins:
+            after = [when for when in came if 0 <= when - event <= FALSE_AFTER]
+            missed += not after
+            delays += after[:1] and [after[0] - event]
+        false += sum(not any(0 <= when - event <= FALSE_AFTER for event in begins) for when in came)
+    row = {
+        "measured": "watches: alerts over gRPC",
+        "seconds": seconds,
+        "watches": len(asked),
+        "judged": len(judged),
+        "events": len(delays) + missed,
+        "missed": missed,
+        "false_alarms": false,
+        "event_to_alert_s_p50": round(statistics.median(delays), 3) if delays else None,
+    }
+    late = percentile(delays, 0.99) if delays else float(PATIENCE)
+    return row, [
+        at_most("event to alert p99", late, "s", ALERT_S),
+        stated(f"false alarms an hour of {len(judged)} watches over gRPC", 3600 * false / max(1, seconds), "1/h"),
+        stated("events without an alert over gRPC", missed / max(1, len(delays) + missed), "share"),
+    ]
+
+
+def _events(clips: Sequence[Any], seconds: int, holds: Holds) -> list[float]:
+    """When the answer becomes yes, in seconds of the stream: what happens does at whole seconds."""
+    found, before = [], False
+    for shown in clips:
+        for second in range(shown.clip.seconds):
+            now = holds(shown.clip, second + PART)
+            if now and not before and shown.begin + second < seconds:
+                found.append(float(shown.begin + second))
+            before = now
+    return found

@@ -1,0 +1,82 @@
+"""Streams of drawn clips, one frame a second, and questions about them whose answers the clips determine."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from PIL import Image
+
+from mmserve.reference.clips import VIDEO, Clip, draw_clip
+from mmserve.reference.items import TEST_SEEDS, Question
+from mmserve.video.clock import CYCLE
+
+#: Clips that streams are made of: their pictures are drawn once.
+CLIPS = 120
+#: Part of a second at which frames are taken.
+PART = 0.5
+_MOMENT = re.compile(r"\bat (\d+) s\b")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A clip of a stream: the second of its first frame. Frames follow each other by a second."""
+
+    clip: Clip
+    begin: int
+
+    @property
+    def end(self) -> int:
+        """The second after its last frame."""
+        return self.begin + self.clip.seconds
+
+    def questions(self, rng: random.Random) -> list[Question]:
+        """A question of each video task that the clip allows; moments in answers are labels of frames."""
+        asked = (VIDEO.ask(self.clip, task, rng) for task in VIDEO.tasks)
+        return [replace(q, answer=_MOMENT.sub(self._labelled, q.answer)) for q in asked if q is not None]
+
+    def named(self, rng: random.Random, others: list[Shown]) -> list[Question]:
+        """Those of ``questions`` that name a shape which no clip of ``others`` shows."""
+        own = shapes(self.clip) - {name for other in others for name in shapes(other.clip)}
+        return [q for q in self.questions(rng) if any(name in q.text for name in own)]
+
+    def _labelled(self, moment: re.Match[str]) -> str:
+        return f"at {(self.begin + int(moment[1])) % CYCLE} s"
+
+
+def shapes(clip: Clip) -> set[str]:
+    """Names of the shapes that a clip shows at any time."""
+    turned = {f"{a.turns[1]} {a.shape.kind}" for a in clip.actors if a.turns is not None}
+    return turned | {a.shape.name for a in clip.actors}
+
+
+def clips_of(seed: int, seconds: int) -> list[Shown]:
+    """Clip after clip of the stream ``seed``, at least so many seconds of them; the first begins at any second."""
+    rng = random.Random(f"stream of clips {seed}")
+    found: list[Shown] = []
+    at = 0
+    while at < seconds:
+        shown = Shown(drawn_clip(rng.randrange(CLIPS)), at)
+        found.append(shown)
+        at = shown.end
+    return found
+
+
+@lru_cache(CLIPS)
+def drawn_clip(number: int) -> Clip:
+    """One of the ``CLIPS`` clips, which no training has seen."""
+    return draw_clip(random.Random(TEST_SEEDS[-1 - number]))
+
+
+@lru_cache(8 * CLIPS)
+def picture(clip: Clip, second: int) -> Image.Image:
+    """The frame of a clip in its ``second``-th second."""
+    return clip.frames([second + PART]).pictures[0]
+
+
+def frame_at(clips: list[Shown], second: int) -> Image.Image:
+    """The frame of a stream at ``second``."""
+    shown = next(s for s in clips if s.begin <= second < s.end)
+    return picture(shown.clip, second - shown.begin)

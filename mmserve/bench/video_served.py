@@ -1,0 +1,73 @@
+"""A server for sessions of video, and one session of it that plays a stream of clips."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+from mmserve.bench.served import ServedProcess
+from mmserve.bench.video_clips import CLIPS, PART, Shown, picture
+from mmserve.client.blocking_video import VideoSession
+from mmserve.reference.clips import Clip
+from mmserve.reference.scenes import png
+
+#: Seconds between two looks at how many frames questions can see.
+_LOOK = 0.005
+#: Seconds that anything may take.
+PATIENCE = 120.0
+
+
+def served(arguments: argparse.Namespace) -> ServedProcess:
+    """A server of the bundled causal model, or of the ``--model`` ones, in a process of its own."""
+    values = vars(arguments)
+    return ServedProcess(argparse.Namespace(**{**values, "model": arguments.model or ["bundled-causal"]}))
+
+
+@lru_cache(8 * CLIPS)
+def file_of(clip: Clip, second: int) -> bytes:
+    """The frame of a clip in its ``second``-th second, as a PNG file."""
+    return png(picture(clip, second))
+
+
+def push(session: VideoSession, clips: Sequence[Shown], second: int) -> None:
+    """Push the frame of a stream at ``second``."""
+    shown = next(s for s in clips if s.begin <= second < s.end)
+    session.push(file_of(shown.clip, second - shown.begin), second + PART, timeout=PATIENCE)
+
+
+class ReadyTimes:
+    """From when frames are pushed to when questions can see them, as clients see it; a thread looks at all sessions."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._under_way: dict[VideoSession, deque[float]] = {}
+        self._taken: dict[VideoSession, int] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def pushed(self, session: VideoSession) -> None:
+        """A frame of ``session`` is about to be pushed."""
+        with self._lock:
+            self._taken.setdefault(session, session.frames_taken)
+            self._under_way.setdefault(session, deque()).append(time.monotonic())
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK):
+            now = time.monotonic()
+            with self._lock:
+                for session, waiting in self._under_way.items():
+                    taken = session.frames_taken
+                    for _frame in range(min(taken - self._taken[session], len(waiting))):
+                        self.seconds.append(now - waiting.popleft())
+                    self._taken[session] = taken

@@ -1,0 +1,272 @@
+"""Standing questions of ``mmserve bench video``: what 32 of them cost a frame, and how often they are right.
+
+Costs are measured on one thread, in turn: all questions in one pass, one question by itself, and all one after another,
+as requests would be. Answers are judged on drawn pictures and on frames of drawn clips, which no training has seen.
+False alarms are counted over a stream of such clips at one frame a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mmserve.bench.measures import at_least, at_most, percentile, stated
+from mmserve.bench.video_alerts import event_to_alert
+from mmserve.config import ModelConfig
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.models.packed import pack
+from mmserve.models.registry import load_model
+from mmserve.reference.clips import Clip, draw_clip
+from mmserve.reference.images import yes_no
+from mmserve.reference.items import TEST_SEEDS
+from mmserve.reference.scenes import COLORS, KINDS, draw_scene
+from mmserve.video.alerts import Rule, Watch
+from mmserve.video.base import Seen
+from mmserve.video.standing import Judged, Standing, StandingQuestion
+
+#: Standing questions of a session.
+WATCHES = 32
+#: Goals: milliseconds of a frame, how much cheaper all are than one after another, over one, share of right answers,
+#: expected calibration error.
+FRAME_MS, CHEAPER, OVER_ONE, RIGHT, ECE = 100.0, 4.0, 4.0, 0.98, 0.03
+#: Pictures that are judged, and frames of the stream on which alarms are counted, for each of ``--limit``.
+PICTURES, FRAMES = 20, 15
+#: Rounds of the timings for each of ``--repeats``.
+ROUNDS = 5
+
+Named = tuple[str | None, str | None]  # a colour and a kind; None = any
+
+
+def names() -> list[Named]:
+    """What the standing questions ask for: every colour with every kind, colours, kinds, anything."""
+    kinds: list[str | None] = [*KINDS, None]
+    return [(color, kind) for kind in kinds for color in COLORS] + [(None, kind) for kind in KINDS]
+
+
+def question(name: Named) -> StandingQuestion:
+    """Whether there is a shape of that name."""
+    color, kind = name
+    return StandingQuestion(f"Is there a {' '.join(word for word in (color, kind or 'shape') if word)}?")
+
+
+def watches() -> list[tuple[Named, StandingQuestion]]:
+    """``WATCHES`` different questions: those about shapes by name, and further ones in other words."""
+    asked = [(name, question(name)) for name in names()]
+    extra = ("left", "center", "right")
+    others = [StandingQuestion(f"Is there a {c} {KINDS[0]} at the {where}?") for c in COLORS for where in extra]
+    return [*asked, *(((None, None), other) for other in others)][:WATCHES]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """An answer to a yes/no question, and the truth."""
+
+    yes: float
+    mass: float
+    truth: bool
+
+    @property
+    def right(self) -> bool:
+        """Whether the more likely answer is the true one."""
+        return (self.yes > 0.5) == self.truth
+
+
+def calibration_error(judgements: Sequence[Judgement], bins: int = 10) -> float:
+    """Expected calibration error of the answers' confidence, in bins of equal width (arXiv 1706.04599)."""
+    by_bin: dict[int, list[Judgement]] = {}
+    for judged in judgements:
+        confidence = max(judged.yes, 1 - judged.yes)
+        by_bin.setdefault(min(bins - 1, int((confidence - 0.5) * 2 * bins)), []).append(judged)
+    return sum(
+        abs(sum(max(j.yes, 1 - j.yes) for j in some) - sum(j.right for j in some)) / len(judgements)
+        for some in by_bin.values()
+    )
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Costs, accuracy and alarms of standing questions about the bundled causal model, or the one of ``--model``."""
+    path = arguments.model[0] if arguments.model else "bundled-causal"
+    model = load_model(ModelConfig(path=path))
+    if not isinstance(model, LoadedModel) or model.vision is None:
+        raise ConfigError(f"{path} takes no images: it has no standing questions")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        pack(model.decoder)
+        return _measured(model, Standing(model), arguments, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(
+    model: LoadedModel, standing: Standing, arguments: argparse.Namespace, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    seed = arguments.seed
+    cost = _cost(model, standing, ROUNDS * arguments.repeats, seed, progress)
+    pictures = _pictures(model, standing, PICTURES * arguments.limit, seed, progress)
+    stream = _stream(model, standing, FRAMES * arguments.limit, seed, progress)
+    known = [(each.text, partial(_holds_name, name) if any(name) else None) for name, each in watches()]
+    alerts = event_to_alert(arguments, known, progress)
+    rows = [{"measured": "watches: cost", **cost}, *pictures[0], stream[0], alerts[0]]
+    measures = [
+        at_most(f"{WATCHES} watches a frame", cost["together_ms"], "ms", FRAME_MS),
+        at_least("one after another over together", cost["one_by_one_ms"] / cost["together_ms"], "x", CHEAPER),
+        at_most(f"{WATCHES} watches over one", cost["together_ms"] / cost["one_ms"], "x", OVER_ONE),
+        *pictures[1],
+        *stream[1],
+        *alerts[1],
+    ]
+    settings = {"model": model.spec.name, "threads": 1, "watches": WATCHES, "seed": seed}
+    return {"rows": rows, "measures": measures, "settings": settings}
+
+
+@torch.inference_mode()
+def see(model: LoadedModel, picture: Any) -> Seen:
+    """A picture as an image by itself."""
+    assert model.vision is not None
+    tokens = model.vision.see([model.vision.prepare(picture)], frozenset(), clip=False)[0].tokens
+    return Seen(0.0, tokens[:0], tokens)
+
+
+def _cost(
+    model: LoadedModel, standing: Standing, rounds: int, seed: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    progress(f"watches: cost, {rounds} rounds")
+    frame = see(model, draw_scene(random.Random(TEST_SEEDS[seed])).picture)
+    asked = [each for _name, each in watches()]
+    times: dict[str, list[float]] = {"together": [], "eight": [], "one": [], "one_by_one": []}
+    ways: dict[str, list[list[StandingQuestion]]] = {
+        "together": [asked],
+        "eight": [asked[:8]],
+        "one": [asked[:1]],
+        "one_by_one": [[each] for each in asked],
+    }
+    for _round in range(rounds + 1):  # the first one is a warm-up
+        for name, calls in ways.items():
+            began = time.perf_counter()
+            for call in calls:
+                standing.judge(frame, call)
+            times[name].append(1000 * (time.perf_counter() - began))
+    return {f"{name}_ms": round(statistics.median(taken[1:]), 2) for name, taken in times.items()}
+
+
+def _pictures(
+    model: LoadedModel, standing: Standing, count: int, seed: int, progress: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Accuracy about drawn pictures and about frames of clips: half of the questions are to be answered yes."""
+    progress(f"watches: {count} pictures and as many frames of clips")
+    rng = random.Random(f"watched pictures {seed}")
+    alone: list[Judgement] = []
+    frames: list[Judgement] = []
+    for _number in range(count):
+        scene = draw_scene(random.Random(rng.choice(TEST_SEEDS)))
+        text, answer = yes_no(scene, rng)
+        judged = standing.judge(see(model, scene.picture), [StandingQuestion(text)])[0]
+        alone.append(Judgement(judged.probability("yes"), judged.mass, answer.startswith("yes")))
+        clip = draw_clip(random.Random(rng.choice(TEST_SEEDS)))
+        moment = rng.uniform(0, clip.seconds - 0.01)
+        wanted = rng.random() < 0.5
+        named = [name for name in names() if holds(clip, moment, name) == wanted]
+        if named:
+            judged = standing.judge(see(model, clip.frames([moment]).pictures[0]), [question(rng.choice(named))])[0]
+            frames.append(Judgement(judged.probability("yes"), judged.mass, wanted))
+    rows, measures = [], []
+    for what, judgements in (("pictures", alone), ("frames of a stream", frames)):
+        right = sum(j.right for j in judgements) / len(judgements)
+        error = calibration_error(judgements)
+        rows.append(
+            {
+                "measured": f"watches: {what}",
+                "n": len(judgements),
+                "accuracy": round(right, 4),
+                "calibration_error": round(error, 4),
+                "mean_mass": round(statistics.mean(j.mass for j in judgements), 4),
+                "least_mass": round(min(j.mass for j in judgements), 4),
+            }
+        )
+        measures += [
+            at_least(f"right about {what}", right, "share", RIGHT),
+            at_most(f"calibration error about {what}", error, "share", ECE),
+        ]
+    return rows, measures
+
+
+def holds(clip: Clip, moment: float, name: Named) -> bool:
+    """Whether a shape of that name is to be seen at ``moment`` (seconds of the clip)."""
+    color, kind = name
+    return any(
+        actor.there(moment) and color in (None, actor.color(moment)) and kind in (None, actor.shape.kind)
+        for actor in clip.actors
+    )
+
+
+def _holds_name(name: Named, clip: Clip, moment: float) -> bool:
+    return holds(clip, moment, name)
+
+
+def _stream(
+    model: LoadedModel, standing: Standing, count: int, seed: int, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Alarms of all questions over ``count`` frames of clip after clip, one frame a second."""
+    asked = [(name, each) for name, each in watches() if name != (None, None)]
+    states = [Watch(each.text, Rule()) for _name, each in asked]
+    rng = random.Random(f"watched stream {seed}")
+    false = missed = events = 0
+    before: list[bool] = [False] * len(asked)
+    delays: list[float] = []
+    clip, part, at = draw_clip(random.Random(rng.choice(TEST_SEEDS))), rng.random(), 0
+    waiting: list[float | None] = [None] * len(asked)
+    for second in range(count):
+        if second % 100 == 0:
+            progress(f"watches: {second} of {count} frames of a stream")
+        if at == clip.seconds:
+            clip, part, at = draw_clip(random.Random(rng.choice(TEST_SEEDS))), rng.random(), 0
+        moment = at + part
+        began = time.perf_counter()
+        answers: list[Judged] = standing.judge(
+            see(model, clip.frames([moment]).pictures[0]), [each for _name, each in asked]
+        )
+        taken = time.perf_counter() - began
+        for i, ((name, _question), state, judged) in enumerate(zip(asked, states, answers, strict=True)):
+            truth = holds(clip, moment, name)
+            alert = state.update(judged.probability("yes"), judged.mass, float(second))
+            if truth and not before[i]:
+                events += 1
+                waiting[i] = part  # of a second since the event, which falls on a whole one
+            if not truth and waiting[i] is not None:
+                missed, waiting[i] = missed + 1, None
+            if alert is not None and alert.on:
+                false += not truth
+                if (since := waiting[i]) is not None:
+                    delays.append(since + taken)
+                    waiting[i] = None
+            elif truth and (since := waiting[i]) is not None:
+                waiting[i] = since + 1
+            before[i] = truth
+        at += 1
+    hours = count / 3600
+    row = {
+        "measured": "watches: stream",
+        "frames": count,
+        "watches": len(asked),
+        "events": events,
+        "missed": missed,
+        "false_alarms": false,
+    }
+    measures = [
+        stated(f"false alarms an hour of {len(asked)} watches", false / hours, "1/h"),
+        stated("events without an alert", missed / max(1, events), "share"),
+    ]
+    if delays:
+        row |= {"event_to_alert_s_p50": round(statistics.median(delays), 3)}
+        measures.append(stated("event to alert p99, without a server", percentile(delays, 0.99), "s"))
+    return row, measures

@@ -1,0 +1,62 @@
+"""Moments that a model says, as seconds of its stream's clock.
+
+A stream labels its frames with whole seconds that repeat: second 13 is labelled "5s:" where they repeat after 8. So
+"at 5 s" in an answer is a label, of which there is one in any 8 seconds, and "3 s ago" counts back from the newest
+frame. Lengths of time ("for 3 s") are seconds as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+#: Seconds after which the labels of the bundled models' frames repeat.
+CYCLE = 8
+_MOMENT = re.compile(r"\bat (?P<label>\d+) s\b|\b(?P<ago>\d+) (?:s|seconds?) ago\b")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment that an answer says: where in its text, and the whole second of the stream's clock.
+
+    ``seconds`` is None where the frames that were asked about have no such moment.
+    """
+
+    start: int
+    end: int
+    seconds: int | None
+
+
+def labelled(label: int, begin: float, end: float, cycle: int = CYCLE) -> int | None:
+    """The newest whole second with ``label`` among those of frames from ``begin`` to ``end`` (seconds); None = none."""
+    if not 0 <= label < cycle:
+        return None
+    last = math.floor(end)
+    second = last - (last - label) % cycle
+    return second if second >= math.floor(begin) else None
+
+
+def ago(seconds: int, begin: float, end: float) -> int | None:
+    """The whole second that lies ``seconds`` before the newest frame at ``end``; None where it is before ``begin``."""
+    second = math.floor(end) - seconds
+    return second if second >= math.floor(begin) else None
+
+
+def moments(answer: str, begin: float, end: float, cycle: int = CYCLE) -> list[Moment]:
+    """The moments that ``answer`` says about frames from ``begin`` to ``end`` (seconds), in the order of the text."""
+    found = []
+    for match in _MOMENT.finditer(answer):
+        name = match.lastgroup or ""
+        number = int(match[name][:9])  # digits without end are no second of any stream
+        second = labelled(number, begin, end, cycle) if name == "label" else ago(number, begin, end)
+        found.append(Moment(*match.span(), second))
+    return found
+
+
+def on_the_clock(answer: str, begin: float, end: float, cycle: int = CYCLE) -> str:
+    """``answer`` with the moments that it says as seconds of the stream's clock ("at 13 s"); unknown ones stay."""
+    for moment in reversed(moments(answer, begin, end, cycle)):
+        if moment.seconds is not None:
+            answer = f"{answer[: moment.start]}at {moment.seconds} s{answer[moment.end :]}"
+    return answer

@@ -1,0 +1,60 @@
+"""What a session needs of its server: decoding, threads, quotas and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mmserve.config import VideoConfig
+from mmserve.core.events import Event
+from mmserve.errors import MMServeError
+from mmserve.observe.sessions import SessionMetrics
+from mmserve.video import messages as m
+from mmserve.video.base import Frame
+from mmserve.video.standing import Standing
+
+#: Calls a blocking function elsewhere.
+Work = Callable[..., Awaitable[Any]]
+
+
+class Reader(Protocol):
+    """Makes frames of what is pushed, one push after another."""
+
+    def read(self, push: m.Push, take: Callable[[Frame], None], check: Callable[[], None]) -> None:
+        """Give the frames of ``push`` to ``take`` in order; ``check`` raises to end that."""
+        ...
+
+
+class Noted(Protocol):
+    """What takes note of one question, for quotas and metrics."""
+
+    def begin(self) -> None:
+        """It came; raises ``ResourceExhausted`` where its tenant may not ask now."""
+        ...
+
+    def see(self, event: Event) -> None:
+        """Something of its answer was made."""
+        ...
+
+    def end(self, error: MMServeError | None) -> None:
+        """It was answered, or ended with ``error``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What sessions of one model share.
+
+    ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
+    ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
+    the model cannot be asked standing questions.
+    """
+
+    config: VideoConfig
+    work: Work
+    judge: Work
+    cancel: Callable[[str], None]
+    noted: Callable[[], Noted]
+    metrics: SessionMetrics
+    standing: Standing | None

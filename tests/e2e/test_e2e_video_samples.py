@@ -1,0 +1,97 @@
+"""The samples about video, on the bundled causal model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import runpy
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+from PIL import Image
+
+from mmserve.assembly import BackgroundServer
+from mmserve.client import Client
+from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
+from mmserve.reference.scenes import PICTURE, Shape, paint
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+
+
+def sample(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(SAMPLES / f"{name}.py"))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    config = Config(
+        server=ServerConfig(port=0),
+        engine=EngineConfig(torch_threads=1, max_running=8),
+        models=(ModelConfig(path="bundled-causal"),),
+    )
+    with BackgroundServer(config) as server:
+        yield server.address
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six seconds: an empty scene, from 2 to 4 s with a red circle."""
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=10, options={"g": "10", "crf": "10"})
+        stream.width = stream.height = PICTURE
+        stream.pix_fmt, stream.thread_count = "yuv444p", 1
+        for number in range(60):
+            shown = (Shape("circle", "red", "large", 1, 1),) if 20 <= number < 40 else ()
+            frame = av.VideoFrame.from_image(paint(shown, random.Random(0)))
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def test_alerts_to_a_csv(address: str, film: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sample("alerts")["main"]([str(film), "Is there a red circle?", "--server", address]) == 0
+    rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert rows[0] == ["seconds", "question", "true", "probability", "mass"]
+    assert [(float(row[0]), row[2]) for row in rows[1:]] == [(2.0, "1"), (4.0, "0")]
+
+
+def test_questions_about_a_film_and_a_picture_of_each_answer(
+    address: str, film: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many shapes are there?\n\nWhat moves?\n"))
+    arguments = [str(film), "--server", address, "--out", str(tmp_path), "--at-once"]
+    assert sample("video_qa")["main"](arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(line.startswith("[5.5 s]") and "->" in line for line in lines)
+    for name in ("answer-1.png", "answer-2.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.height == 408
+
+
+def test_a_camera_is_asked_and_network_addresses_only_where_allowed(
+    address: str, film: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    camera = sample("camera_qa")
+    assert camera["checked"]("rtsp://cam.example/1", ["cam.example"])["protocol_whitelist"] == "rtsp,rtp,udp,tcp"
+    for source in ("rtsp://other.example/1", "http://169.254.169.254/", "concat:a|b", "gopher://cam.example/"):
+        with pytest.raises(ValueError):
+            camera["checked"](source, ["cam.example"])
+    with pytest.raises(SystemExit):
+        camera["main"](["http://localhost/", "--server", address])
+    assert "--allow localhost" in capsys.readouterr().err
+    options = camera["checked"](str(film), [])
+    assert len(list(camera["pictures"](str(film), None, options, 1000.0))) == 60
+
+
+def test_an_answer_to_a_schema(address: str, film: Path) -> None:
+    with Client(address, timeout=20) as client, client.video_session() as session:
+        session.push_file(film)
+        answer = session.ask("Is there a red circle?", schema={"enum": ["yes", "no"]}, max_new_tokens=16)
+        assert answer.parsed in ("yes", "no")

@@ -1,9 +1,10 @@
-"""The samples about video, on the bundled causal model."""
+"""The samples and the demo about video, on the bundled causal model."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import random
 import runpy
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 
 from mmserve.assembly import BackgroundServer
+from mmserve.cli import main
 from mmserve.client import Client
 from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mmserve.reference.scenes import PICTURE, Shape, paint
@@ -95,3 +97,31 @@ def test_an_answer_to_a_schema(address: str, film: Path) -> None:
         session.push_file(film)
         answer = session.ask("Is there a red circle?", schema={"enum": ["yes", "no"]}, max_new_tokens=16)
         assert answer.parsed in ("yes", "no")
+
+
+def test_the_demo_plays_a_session_and_judges_it(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["demo", "--video", "--seconds", "12", "--json", "--server", address, "--save", str(tmp_path / "new")]
+    assert main(given) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["ok"] and report["frames_taken"] == report["frames_pushed"] == 12
+    assert [each["seconds"] for each in report["answers"]] == [5.5, 11.5]  # when the two clips end
+    for each in report["answers"]:
+        assert each["answer"] and not each["error"] and 0 < each["first_token_ms"] <= each["total_ms"]
+        assert each["correct"] == (each["answer"] == each["expected"])
+        assert f"{each['question']} {each['on_clock']}" in err
+    assert report["right"] == sum(each["correct"] for each in report["answers"])
+    assert len(report["watches"]) == 2
+    for watch in report["watches"]:
+        assert watch["truth"] and watch["alerts"]
+        assert watch["right"] == sum(turn in watch["truth"] for turn in watch["alerts"]) > 0
+    assert err.count("alert: ") == sum(len(watch["alerts"]) for watch in report["watches"])
+    assert report["frame_to_ready_ms"] > 0 and report["first_token_ms"] > 0
+    assert len(list((tmp_path / "new").glob("frame-*.png"))) == 12
+
+
+def test_the_video_demo_refuses_a_video_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--video", "--seconds", "0"]) == 1
+    assert "--seconds" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from mmserve.bench.video_clips import PART, Shown, clips_of, shapes
 from mmserve.bench.video_served import ReadyTimes, file_of, push
@@ -134,7 +135,7 @@ class _Played:
         """Push every frame, ask the questions; returns when the session has taken and answered everything."""
         for watched in self._watched:
             self._show.line(f"          standing question: {watched.question}")
-            self._session.watch(watched.question, callback=lambda alert, to=watched: self._alert(to, alert))
+            self._session.watch(watched.question, callback=partial(self._alert, watched))
         begun, asking = time.monotonic(), []
         try:
             for second in range(self._seconds):

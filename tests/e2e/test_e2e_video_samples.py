@@ -1,7 +1,8 @@
-"""The samples and the demo about video, on the bundled causal model."""
+"""The samples and the demo about video, and times in answers, on the bundled causal model."""
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
@@ -18,7 +19,7 @@ from PIL import Image
 
 from mmserve.assembly import BackgroundServer
 from mmserve.cli import main
-from mmserve.client import Client
+from mmserve.client import AsyncClient, Client, Moment
 from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mmserve.reference.scenes import PICTURE, Shape, paint
 
@@ -125,3 +126,37 @@ def test_the_demo_plays_a_session_and_judges_it(
 def test_the_video_demo_refuses_a_video_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--video", "--seconds", "0"]) == 1
     assert "--seconds" in capsys.readouterr().err
+
+
+#: An empty scene in seconds 100 to 102, a red circle in seconds 103 to 105.
+FRAMES = [(100.5 + i, paint((Shape("circle", "red", "large", 1, 1),)[: i // 3], random.Random(0))) for i in range(6)]
+WHEN = "When does the red circle appear?"
+
+
+def test_times_in_answers_are_told_on_the_sessions_clock(address: str) -> None:
+    with Client(address) as client, client.video_session() as session:
+        for seconds, frame in FRAMES:
+            session.push(frame, seconds)
+        question = session.stream(WHEN, regex="it appears at 7 s")  # second 103 has the label 7
+        result = question.result()
+        assert result.moments == question.moments == (Moment(11, 17, 103),)
+        assert session.ask(WHEN, regex="at 4 s or at 2 s", max_new_tokens=24).moments == (Moment(0, 6, 100),)
+        both = session.ask(WHEN, regex="at [4-5] s", n=2, temperature=1.0, seed=0)
+        for sample in both.samples:
+            assert sample.moments == (Moment(0, 6, 96 + int(sample.text[3])),)
+        for text in ("for 3 s", "at 9 s"):
+            assert session.ask(WHEN, regex=text).moments == ()
+        session.push(FRAMES[0][1], 109.5)
+        assert session.ask(WHEN, regex="at 5 s").moments == (Moment(0, 6, 109, ambiguous=True),)
+        assert session.ask(WHEN, regex="at 5 s", scope=(100, 106)).moments == (Moment(0, 6, 101),)
+
+
+def test_times_in_answers_by_asyncio(address: str) -> None:
+    async def asked() -> tuple[tuple[Moment, ...], ...]:
+        async with AsyncClient(address) as client, client.video_session() as session:
+            for seconds, frame in FRAMES:
+                await session.push(frame, seconds)
+            question = session.stream(WHEN, regex="2 seconds ago")
+            return (await question.result()).moments, question.moments
+
+    assert asyncio.run(asked()) == ((Moment(0, 13, 103),),) * 2

@@ -38,9 +38,9 @@ from mmserve.reference.tokenizer import EOT, token_id, train_tokenizer
 #: Frames that a stream drops at once; carriers are made of them then.
 CHUNK = 8
 #: Windows (whole frames, carriers) that are measured one by one.
-LAYOUTS = ((8, 0), (12, 0), (16, 0), (20, 0), (40, 0), (8, 64), (16, 64))
+LAYOUTS = ((8, 0), (16, 0), (20, 0), (40, 0), (8, 64))
 #: What streams keep (whole frames at most, carriers at most) and when they are asked (frames).
-KEPT, MOMENTS = ((20, 0), (16, 0), (8, 64), (16, 64)), (600, 603, 606)
+KEPT, MOMENTS = ((20, 0), (8, 64)), (600, 603, 606)
 #: Rows of the video tasks about the newest clip, where it is whole in the window and where it is not.
 NEWEST, WHOLE_CLIP, PART_OF_CLIP = "newest clip", "whole clip", "part of a clip"
 #: Test clips, and questions that one pass answers.

@@ -160,6 +160,7 @@ def test_a_stream_without_eviction_answers_as_its_window_at_once(model, tokenize
             running.advance()
         windows = list(running.windows())
         asked = [(i, q) for i, w in enumerate(windows) for q in ask(w, random.Random(0))]
+        asked += [(i, replace(question, answer="a wrong answer")) for i, question in asked[:2]]
         mine = running.right(asked)
         assert running.right(asked) == mine  # nothing is kept of a question
         expected = []

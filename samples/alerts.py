@@ -7,6 +7,7 @@ import argparse
 import csv
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 from mmserve.client import Alert, Client
@@ -35,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     with Client(asked.server) as client, client.video_session(model=asked.model, rate=asked.rate) as session:
         for question in asked.question:
-            session.watch(
-                question, on=asked.on, off=asked.off, callback=lambda alert, question=question: write(question, alert)
-            )
+            session.watch(question, on=asked.on, off=asked.off, callback=partial(write, question))
         session.push_file(asked.film, realtime=asked.realtime, segment_seconds=1.0)
     return 0
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import av
 from PIL import Image, ImageDraw
@@ -68,7 +69,7 @@ def frame_at(film: Path, seconds: float) -> Image.Image:
     """The frame that a film shows so many seconds after its first one."""
     with av.open(str(film)) as container:
         first: float | None = None
-        shown = None
+        shown: Any = None
         for frame in container.decode(video=0):
             time_of = float(frame.time or 0.0)
             first = time_of if first is None else first

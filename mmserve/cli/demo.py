@@ -1,6 +1,7 @@
 """Start a server with the bundled model, show it freshly drawn pictures and clips over gRPC and check its answers.
 
-Each question is asked twice: as any request is decoded by default, and then by plain decoding.
+Each question is asked twice: as any request is decoded by default, and then by plain decoding. With ``--video`` the
+scenes are a video session instead (``demo_video.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmserve.cli import demo_video
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Client, Finished, Options, Snapshot
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=int, default=10, help="questions to ask (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="which scenes are drawn (default 0)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write pictures and clips there")
+    demo_video.add_arguments(parser)
     add_server(parser)
     add_config(parser)
     add_json(parser)
@@ -62,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask, print, judge; exit code 0 if every request was answered."""
     if arguments.items < 1:
         raise ConfigError(f"--items must be at least 1, not {arguments.items}")
+    if arguments.video:
+        return demo_video.run(arguments)
     say = _Teller(quiet=arguments.json)
     say.line("Loading the server …")
     items: list[Item] = []

@@ -78,6 +78,7 @@ from mmserve.rpc.policies import (
 from mmserve.rpc.result import Result
 from mmserve.rpc.session_options import SessionOptions
 from mmserve.video.base import Asked
+from mmserve.video.clock import Moment
 from mmserve.video.messages import Alert, PushFailed, Statistics
 
 __all__ = [
@@ -125,6 +126,7 @@ __all__ = [
     "Measured",
     "Message",
     "ModelInfo",
+    "Moment",
     "Ngram",
     "NotFound",
     "Options",

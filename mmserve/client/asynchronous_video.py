@@ -24,6 +24,7 @@ from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
+from mmserve.video.clock import Moment
 from mmserve.video.connection import Changes
 from mmserve.video.messages import Alert, PushFailed, Statistics
 
@@ -319,6 +320,11 @@ class AsyncQuestion:
         """As ``Question.asked``."""
         return self._pending.asked
 
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """As ``Question.moments``."""
+        return self._pending.moments.get(0, ())
+
     async def __aiter__(self) -> AsyncIterator[Event]:
         while (event := await self._next()) is not None:
             yield event
@@ -327,7 +333,9 @@ class AsyncQuestion:
         """As ``Question.result``."""
         while await self._next() is not None:
             pass
-        return to_result(self._finished, self._pending.samples, self._pending.question_id, self._schema)
+        return to_result(
+            self._finished, self._pending.samples, self._pending.question_id, self._schema, self._pending.moments
+        )
 
     def cancel(self) -> None:
         """As ``Question.cancel``."""

@@ -23,6 +23,7 @@ from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
+from mmserve.video.clock import Moment
 from mmserve.video.messages import Alert, PushFailed, Statistics
 
 logger = logging.getLogger("mmserve.client")
@@ -381,6 +382,12 @@ class Question:
         """What it is asked about, once the server has said so."""
         return self._pending.asked
 
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Times that its answer (of several, the first) names, in seconds of the session's clock; () until it is
+        finished, where there are none, and where the model's labels of frames are not known."""
+        return self._pending.moments.get(0, ())
+
     def __iter__(self) -> Iterator[Event]:
         while (event := self._next()) is not None:
             yield event
@@ -389,7 +396,9 @@ class Question:
         """The whole answer; raises what it failed with."""
         for _ in self:
             pass
-        return to_result(self._finished, self._pending.samples, self._pending.question_id, self._schema)
+        return to_result(
+            self._finished, self._pending.samples, self._pending.question_id, self._schema, self._pending.moments
+        )
 
     def cancel(self) -> None:
         """End it early; ``result`` then raises ``Cancelled``."""

@@ -23,9 +23,10 @@ from mmserve.errors import (
 from mmserve.rpc.event_messages import from_response
 from mmserve.rpc.outgoing import build_request
 from mmserve.rpc.policies import put, put_policy
-from mmserve.rpc.video_answers import from_asked, from_error, from_statistics
+from mmserve.rpc.video_answers import from_asked, from_error, from_moments, from_statistics
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
+from mmserve.video.clock import Moment
 from mmserve.video.messages import Alert, PushFailed, Statistics
 
 #: Responses after which the client confirms what it received.
@@ -146,6 +147,7 @@ class Pending:
     events: deque[Event] = field(default_factory=deque)
     error: MMServeError | None = None
     finished: int = 0
+    moments: dict[int, tuple[Moment, ...]] = field(default_factory=dict)  # by sample
 
     @property
     def done(self) -> bool:
@@ -364,7 +366,9 @@ class SessionState:
             case "response":
                 event = from_response(answer.response)
                 pending.events.append(event)
-                pending.finished += isinstance(event, Finished)
+                if isinstance(event, Finished):
+                    pending.finished += 1
+                    pending.moments[event.sample] = from_moments(answer)
         if pending.done:
             del self._questions[answer.question_id]
 

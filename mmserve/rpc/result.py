@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from mmserve.core import events
 from mmserve.errors import Unavailable
 from mmserve.rpc.schemas import Schema, reader
+from mmserve.video.clock import Moment
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -43,6 +44,7 @@ class Result(Generic[T]):
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn by "awrs" or "asap"
     constraint: events.ConstraintStats | None = None  # what its constraint took, if it had one
     holes: tuple[str, ...] = ()  # what fills each hole of a ``template``; none where a stop string cut the answer
+    moments: tuple[Moment, ...] = ()  # of an answer about a video session: times that its text names
     others: tuple[Result[T], ...] = ()  # the samples behind the first
     read: Callable[[str], T] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
 
@@ -59,14 +61,21 @@ class Result(Generic[T]):
 
 
 def to_result(
-    done: Sequence[events.Finished], samples: int, request_id: str, schema: Schema | None = None
+    done: Sequence[events.Finished],
+    samples: int,
+    request_id: str,
+    schema: Schema | None = None,
+    moments: Mapping[int, tuple[Moment, ...]] | None = None,
 ) -> Result[Any]:
     """The result in what a stream of ``samples`` finished with, in any order; raises ``Unavailable`` where one is
-    missing. ``schema``: the request's."""
+    missing. ``schema``: the request's; ``moments``: of an answer about a video session, by sample."""
     if sorted(event.sample for event in done) != list(range(samples)):
         raise Unavailable("the server ended the stream without an answer")
     read = reader(schema)
-    first, *others = (_result(event, request_id, read) for event in sorted(done, key=lambda event: event.sample))
+    first, *others = (
+        replace(_result(event, request_id, read), moments=(moments or {}).get(event.sample, ()))
+        for event in sorted(done, key=lambda event: event.sample)
+    )
     return replace(first, others=tuple(others))
 
 

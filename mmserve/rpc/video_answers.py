@@ -7,6 +7,7 @@ from google.rpc import code_pb2
 from mmserve.errors import BY_CODE, FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
+from mmserve.video.clock import Moment
 from mmserve.video.messages import Statistics
 
 
@@ -28,6 +29,11 @@ def from_error(error: pb.SessionError) -> MMServeError:
 def from_asked(asked: pb.Asked) -> Asked:
     """What a question was asked about."""
     return Asked(asked.frames, asked.begin_seconds, asked.end_seconds, asked.recomputed_rows)
+
+
+def from_moments(answer: pb.AnswerEvent) -> tuple[Moment, ...]:
+    """The moments of a finished answer."""
+    return tuple(Moment(each.begin, each.end, each.seconds, each.ambiguous) for each in answer.moments)
 
 
 def from_statistics(statistics: pb.SessionStatistics) -> Statistics:

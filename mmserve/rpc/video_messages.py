@@ -184,8 +184,13 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
             return pb.SessionResponse(index=index, frames_taken=frames)
         case m.PushFailed(of, error):
             return pb.SessionResponse(index=index, push_failed=pb.PushFailed(request_index=of, error=_error(error)))
-        case m.Answer(question_id, event):
-            return pb.SessionResponse(index=index, answer=_answer(question_id, event))
+        case m.Answer(question_id, event, moments):
+            answer = _answer(question_id, event)
+            for moment in moments:
+                answer.moments.add(
+                    begin=moment.start, end=moment.end, seconds=moment.seconds, ambiguous=moment.ambiguous
+                )
+            return pb.SessionResponse(index=index, answer=answer)
         case m.Alert():
             alert = pb.Alert(
                 watch_id=response.watch_id,

@@ -292,16 +292,30 @@ class PushFailed(_message.Message):
     def __init__(self, request_index: _Optional[int] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ...) -> None: ...
 
 class AnswerEvent(_message.Message):
-    __slots__ = ("question_id", "asked", "response", "error")
+    __slots__ = ("question_id", "asked", "response", "error", "moments")
     QUESTION_ID_FIELD_NUMBER: _ClassVar[int]
     ASKED_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    MOMENTS_FIELD_NUMBER: _ClassVar[int]
     question_id: str
     asked: Asked
     response: _generation_pb2.GenerateResponse
     error: SessionError
-    def __init__(self, question_id: _Optional[str] = ..., asked: _Optional[_Union[Asked, _Mapping]] = ..., response: _Optional[_Union[_generation_pb2.GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ...) -> None: ...
+    moments: _containers.RepeatedCompositeFieldContainer[Moment]
+    def __init__(self, question_id: _Optional[str] = ..., asked: _Optional[_Union[Asked, _Mapping]] = ..., response: _Optional[_Union[_generation_pb2.GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[SessionError, _Mapping]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ...) -> None: ...
+
+class Moment(_message.Message):
+    __slots__ = ("begin", "end", "seconds", "ambiguous")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AMBIGUOUS_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    seconds: int
+    ambiguous: bool
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., seconds: _Optional[int] = ..., ambiguous: bool = ...) -> None: ...
 
 class Asked(_message.Message):
     __slots__ = ("frames", "begin_seconds", "end_seconds", "recomputed_rows")

@@ -20,12 +20,14 @@ _MOMENT = re.compile(r"\bat (?P<label>\d+) s\b|\b(?P<ago>\d+) (?:s|seconds?) ago
 class Moment:
     """A moment that an answer says: where in its text, and the whole second of the stream's clock.
 
-    ``seconds`` is None where the frames that were asked about have no such moment.
+    ``seconds`` is None where the frames that were asked about have no such moment. ``ambiguous``: whether an older
+    frame among them has the same label; ``seconds`` is then the newest one's.
     """
 
     start: int
     end: int
     seconds: int | None
+    ambiguous: bool = False
 
 
 def labelled(label: int, begin: float, end: float, cycle: int = CYCLE) -> int | None:
@@ -49,8 +51,10 @@ def moments(answer: str, begin: float, end: float, cycle: int = CYCLE) -> list[M
     for match in _MOMENT.finditer(answer):
         name = match.lastgroup or ""
         number = int(match[name][:9])  # digits without end are no second of any stream
-        second = labelled(number, begin, end, cycle) if name == "label" else ago(number, begin, end)
-        found.append(Moment(*match.span(), second))
+        is_label = name == "label"
+        second = labelled(number, begin, end, cycle) if is_label else ago(number, begin, end)
+        again = is_label and second is not None and second - cycle >= math.floor(begin)
+        found.append(Moment(*match.span(), second, again))
     return found
 
 

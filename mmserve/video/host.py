@@ -50,6 +50,7 @@ class Host:
 
     def surroundings(self, noted: Callable[[], Noted], metrics: SessionMetrics) -> Surroundings:
         """What its sessions share; ``noted`` makes what takes note of a question."""
+        vision = self.engine.stages.model.vision
         return Surroundings(
             self._config.video,
             self._threads.work,
@@ -58,6 +59,7 @@ class Host:
             noted,
             metrics,
             self._standing,
+            int(vision.time_period) if vision is not None else 0,
         )
 
 

@@ -13,6 +13,7 @@ from mmserve.core.request import Request
 from mmserve.errors import MMServeError
 from mmserve.video.alerts import Rule
 from mmserve.video.base import Asked, Scope
+from mmserve.video.clock import Moment
 
 # --- requests ---
 
@@ -110,10 +111,14 @@ class PushFailed:
 
 @dataclass(frozen=True)
 class Answer:
-    """Something about a question; its last is a ``Finished`` for each sample, or an error."""
+    """Something about a question; its last is a ``Finished`` for each sample, or an error.
+
+    ``moments``: of a ``Finished``, those in its text whose ``seconds`` are known.
+    """
 
     question_id: str
     event: Asked | Event | MMServeError
+    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,8 +205,8 @@ def response_bytes(response: Numbered) -> int:
     match response:
         case Answer(_, Delta(text)) | Answer(_, Snapshot(text)):
             return _OVERHEAD + 4 * len(text)
-        case Answer(_, Finished() as event):
-            return _OVERHEAD + 4 * len(event.text) + sum(map(_token_bytes, event.tokens))
+        case Answer(_, Finished() as event, moments):
+            return _OVERHEAD * (1 + len(moments)) + 4 * len(event.text) + sum(map(_token_bytes, event.tokens))
         case Answer(_, MMServeError() as error) | PushFailed(_, error):
             return _OVERHEAD + 4 * len(error.message)
     return _OVERHEAD

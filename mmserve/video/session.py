@@ -32,7 +32,8 @@ from mmserve.errors import (
 )
 from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
-from mmserve.video.base import Frame, Seen, Stream
+from mmserve.video.base import Asked, Frame, Seen, Stream
+from mmserve.video.clock import Moment, moments
 from mmserve.video.connection import Changes, Connection
 from mmserve.video.indexes import Requests, Responses, Window
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
@@ -65,7 +66,11 @@ class _Question:
     left: int  # samples that have not finished
     submitted: bool = False
     cancelled: bool = False
+<<<<<<< HEAD
     late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
+=======
+    asked: Asked | None = None
+>>>>>>> demo
     held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
 
 
@@ -409,6 +414,7 @@ class Session:
             return
         if question.cancelled:  # before the engine knew of it
             self._around.cancel(question.request.id)
+        question.asked = asked
         self._report(m.Answer(question.ask.question_id, asked))
         held, question.held = question.held or [], None
         for event in held:
@@ -424,10 +430,17 @@ class Session:
             self._end_question(question, event.error)
             return
         question.noted.see(event)
-        self._report(m.Answer(question.ask.question_id, event))
+        self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
         question.left -= isinstance(event, Finished)
         if not question.left:
             self._end_question(question, None)
+
+    def _moments(self, question: _Question, event: Event) -> tuple[Moment, ...]:
+        """The moments of an answer whose time on the session's clock is known."""
+        asked, period = question.asked, self._around.label_period
+        if not isinstance(event, Finished) or asked is None or not period:
+            return ()
+        return tuple(x for x in moments(event.text, asked.begin, asked.end, period) if x.seconds is not None)
 
     def _end_question(self, question: _Question, error: MMServeError | None) -> None:
         """The last of a question: its answer is whole, or ``error``, which is reported."""

@@ -48,7 +48,8 @@ class Surroundings:
 
     ``work`` calls a blocking function elsewhere, and ``judge`` one that runs the model.
     ``cancel`` ends a request of the engine; ``noted`` makes what takes note of a question; ``standing`` is None where
-    the model cannot be asked standing questions.
+    the model cannot be asked standing questions. ``label_period``: seconds after which the labels of the model's frames
+    repeat; 0 = they are not known to be seconds.
     """
 
     config: VideoConfig
@@ -58,3 +59,4 @@ class Surroundings:
     noted: Callable[[], Noted]
     metrics: SessionMetrics
     standing: Standing | None
+    label_period: int = 0

@@ -38,7 +38,8 @@ def test_64_clients_at_once_get_the_answers_they_get_alone(server: Running, gate
         wait_for("as many to be prefilled as may wait", full)
         gates.decode.open()
         together = [answer(f.result(100)) for f in futures]
-    assert max(gates.decode.sizes) >= server.engine.config.handover, "the requests must have shared batches"
+    assert server.engine.config.decode_tokens == 256, "rows of a batch on a CPU: those of three to five of the requests"
+    assert max(gates.decode.sizes) >= 3, "the requests must have shared batches"
     assert together == alone
     assert len(set(alone)) > 4, "requests this different cannot all have one answer"
 

@@ -1,9 +1,11 @@
-"""The samples about video, on the bundled causal model."""
+"""The samples and the demo about video, and times in answers, on the bundled causal model."""
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+import json
 import random
 import runpy
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ import pytest
 from PIL import Image
 
 from mmserve.assembly import BackgroundServer
-from mmserve.client import Client
+from mmserve.cli import main
+from mmserve.client import AsyncClient, Client, Moment
 from mmserve.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mmserve.reference.scenes import PICTURE, Shape, paint
 
@@ -95,3 +98,65 @@ def test_an_answer_to_a_schema(address: str, film: Path) -> None:
         session.push_file(film)
         answer = session.ask("Is there a red circle?", schema={"enum": ["yes", "no"]}, max_new_tokens=16)
         assert answer.parsed in ("yes", "no")
+
+
+def test_the_demo_plays_a_session_and_judges_it(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["demo", "--video", "--seconds", "12", "--json", "--server", address, "--save", str(tmp_path / "new")]
+    assert main(given) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["ok"] and report["frames_taken"] == report["frames_pushed"] == 12
+    assert [each["seconds"] for each in report["answers"]] == [5.5, 11.5]  # when the two clips end
+    for each in report["answers"]:
+        assert each["answer"] and not each["error"] and 0 < each["first_token_ms"] <= each["total_ms"]
+        assert each["correct"] == (each["answer"] == each["expected"])
+        assert f"{each['question']} {each['on_clock']}" in err
+    assert report["right"] == sum(each["correct"] for each in report["answers"])
+    assert len(report["watches"]) == 2
+    for watch in report["watches"]:
+        assert watch["truth"] and watch["alerts"]
+        assert watch["right"] == sum(turn in watch["truth"] for turn in watch["alerts"]) > 0
+    assert err.count("alert: ") == sum(len(watch["alerts"]) for watch in report["watches"])
+    assert report["frame_to_ready_ms"] > 0 and report["first_token_ms"] > 0
+    assert len(list((tmp_path / "new").glob("frame-*.png"))) == 12
+
+
+def test_the_video_demo_refuses_a_video_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--video", "--seconds", "0"]) == 1
+    assert "--seconds" in capsys.readouterr().err
+
+
+#: An empty scene in seconds 100 to 102, a red circle in seconds 103 to 105.
+FRAMES = [(100.5 + i, paint((Shape("circle", "red", "large", 1, 1),)[: i // 3], random.Random(0))) for i in range(6)]
+WHEN = "When does the red circle appear?"
+
+
+def test_times_in_answers_are_told_on_the_sessions_clock(address: str) -> None:
+    with Client(address) as client, client.video_session() as session:
+        for seconds, frame in FRAMES:
+            session.push(frame, seconds)
+        question = session.stream(WHEN, regex="it appears at 7 s")  # second 103 has the label 7
+        result = question.result()
+        assert result.moments == question.moments == (Moment(11, 17, 103),)
+        assert session.ask(WHEN, regex="at 4 s or at 2 s", max_new_tokens=24).moments == (Moment(0, 6, 100),)
+        both = session.ask(WHEN, regex="at [4-5] s", n=2, temperature=1.0, seed=0)
+        for sample in both.samples:
+            assert sample.moments == (Moment(0, 6, 96 + int(sample.text[3])),)
+        for text in ("for 3 s", "at 9 s"):
+            assert session.ask(WHEN, regex=text).moments == ()
+        session.push(FRAMES[0][1], 109.5)
+        assert session.ask(WHEN, regex="at 5 s").moments == (Moment(0, 6, 109, ambiguous=True),)
+        assert session.ask(WHEN, regex="at 5 s", scope=(100, 106)).moments == (Moment(0, 6, 101),)
+
+
+def test_times_in_answers_by_asyncio(address: str) -> None:
+    async def asked() -> tuple[tuple[Moment, ...], ...]:
+        async with AsyncClient(address) as client, client.video_session() as session:
+            for seconds, frame in FRAMES:
+                await session.push(frame, seconds)
+            question = session.stream(WHEN, regex="2 seconds ago")
+            return (await question.result()).moments, question.moments
+
+    assert asyncio.run(asked()) == ((Moment(0, 13, 103),),) * 2

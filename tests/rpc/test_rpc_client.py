@@ -49,7 +49,7 @@ def test_public_names() -> None:
     ]
     others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
     video = ["Alert", "Alerts", "Asked", "AsyncAlerts", "AsyncQuestion", "AsyncVideoSession", "PushFailed", "Question"]
-    video += ["SessionOptions", "Statistics", "VideoSession"]
+    video += ["Moment", "SessionOptions", "Statistics", "VideoSession"]
     assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *errors, *others, *video])
 
 

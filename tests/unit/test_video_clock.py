@@ -51,3 +51,9 @@ def test_moments_name_their_place_in_the_text() -> None:
     assert moments(answer, 0.0, 7.5) == [Moment(11, 17, 1)]
     assert answer[11:17] == "at 1 s"
     assert moments(answer, 2.0, 7.5) == [Moment(11, 17, None)]  # the window holds no second 1 nor 9
+
+
+def test_a_label_that_an_older_frame_has_too_is_ambiguous() -> None:
+    assert moments("at 1 s", 1.0, 8.9) == [Moment(0, 6, 1, False)]
+    assert moments("at 1 s", 1.0, 9.0) == [Moment(0, 6, 9, True)]
+    assert moments("8 s ago", 1.0, 9.0) == [Moment(0, 7, 1, False)]

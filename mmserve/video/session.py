@@ -66,11 +66,8 @@ class _Question:
     left: int  # samples that have not finished
     submitted: bool = False
     cancelled: bool = False
-<<<<<<< HEAD
     late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
-=======
     asked: Asked | None = None
->>>>>>> demo
     held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
 
 

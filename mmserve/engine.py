@@ -467,6 +467,8 @@ class Engine:
         """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
         wait = expected_wait(self._measured, self._work_ahead(request.tenant))
         left = None if request.deadline is None else request.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was taken in")
         later = retry_after(wait, self.config.max_wait_seconds, left)
         if later is not None:
             self._shed += 1

@@ -66,4 +66,4 @@ def guaranteed(places: int, tenant: Tenant, waiting: Iterable[Tenant]) -> int:
     Those of an only tenant are all of them; no tenant has none.
     """
     shares = {other.name: other.share for other in waiting} | {tenant.name: tenant.share}
-    return max(1, int(places * tenant.share / sum(shares.values())))
+    return max(1, int(places * (tenant.share / sum(shares.values()))))  # the share of an only tenant is 1 exactly

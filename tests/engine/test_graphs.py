@@ -26,6 +26,7 @@ from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.request import Policy, Request
 from mmserve.decode.forward import row_floor
 from mmserve.decode.graphs import MOST_ROWS, Bucket, CudaCapture, Graphs, Run, graphs_for, obstacle
+from mmserve.decode.logits import padded_rows
 from mmserve.decode.state import DeepStack
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
@@ -141,7 +142,7 @@ def test_each_size_is_recorded_once_over_empty_buffers(text_model: LoadedModel) 
         return run
 
     graphs = ready(text_model, record)
-    floor = row_floor(text_model)
+    floor = padded_rows(1, row_floor(text_model))
     for count in (1, 2, floor, floor + 1, 1):
         step(text_model, graphs, count)
     assert graphs.buckets == (Bucket(2 * floor, 1, 16), Bucket(floor, 1, 16)), "of 100 positions in pages of 8"

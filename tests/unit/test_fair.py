@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmserve.core.plan import Budgets, Entry, Served
@@ -150,6 +150,7 @@ def test_nobody_overtakes_another_tenants_request_that_waits_for_pages() -> None
 
 
 @given(st.integers(1, 1000), st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10), min_size=1))
+@example(15, {"a": 8.695134226868863})
 def test_guaranteed_places_are_the_shares_of_those_who_wait(places: int, shares: dict[str, float]) -> None:
     tenants = [Tenant(name=name, share=share) for name, share in shares.items()]
     owed = [guaranteed(places, tenant, tenants) for tenant in tenants]

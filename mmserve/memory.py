@@ -10,8 +10,6 @@ from pathlib import Path
 #: Seconds without anything large that has ended, until what was freed goes back to the system, and how long that may
 #: be put off: what is used again meanwhile need not be faulted in again.
 _TRIM_AFTER, _TRIM_WITHIN = 5.0, 60.0
-#: Parameters of glibc's ``mallopt``, which takes integers of 32 bits.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _INT_MAX = -1, -3, (1 << 31) - 1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _library = ctypes.CDLL(None)
@@ -23,19 +21,6 @@ def resident() -> int:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
     except OSError:
         return 0
-
-
-def keep_blocks(size: int) -> bool:
-    """Have the C library take blocks of up to ``size`` bytes from memory that it keeps until ``trim``, and return
-    whether it does: only glibc can, since 2.35.
-
-    glibc maps each large block anew and unmaps it afterwards, so that each of its pages is faulted in again: for a
-    message of 60 MB, which gRPC copies on the event loop, some 100 ms. Call it before large blocks are allocated.
-    """
-    if not hasattr(_library, "gnu_get_libc_version"):
-        return False
-    size = min(size, _INT_MAX)
-    return bool(_library.mallopt(_M_MMAP_THRESHOLD, size) and _library.mallopt(_M_TRIM_THRESHOLD, _INT_MAX))
 
 
 def trim() -> None:

@@ -16,7 +16,6 @@ from mmserve.check import check
 from mmserve.cli.options import add_config, print_json, read_config, read_tables
 from mmserve.config import Config
 from mmserve.errors import ConfigError
-from mmserve.memory import keep_blocks
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
 from mmserve.rpc.engines import EngineLike
@@ -48,7 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         raise ConfigError("--json is for --check; --log-format json makes the log one of JSON objects")
     settings = read_config(arguments)
-    keep_blocks(2 * settings.server.max_message_bytes)  # before gRPC holds the first message
     names = served_names(settings.models)
     for model in settings.models:
         if not model.path.startswith(HUB):

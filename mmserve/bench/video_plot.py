@@ -7,7 +7,7 @@ from typing import Any
 
 from mmserve.errors import ConfigError
 
-#: Colours of memory policies (Okabe and Ito's, told apart by everybody).
+#: Colours of memory policies (Okabe and Ito's, distinguishable with colour blindness).
 COLORS = {"window": "#0072b2", "carrier": "#d55e00", "similarity": "#009e73", "group": "#cc79a7"}
 
 

@@ -255,7 +255,7 @@ class AsyncVideoSession:
             raise
         except MMServeError as error:
             self._state.fail(error)
-        except Exception as error:  # noqa: BLE001 - who waits must be told
+        except Exception as error:  # noqa: BLE001 - every waiting call must end
             self._state.fail(Internal(f"the session's task failed: {error!r}", error_id=""))
         finally:
             self._changes.notify()
@@ -279,7 +279,7 @@ class AsyncVideoSession:
             except grpc.RpcError as failed:
                 error, sent = await asyncio.to_thread(self._client._failure, failed), from_server(failed)
             except asyncio.CancelledError:
-                if self._client._closed:  # grpc.aio says so when its channel is closed
+                if self._client._closed:  # set by grpc.aio when its channel is closed
                     raise Cancelled("the client was closed") from None
                 raise
             finally:

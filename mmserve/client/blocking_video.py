@@ -307,7 +307,7 @@ class VideoSession:
             self._connect()
         except MMServeError as error:
             self._end(error)
-        except Exception as error:  # noqa: BLE001 - who waits must be told
+        except Exception as error:  # noqa: BLE001 - every waiting call must end
             self._end(Internal(f"the session's thread failed: {error!r}", error_id=""))
 
     def _connect(self) -> None:

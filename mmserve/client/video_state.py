@@ -335,7 +335,7 @@ class SessionState:
         return None
 
     def fail(self, error: MMServeError) -> None:
-        """Nothing more comes of the session: all that wait are told ``error``."""
+        """End the session: every call that waits raises ``error``."""
         if self.error is None:
             self.error = error
         self._requests.clear()

@@ -15,6 +15,7 @@ from mmserve.decode.commit import (
     RENOISING_COMMIT,
 )
 from mmserve.decode.constrained.sampling import check_sampling
+from mmserve.decode.guidance import check_guidance
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING
 from mmserve.decode.renoise import check_renoising
@@ -92,6 +93,7 @@ class Capabilities:
         self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
         check_sampling(request, self.model.spec, commit)
+        check_guidance(request, self.model.spec)
         pruner_of(request)
         if request.vision.pruner not in (*self._pruners, "none"):
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"

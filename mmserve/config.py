@@ -78,7 +78,9 @@ class EngineConfig:
     sparse_mass: float = 1.0  # … and the fewest that hold such a share of the attention, as far as that is foreseen
     sparse_block: int = 64  # rows of a block, and in prefill positions
     kv_bits: int = 0  # of a key or value as it is stored: 8 or 4; 0 = the model's own precision
-    kv_kept: float = 0.0  # share of each page's tokens that are stored at the model's own precision all the same
+    kv_kept: float = (
+        0.0  # share of each page's tokens, those of the smallest key norms, kept at the model's own precision
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class MediaConfig:
     max_video_seconds: float = 60.0
     max_video_pixels: int = 4_000_000_000  # all frames of a video together (a minute of 1920 x 1080 at 30 a second)
     max_sampled_pixels: int = 134_000_000  # its frames that are looked at, together (64 of 1920 x 1080)
+    max_sampled_frames: int = 768  # the number of these, where a request names the sampling
     decode_workers: int = 2  # processes that decode images and videos, an item each at a time
     decode_threads: int = 2  # of a process, for a long video
     decode_seconds: float = 10.0  # of processor time that an item may take
@@ -144,6 +147,8 @@ class ModelConfig:
     device: str = "auto"  # auto = the first GPU if there is one
     # File that `mmserve tune --out` wrote; "" = the checkpoint's own policy.json, if it has one; "off" = none.
     policies: str = ""
+    # Tensors of the checkpoint that the model does not need, with `*` and `?` as in file names; others are errors.
+    unused_tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +357,7 @@ _LEAST = (
     ),
     ("engine", 0, ", which means auto", ("torch_threads", "pages", "prefill_tokens", "decode_tokens")),
     ("engine", 0, ", which means no limit", ("max_wait_seconds",)),
-    ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes")),
+    ("media", 1, "", ("max_item_bytes", "max_pixels", "max_side", "live_bytes", "max_sampled_frames")),
     ("media", 1, "", ("decode_workers", "decode_threads", "decode_seconds", "decode_bytes")),
     ("media", 0, "", ("max_images", "max_videos", "max_video_seconds", "max_video_pixels", "max_sampled_pixels")),
     ("media", 0, "", ("store_bytes",)),

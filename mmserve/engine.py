@@ -25,9 +25,9 @@ from mmserve.core.samples import samples
 from mmserve.core.stats import Stats
 from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
-from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
+from mmserve.encode.encoded import Encoded
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -38,14 +38,14 @@ from mmserve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from mmserve.kv.pool import PagePool, pages_for
+from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Model
 from mmserve.record import Record, Sink, open_call
 from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
 from mmserve.schedule.fair import guaranteed
 from mmserve.schedule.scheduler import schedule
-from mmserve.stages import Stages
+from mmserve.stages import EncodedPrompt, Stages
 from mmserve.workers import Workers
 
 logger = logging.getLogger("mmserve.engine")
@@ -98,6 +98,7 @@ class Engine:
         self._shed = 0
         self._admitted = 0
         self._refusal = "the engine is not started"  # why new requests are refused; "" = they are not
+        self._draining = False  # whether questions of open sessions are taken although new requests are refused
         self._idle = threading.Event()
         self._idle.set()
         self._workers = Workers(config)
@@ -120,10 +121,11 @@ class Engine:
         """Have what the first constrained request needs made ready in the background, for servers that stay."""
         threading.Thread(target=self.stages.warm, name="mmserve-warm", daemon=True).start()
 
-    def submit(self, request: Request, sink: Sink, prompt: Encoded | None = None) -> None:
+    def submit(self, request: Request, sink: Sink, prompt: Encoded | None = None, *, of_session: bool = False) -> None:
         """Take a request in, or refuse it at once with a typed error.
 
-        ``prompt``: what its messages became, where the caller has encoded them already.
+        ``prompt``: what its messages became, where the caller has encoded them already. ``of_session``: whether it is a
+        question of an open session, which is accepted during a drain, too.
 
         Its samples take a place in the queue each, all of them or none. ``sink`` gets ``Admitted`` before this returns.
         Later, from the engine's thread, its last event is the ``Finished`` of its last sample, or one ``Failed``. It
@@ -135,7 +137,7 @@ class Engine:
         if not 1 <= wanted <= most:
             raise InvalidArgument.of("sampling.n", f"must be in [1, {most}], not {wanted}")
         with self._admission:
-            if self._refusal:
+            if self._refusal and not (of_session and self._draining):
                 raise Unavailable(self._refusal)
             if self._queued + wanted > self.config.max_queued and not self._is_owed(request.tenant, wanted):
                 raise ResourceExhausted(
@@ -180,12 +182,16 @@ class Engine:
     def drain(self, timeout: float) -> bool:
         """Refuse new requests, wait for the live ones; after ``timeout`` seconds fail what is left.
 
-        Returns whether all of them ended by themselves.
+        Returns whether all of them ended by themselves. Questions of open sessions are then still accepted, until
+        ``stop``: whoever drains the sessions ends them.
         """
         with self._admission:
             self._refusal = "the server is shutting down; send the request to another one"
+            self._draining = timeout > 0
         in_time = self._idle.wait(timeout)
         if not in_time:
+            with self._admission:
+                self._draining = False
             self._inbox.put(lambda: self._fail_all(Unavailable("the server shut down before the request finished")))
             self.stages.close()  # else a process that stands still holds its request, and this, for a minute
             self._idle.wait()
@@ -240,7 +246,7 @@ class Engine:
         self._ended_work = 0
         records = sorted(self._records.values(), key=lambda r: r.call.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
-        entries = [r.entry(size, frames, now) for r in records if not r.waits]
+        entries = [r.entry(size, frames, self.config.prefill_tokens, now) for r in records if not r.waits]
         budgets = self._budgets()
         plan = schedule(entries, budgets)
         self._served, self._now = plan.served, plan.now
@@ -321,7 +327,7 @@ class Engine:
             self._advance(record, _RUNNING[name])
         run = stage(records)
         for record in records:
-            record.held = True
+            record.holds += 1
 
         def job() -> None:
             begun = time.monotonic()
@@ -340,7 +346,11 @@ class Engine:
 
     def _load(self, records: list[Record]) -> Callable[[], list[Any]]:
         [record] = records
-        return lambda: self.stages.load([record.request], record.call.cancellation)
+
+        def tell(prompt: EncodedPrompt | None, rows: int) -> None:
+            self._inbox.put(lambda: self._arrived(record, prompt, rows))
+
+        return lambda: self.stages.load([record.request], record.call.cancellation, tell)
 
     def _encode(self, records: list[Record]) -> Callable[[], list[Any]]:
         requests = [r.request for r in records]
@@ -349,7 +359,7 @@ class Engine:
     def _prefill(self, records: list[Record]) -> Callable[[], list[Any]]:
         for record in records:
             if not record.pages.ids:
-                count = pages_for(record.tokens, self.config.page_size)
+                count = record.pages_wanted(self.config.page_size)
                 record.pages = PageTable.take(self._pool, count, record.keys)
                 record.usage = replace(record.usage, cached_tokens=record.pages.shared * self.config.page_size)
         batch = [(r.request, r.pages) for r in records]
@@ -363,14 +373,15 @@ class Engine:
         """A stage's batch is done: advance each of its requests, or end it."""
         self._workers.ended(name)
         for record in records:
-            record.held = False
+            record.holds -= 1
         for record, outcome in zip(records, outcomes, strict=True):
             record.run[name] += seconds
             if record.stage in TERMINAL:
                 continue  # another sample of the same batch failed, and with it this one
             if record.doomed:
-                self._advance(record, Stage.FAILED)
-                self._release(record)
+                if not record.held:
+                    self._advance(record, Stage.FAILED)
+                    self._release(record)
             elif isinstance(outcome, BaseException):
                 self._fail_record(record, _typed(outcome, record))
             elif name == "decode":
@@ -381,14 +392,48 @@ class Engine:
             elif name == "constrain":
                 self._advance(record, Stage.CONSTRAINED)
             elif name == "load":
-                self._advance(record, Stage.LOADED)
+                self._loaded(record, outcome)
             elif name in ("tokenize", "encode"):
                 record.usage, record.keys = outcome.usage, outcome.keys
+                if (wanted := record.pages_wanted(self.config.page_size)) > self.config.pages:
+                    self._fail_record(record, _too_large(record, wanted, self.config))
+                    continue
                 self._advance(record, Stage.ENCODED)
                 del self._records[record.request.id]
                 self._records.update((each.request.id, each) for each in record.split())
             else:
                 self._prefilled(record, outcome)
+
+    def _arrived(self, record: Record, prompt: EncodedPrompt | None, rows: int) -> None:
+        """While a clip is read its prompt is known, and so many rows of it are final: it can be prefilled so far."""
+        if record.doomed or record.stage in TERMINAL:
+            return
+        record.final = rows
+        if prompt is not None:
+            record.usage, record.keys = prompt.usage, prompt.keys
+            for stage in (Stage.LOADED, Stage.ENCODING, Stage.ENCODED):
+                self._advance(record, stage)
+
+    def _loaded(self, record: Record, outcome: EncodedPrompt | None) -> None:
+        """All media of a request are read. One that is prefilled meanwhile is encoded, too, unless it was not as
+        foreseen: then it begins anew from here."""
+        if record.final is None:
+            self._advance(record, Stage.LOADED)
+        elif outcome is None:
+            record.again = True
+            self._begin_again(record)
+        else:
+            record.final, record.keys = None, outcome.keys
+            record.pages = replace(record.pages, keys=outcome.keys)
+
+    def _begin_again(self, record: Record) -> None:
+        if record.held:
+            return  # prefill has it, and comes here with its report
+        self.stages.forget_prefill(record.request.id)
+        self._pool.release(record.pages.ids)
+        record.pages, record.keys, record.prefilled = PageTable(), (), None
+        record.final, record.again = None, False
+        self._advance(record, Stage.LOADED)
 
     def _prefilled(self, record: Record, run: int | None) -> None:
         """So many positions have been run, or all: the pages they fill are there for others, too."""
@@ -396,6 +441,8 @@ class Engine:
         record.prefilled = run
         record.turn = self._now  # a newcomer to decode begins at its clock
         self._advance(record, Stage.PREFILLED if run is None else Stage.ENCODED)
+        if record.again:
+            self._begin_again(record)
 
     def _stepped(self, record: Record, outcome: Any) -> None:
         wanted = record.request.streaming
@@ -481,6 +528,15 @@ class Engine:
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""
         return min(30.0, max(0.1, self._seconds * self._queued / self.config.max_running))
+
+
+def _too_large(record: Record, wanted: int, config: EngineConfig) -> InvalidArgument:
+    """Why a request that needs so many pages is refused: it would wait for them for good."""
+    why = (
+        f"{record.tokens} positions of {record.request.sequences} sequences need {wanted} K/V pages, and there are "
+        f"{config.pages}: leave out cfg_scale, or shorten the prompt or max_new_tokens"
+    )
+    return InvalidArgument.of("diffusion.cfg_scale", why)
 
 
 def _typed(error: BaseException, record: Record) -> MMServeError:

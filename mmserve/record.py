@@ -52,7 +52,10 @@ class Record:
     pages: PageTable = field(default_factory=PageTable)
     turn: float = 0.0  # virtual time at which its next decode step is due
     rows: int | None = None  # that its next decode step runs; None = not known, as before its first one
-    held: bool = False  # by a worker: its stage's batch has not reported yet
+    holds: int = 0  # workers whose batches have it, and have not reported yet
+    #: Rows of the prompt that are final while its clip is read, and it is prefilled meanwhile; None = all.
+    final: int | None = None
+    again: bool = False  # the clip turned out to be another: it goes back to where its media are loaded
     prefilled: int | None = None  # positions run, while some of the prompt is left; None = none is, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
     first_token: float = 0.0
@@ -61,6 +64,16 @@ class Record:
     def doomed(self) -> bool:
         """Whether the client has its error: the record is only here because a worker still holds its state."""
         return self.call.failed
+
+    @property
+    def held(self) -> bool:
+        """Whether a worker has it: its stage's batch has not reported yet."""
+        return self.holds > 0
+
+    def awaits(self, page_size: int, prefill_tokens: int) -> bool:
+        """Whether rows of its next chunk of prefill are still on their way."""
+        begin = len(self.keys) * page_size if self.prefilled is None else self.prefilled
+        return self.again or (self.final is not None and self.final < begin + prefill_tokens)
 
     @property
     def waits(self) -> bool:
@@ -84,25 +97,33 @@ class Record:
         """Positions of prompt and answer; the prompt's are known once encoded."""
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
 
-    def entry(self, page_size: int, frames_per_video: int, now: float) -> Entry:
-        """What the scheduler sees; a video counts as its frames. ``now`` is on the monotonic clock (seconds)."""
+    def pages_wanted(self, page_size: int) -> int:
+        """Pages that hold its K/V, each sequence's own."""
+        return self.request.sequences * pages_for(self.tokens, page_size)
+
+    def entry(self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float) -> Entry:
+        """What the scheduler sees; a video counts as its frames, as far as the request says.
+
+        ``now`` is on the monotonic clock (seconds).
+        """
         parts = [part for message in self.request.messages for part in message.parts]
         images = sum(isinstance(part, ImagePart) for part in parts)
-        images += frames_per_video * sum(isinstance(part, VideoPart) for part in parts)
-        pages = pages_for(self.tokens, page_size)
+        images += sum(_frames(part, frames_per_video) for part in parts if isinstance(part, VideoPart))
+        tokens = self.request.sequences * self.tokens
         return Entry(
             self.request.id,
             self.stage,
             images,
-            self.tokens,
-            pages,
+            tokens,
+            self.pages_wanted(page_size),
             self.turn,
             self.prefilled,
             self.request.constraint is not None,
             self.request.tenant.name,
             self.request.tenant.share,
             aged(self.request.tenant.priority, now - self.call.arrived),
-            self.tokens if self.rows is None else self.rows,
+            tokens if self.rows is None else self.rows,
+            self.awaits(page_size, prefill_tokens),
         )
 
     def split(self) -> list[Record]:
@@ -139,8 +160,13 @@ class Record:
         first = (self.first_token or now) - self.call.arrived
         encode = self.run["load"] + self.run["tokenize"] + self.run["encode"]
         run = [encode, self.run["prefill"], self.run["decode"]]  # waiting for a grammar is waiting
-        seconds = (total - sum(run), *run, total, first)
+        seconds = (max(0.0, total - sum(run)), *run, total, first)  # a long clip is read while it is prefilled
         return StageTimes(*(round(1000 * s, 3) for s in seconds))
+
+
+def _frames(video: VideoPart, usual: int) -> int:
+    """Frames of a video that are looked at, as far as that is known before it is opened; else ``usual``."""
+    return usual if video.sampling is None else video.sampling.frames or usual
 
 
 def open_call(request: Request, sink: Sink, arrived: float) -> Record:

@@ -7,6 +7,7 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,25 +20,29 @@ from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import Template
 from mmserve.core.events import CommittedToken, ConstraintStats, Usage
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import Request, RequestId
+from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
+from mmserve.core.tuning import ACCOMPANIED
 from mmserve.decode.blending import reused
 from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.constrained.state import known_tokens
 from mmserve.decode.policies import Offered
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.decode.schedulers import Discrete
-from mmserve.decode.state import Encoded, Stepped
+from mmserve.decode.state import Stepped
 from mmserve.decoders import decoder_for
+from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool, Decoders
+from mmserve.encode.embedding import place_features
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder, LoadedPrompt
 from mmserve.kv.prefix import page_keys, pages_a_unit
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.memory import trim_soon
-from mmserve.models.base import CanvasModel, Model
+from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 from mmserve.worker import run_isolated
@@ -70,6 +75,10 @@ class Answer:
     holes: tuple[str, ...] = ()  # of a template
 
 
+#: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
+Tell = Callable[[EncodedPrompt | None, int], None]
+
+
 class Stages:
     """Encode, prefill and decode of one model. Each method belongs to one worker; all may run at the same time, and
     ``constrain`` more than once."""
@@ -96,6 +105,8 @@ class Stages:
             decoders=self.decoders,
         )
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
+        self._arriving: dict[RequestId, Arriving] = {}  # prompts that are prefilled while their clips are read
+        self._prefill_rows = engine.prefill_tokens
         self._given: dict[RequestId, Encoded] = {}  # prompts that came encoded
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
         self.decoder: Any = decoder_for(model, engine, offered, self.encoder.cache.kv)
@@ -129,15 +140,36 @@ class Stages:
         """Make each request's constraint ready, or say why it cannot be kept."""
         return run_isolated(self._admit, batch)
 
-    def load(self, batch: list[Request], cancellation: Cancellation) -> list[BaseException | None]:
-        """Read the media of a request, which ``cancellation`` ends between two frames."""
+    def load(
+        self, batch: list[Request], cancellation: Cancellation, tell: Tell = lambda _prompt, _rows: None
+    ) -> list[EncodedPrompt | BaseException | None]:
+        """Read the media of a request, which ``cancellation`` ends between two frames.
 
-        def load(requests: list[Request]) -> list[None]:
+        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``tell`` is told of it first,
+        and later of how many of its rows are final. Such a request is encoded in the end, and its prompt returned; None
+        where it is only loaded, in spite of what was told.
+        """
+
+        def load(requests: list[Request]) -> list[EncodedPrompt | None]:
             [request] = requests
-            self._loaded[request.id] = self.encoder.load(request, cancellation.check), cancellation
+            arriving = self._arriving_of(request, tell) if self._overlaps(request) else None
+            loaded = self.encoder.load(request, cancellation.check, arriving)
+            if arriving is not None and arriving.encoded is not None:
+                with closing(loaded):
+                    [encoded] = self.encoder.encode([request], [loaded], cancellation.check)
+                    if arriving.complete(encoded):
+                        return [self._prompt(request, arriving.encoded)]
+                loaded = self.encoder.load(request, cancellation.check)
+            self._loaded[request.id] = loaded, cancellation
             return [None]
 
         return run_isolated(load, batch)
+
+    def forget_prefill(self, request: RequestId) -> None:
+        """Drop what was prefilled of a prompt that turned out to be another; not while a stage runs it."""
+        self._arriving.pop(request, None)
+        self.to_prefill.drop(request)
+        self._prefilling.pop(request, None)
 
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
         """Encode each request, once for all of its samples; what the engine must know of its prompt."""
@@ -169,6 +201,7 @@ class Stages:
                 outcomes.append(self._prefilling[request.id].run)
             else:
                 del self._prefilling[request.id]
+                self._arriving.pop(request.id, None)
                 self.to_decode.send(request.id, outcome)
                 outcomes.append(None)
         return outcomes
@@ -220,6 +253,7 @@ class Stages:
         self.to_prefill.drop(request)
         self.to_decode.drop(request)
         self._prefilling.pop(request, None)
+        self._arriving.pop(request, None)
         ended = self._decoding.pop(request, None)
         if ended is not None and ended.constrained is not None:
             took = ended.constrained.meter.stats()
@@ -245,7 +279,7 @@ class Stages:
         """Requests of which anything is kept."""
         waiting = len(self._admitted) + len(self._loaded) + len(self._given)
         waiting += self.to_prefill.waiting + self.to_decode.waiting
-        return waiting + len(self._prefilling) + len(self._decoding)
+        return waiting + len(self._prefilling) + len(self._decoding) + len(self._arriving)
 
     @property
     def store(self) -> KVStore:
@@ -292,8 +326,7 @@ class Stages:
             found[0].close()
 
     def _send_encoded(self, request: Request, encoded: Encoded) -> EncodedPrompt:
-        shares = self._shares and request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
-        shares &= encoded.past is None  # such K/V come from another prompt
+        shares = self._may_share(request) and encoded.past is None  # such K/V come from another prompt
         keys = self._keys(encoded, request.tenant.cache) if shares else ()
         taken = reused(reuse_of(request), encoded) if encoded.past is None else len(encoded.past.rows)
         if encoded.past is None and taken:  # what stands behind an image that was not run is of this request alone
@@ -306,6 +339,38 @@ class Stages:
         rows, visual = len(encoded.ids), len(encoded.image_rows)
         usage = Usage(rows, visual, 0, visual_tokens_before=visual + encoded.pruned, reused_tokens=taken)
         return EncodedPrompt(usage, keys)
+
+    def _may_share(self, request: Request) -> bool:
+        keeps = request.diffusion.recompute.name in KEEPS_PROMPT and request.kv_reduction is None
+        return self._shares and keeps
+
+    def _overlaps(self, request: Request) -> bool:
+        """Whether the prompt may be prefilled while its clip is read: nothing in it depends on what comes later."""
+        model = self.model
+        if isinstance(model, CanvasModel) or not model.spec.causal or model.decoder.config.deep_layers:
+            return False
+        media = [p for m in request.messages for p in m.parts if not isinstance(p, TextPart)]
+        plain = request.kv_reduction is None and request.image_reuse is None and request.constraint is None
+        plain &= request.vision.pruner == "none" and request.diffusion.commit.name not in ACCOMPANIED
+        one = request.sampling.n == 1 and request.id not in self._given and self._prefill_rows > 0
+        return plain and one and len(media) == 1 and isinstance(media[0], VideoPart) and model.position_axes == 1
+
+    def _arriving_of(self, request: Request, tell: Tell) -> Arriving:
+        def begun(encoded: Encoded) -> None:
+            self._arriving[request.id] = arriving
+            self.to_prefill.send(request.id, encoded)
+            text = int(encoded.image_rows[0])
+            prompt = self._prompt(request, encoded)
+            tell(replace(prompt, keys=prompt.keys[: text // self.store.page_size]), text)
+
+        arriving = Arriving(begun, lambda rows: tell(None, rows))
+        return arriving
+
+    def _prompt(self, request: Request, encoded: Encoded) -> EncodedPrompt:
+        """What the engine learns of a prompt that nothing was dropped from."""
+        rows, visual = len(encoded.ids), len(encoded.image_rows)
+        keys = self._keys(encoded, request.tenant.cache) if self._may_share(request) else ()
+        return EncodedPrompt(Usage(rows, visual, 0, visual_tokens_before=visual), keys)
 
     def _keys(self, encoded: Encoded, cache: str) -> tuple[bytes, ...]:
         """Hashed here and not where pages are taken: the engine's thread has no time for megabytes of features."""
@@ -331,8 +396,17 @@ class Stages:
                 [admitted] = self._admitted.pop(request.id, [None])
                 self._prefilling[request.id] = self.decoder.begin(request, encoded, pages, admitted)
             state = self._prefilling[request.id]
+            self._place_new(request.id, state)
             found.append((request, state) if self.decoder.ready(state) else None)
         return found
+
+    @torch.inference_mode()
+    def _place_new(self, request: RequestId, state: Any) -> None:
+        """Take over the visual tokens that came since the last chunk."""
+        arriving = self._arriving.get(request)
+        new = None if arriving is None else arriving.fetch()
+        if new is not None and isinstance(self.model, LoadedModel):
+            place_features(self.model, state.embeddings, *new)
 
     def _states(self, requests: list[Request]) -> list[Any]:
         for request in requests:

@@ -8,6 +8,7 @@ from typing import Any
 from mmserve.core.constraint import Choice, ConstraintKind, Gbnf, JsonSchema, Lark, Regex
 
 _OPEN = {"type": "object", "properties": {"a": {}, "b": {}}}
+_TYPED = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
 _LIST = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
 _TREE = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
 
@@ -109,17 +110,17 @@ SCHEMAS: dict[str, tuple[Any, str, str]] = {
     "contains": ({"contains": {"type": "integer"}, "minContains": 2}, "/contains", "contains"),
     "contains_at_most": ({"contains": {"type": "integer"}, "maxContains": 1}, "/contains", "contains"),
     "contains_none": (
-        {"contains": {"pattern": "a"}, "minContains": 0, "maxContains": 0},
+        {"contains": {"multipleOf": 3}, "minContains": 0, "maxContains": 0},
         "/maxContains",
         "maxContains",
     ),
     "unique_items": ({"type": "array", "uniqueItems": True}, "/uniqueItems", "uniqueItems"),
-    "one_of_overlaps": ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "/oneOf", "oneOf"),
-    "not_a_pattern": ({"not": {"pattern": "a"}}, "/not", "not"),
-    "condition": ({"if": {"pattern": "a"}, "then": {"maxLength": 1}}, "/if", "if"),
-    "property_names": ({"propertyNames": {"not": {"pattern": "a"}}}, "/propertyNames", "propertyNames"),
+    "one_of_overlaps": ({"oneOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, "/oneOf", "oneOf"),
+    "not_a_multiple": ({"not": {"multipleOf": 3}}, "/not", "not"),
+    "condition": ({"if": {"multipleOf": 3}, "then": {"minimum": 10}}, "/if", "if"),
+    "property_names": ({"propertyNames": {"format": "regex"}}, "/propertyNames", "propertyNames"),
     "least_properties": ({"type": "object", "minProperties": 3}, "/minProperties", "minProperties"),
-    "most_properties": ({**_OPEN, "maxProperties": 1}, "/maxProperties", "maxProperties"),
+    "most_properties": ({**_TYPED, "maxProperties": 1}, "/maxProperties", "maxProperties"),
     "unevaluated": (
         {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
         "/unevaluatedProperties",
@@ -139,15 +140,15 @@ OTHERS: dict[str, tuple[ConstraintKind, str, str]] = {
     "choice_of_an_empty_one": (Choice(("a", "")), "/options/1", "choice"),
     "choice_of_half_a_pair": (Choice(("\ud800",)), "/options/0", "choice"),
     "lark_without_start": (Lark('root: "a"'), "", "lark"),
-    "lark_broken": (Lark("start: ("), "", "lark"),
-    "lark_unknown_rule": (Lark("start: other"), "", "lark"),
-    "lark_with_a_schema": (Lark("start: %json {}"), "/1", "%json"),
+    "lark_broken": (Lark("start: ("), "/1", "lark"),
+    "lark_unknown_rule": (Lark("start: other"), "/1", "lark"),
+    "lark_with_a_schema": (Lark('start: "a"\n  | %json {"uniqueItems": true}'), "/2/uniqueItems", "uniqueItems"),
     "lark_with_special_tokens": (Lark('start: "a"\n  | <|eot|>'), "/2", "<token>"),
     "lark_elsewhere": (Lark("start: @other"), "/1", "@"),
     "lark_cut_off": (Lark("start[max_tokens=3]: /a*/"), "/1", "[…]"),
-    "lark_endless": (Lark('start: a\na: "x" a'), "", "lark"),
+    "lark_endless": (Lark('start: a\na: "x" a'), "/2", "lark"),
     "gbnf_broken": (Gbnf("root ::= ("), "/1", "gbnf"),
-    "gbnf_too_deep": (Gbnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "", "gbnf"),
+    "gbnf_too_deep": (Gbnf("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "/1", "gbnf"),
 }
 
 #: All of them, ready to be asked for.

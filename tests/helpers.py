@@ -82,6 +82,7 @@ def _tower(generator: torch.Generator) -> LlavaVision:
         processor,
         select_layer=-2,
         has_cls=True,
+        later=torch.nn.ModuleList(),
     )
     for name, weight in vision.named_parameters():
         if weight.dim() >= 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from mmserve.core.canvas import MASKED, PROMPT, Canvas
 from mmserve.core.request import Policy, Request
 from mmserve.decode.pace import random_order
 from mmserve.decode.sampler import candidates
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.models.base import LoadedModel
 
 
@@ -63,6 +64,7 @@ class Proposal:
     gap: dict[int, float]
     entropy: dict[int, float]
     log_probability: dict[int, float]
+    final_gap: dict[int, float]  # of final positions that were run
     tied: bool  # other tokens would have been drawn from logits that differ by rounding
 
 
@@ -105,6 +107,7 @@ class PlainDecoder:
         config = model.decoder.config
         shape = (config.num_layers, self.size, config.num_kv_heads, config.head_dim)
         self.keys, self.values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        self.blind = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
         self.forwards = 0
         self.block = self.block_step = 0
         self.rng_order: list[int] = []
@@ -174,20 +177,33 @@ class PlainDecoder:
         return True
 
     def run(self, rows: list[int]) -> Tensor:
-        """Logits ``[rows, V]`` (fp64); the rows' keys and values are kept, all others are as they were left."""
+        """Logits ``[rows, V]`` (fp64); the rows' keys and values are kept, all others are as they were left.
+
+        LLaDA's classifier-free guidance runs them again with masks for the prompt.
+        """
+        scale, shown = self.request.diffusion.cfg_scale, self.run_one(rows, self.keys, self.values)
+        if not scale:
+            return shown
+        without = self.run_one(rows, *self.blind, blind=True)
+        return without + (scale + 1) * (shown - without)
+
+    def run_one(self, rows: list[int], kept_keys: Tensor, kept_values: Tensor, *, blind: bool = False) -> Tensor:
+        """Logits of one sequence: the request's own, or the one whose prompt is masks."""
         ids = torch.from_numpy(self.tokens.copy())
+        if blind:
+            ids[: self.prompt] = self.spec.mask_id
         ids[torch.from_numpy(self.encoded.image_rows)] = self.spec.mask_id
         embedded = self.model.decoder.embed(ids)
-        if self.encoded.features is not None:
+        if self.encoded.features is not None and not blind:
             embedded[torch.from_numpy(self.encoded.image_rows)] = self.encoded.features
         at = torch.tensor(rows)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            self.keys[layer][at], self.values[layer][at] = k, v
+            kept_keys[layer][at], kept_values[layer][at] = k, v
             per_group = q.shape[1] // k.shape[1]
-            keys = self.keys[layer].repeat_interleave(per_group, 1).double()
-            values = self.values[layer].repeat_interleave(per_group, 1).double()
+            keys = kept_keys[layer].repeat_interleave(per_group, 1).double()
+            values = kept_values[layer].repeat_interleave(per_group, 1).double()
             weights = (torch.einsum("qhd,khd->hqk", q.double(), keys) / q.shape[-1] ** 0.5).softmax(-1)
             return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
@@ -201,7 +217,7 @@ class PlainDecoder:
         whole = self.looks_past_the_block(self.request.diffusion.commit)
         wanted = set(self.masked() if whole else self.masked(self.start, self.end))
         positions = [p for p in rows if p in wanted]
-        logits = logits[[rows.index(p) for p in positions]]
+        every, logits = logits, logits[[rows.index(p) for p in positions]]
         sampling = self.request.sampling
         drawn: list[int] = []
         tied = False
@@ -213,25 +229,46 @@ class PlainDecoder:
                 for shown in (logits, logits + nearly, logits - nearly)
             )
             tied = others != [drawn, drawn]
+        whole = (
+            logits.clone()
+        )  # LLaDA: probabilities are among all tokens, the mask with them, though it is never chosen
         logits[:, list(self.spec.banned_ids)] = -torch.inf
-        known = {int(t) for p, t in enumerate(self.tokens) if self.committed_at[p] != MASKED}
-        for token in known if sampling.repetition_penalty != 1 else ():
-            if token < logits.shape[1]:
-                column = logits[:, token]
-                rescaled = torch.where(
-                    column > 0, column / sampling.repetition_penalty, column * sampling.repetition_penalty
-                )
-                logits[:, token] = rescaled
+        for row in logits:
+            self.penalised(row)
         tokens = drawn or logits.argmax(-1).tolist()
+        chosen_max = logits.max(-1).values
+        logits[:, self.spec.mask_id] = whole[:, self.spec.mask_id]
         log_p = logits.log_softmax(-1)
         p = log_p.exp()
         entropy = torch.where(p > 0, -p * log_p, 0.0).sum(-1).tolist()
         top = logits.sort(-1, descending=True).values
-        gap = (top[:, 0] - top[:, 1]).tolist()
+        other = torch.where(chosen_max == top[:, 0], top[:, 1], top[:, 0])
+        gap = (chosen_max - other).tolist()  # below 0 where the mask has the highest logit
         chosen = [float(log_p[i, token]) for i, token in enumerate(tokens)]
         confidence = [float(np.float32(np.exp(value))) for value in chosen]
         figures = (dict(zip(positions, of, strict=True)) for of in (tokens, confidence, gap, entropy, chosen))
-        return Proposal(*figures, tied)
+        return Proposal(*figures, self.final_gaps(rows, every), tied)
+
+    def final_gaps(self, rows: list[int], logits: Tensor) -> dict[int, float]:
+        """The gap at each final position of the answer that was run: of the highest logit that may be chosen."""
+        gaps = {}
+        for p, row in zip(rows, logits, strict=True):
+            if p >= self.prompt and self.committed_at[p] != MASKED:
+                shown = self.penalised(row.clone())
+                mask = float(shown[self.spec.mask_id])
+                shown[list(self.spec.banned_ids)] = -torch.inf
+                best, second = shown.sort(descending=True).values[:2].tolist()
+                gaps[p] = best - max(second, mask)
+        return gaps
+
+    def penalised(self, row: Tensor) -> Tensor:
+        """A row of logits with those of the tokens already on the canvas made smaller, in place."""
+        penalty = self.request.sampling.repetition_penalty
+        known = {int(t) for p, t in enumerate(self.tokens) if self.committed_at[p] != MASKED}
+        for token in known if penalty != 1 else ():
+            if token < len(row):
+                row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        return row
 
     # which positions a step runs: METHODS 1, "one view of all caches"
 
@@ -271,6 +308,20 @@ class PlainDecoder:
         done = self.block_step if done is None else done
         return counts[done] if done < len(counts) - 1 else self.block_length
 
+    def own_steps(self) -> int:
+        return len(self.counts[self.block])
+
+    def last_step(self) -> bool:
+        """Whether the pass just made is the last that the block's schedule has."""
+        return self.block_step >= self.own_steps()
+
+    def to_grid(self) -> int:
+        """Dimple: tokens down to the next point of a grid that falls evenly from all of the block to nothing."""
+        steps, length = self.own_steps(), self.end - self.start
+        left = len(self.masked(self.start, self.end))
+        points = [length * Fraction(steps - i, steps) for i in range(self.block_step, steps)]
+        return next((n for point in points if (n := math.floor(left - point)) >= 1), left)
+
     # which candidates become final
 
     def looks_past_the_block(self, policy: Policy) -> bool:
@@ -299,7 +350,7 @@ class PlainDecoder:
         if policy.name == "confident":
             limit = float(np.float32(options.get("confidence", 0.95)))
             certain = [p for p in ranked if proposal.confidence[p] > limit]
-            return certain if certain and count < len(ranked) else ranked[:count]  # the last step takes what is left
+            return certain if certain and not self.last_step() else ranked[: self.to_grid()]
         if policy.name == "entropy_bound":
             calm = sorted(inside, key=lambda p: (proposal.entropy[p], p))
             bound = options.get("bound", 0.1)
@@ -312,10 +363,11 @@ class PlainDecoder:
         raise KeyError(policy.name)
 
     def sure(self, policy: Policy, proposal: Proposal) -> bool:
-        """Prophet: whether the mean gap over the answer's open positions reaches what this far into the steps will do.
+        """Prophet: whether the mean gap over the answer's positions reaches what this far into the steps will do.
 
-        The reference counts the steps from 1 and changes its demand at 0.33 and 0.67 of them. An answer of which a
-        position was not run is in doubt, one that is final is not; what is behind an end of text is no answer.
+        The mean is over final positions too, as far as they were run. The reference counts the steps from 1 and changes
+        its demand at 0.33 and 0.67 of them. An answer of which an open position was not run is in doubt; what is behind
+        an end of text is no answer.
         """
         length = int(policy.options.get("answer_length", 0))
         first = self.prompt + int(policy.options.get("answer_start", 0))
@@ -327,8 +379,6 @@ class PlainDecoder:
                 return False
         over = next((p for p in answer if self.thought(p, proposal) in self.spec.end_ids), self.size)
         still_open = [p for p in answer if self.committed_at[p] == MASKED and p <= over]
-        if not still_open:
-            return True
         if not all(p in proposal.gap for p in still_open):
             return False
         if policy.options.get("mistakes"):
@@ -336,7 +386,8 @@ class PlainDecoder:
         progress = self.forwards / (self.request.diffusion.steps or self.new)
         phase = "early" if progress < 0.33 else "middle" if progress < 0.67 else "late"
         needed = policy.options.get(phase, {"early": 7.5, "middle": 5.0, "late": 2.5}[phase])
-        return sum(proposal.gap[p] for p in still_open) / len(still_open) >= needed
+        gaps = [g for of in (proposal.gap, proposal.final_gap) for p, g in of.items() if p in answer and p <= over]
+        return bool(gaps) and sum(gaps) / len(gaps) >= needed
 
     def thought(self, position: int, proposal: Proposal) -> int:
         """The token that is proposed for a position, or stands there."""

@@ -37,7 +37,7 @@ from mmserve.config import MediaConfig, ModelConfig
 from mmserve.core.request import ImagePart, Request, TextPart, VideoPart
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.media import decode_image
 from mmserve.encode.video import Clip, decode_video
 from mmserve.kv.store import KVStore
@@ -270,7 +270,10 @@ def installed(file: str, name: str) -> Callable[..., Any]:
     """A function or method of a file of transformers, without importing the file."""
     tree = ast.parse((Path(transformers.__file__).parent / "models" / file).read_text())
     [found] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    made: dict[str, Any] = {"math": math, "torch": torch}
+    found.returns = None
+    for argument in [*found.args.args, *found.args.kwonlyargs]:
+        argument.annotation = None
+    made: dict[str, Any] = {"math": math, "np": np, "torch": torch}
     exec(compile(ast.Module([found], []), file, "exec"), made)
     function: Callable[..., Any] = made[name]
     return function

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.utils import PushToHubMixin
 
 from mmserve.models.checkpoint import read_json, write_checkpoint, write_json
 
@@ -264,6 +265,44 @@ def internvl(
     model = _model(InternVLForConditionalGeneration, InternVLConfig, settings)
     return Checkpoint(folder, model, made, settings)
 
+
+class _Saved(PushToHubMixin):
+    """A video processor with its settings as transformers 5.23 writes them; its class needs torchvision."""
+
+    _auto_class = None
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = dict(settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.settings
+
+
+def saved_by_transformers_5(made: Checkpoint, **video: Any) -> None:
+    """Replace the processors' files by what ``save_pretrained`` of transformers 5 writes: ``processor_config.json``
+    with the settings of the image processor, and ``video`` of the video processor."""
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.json"):
+        (made.folder / name).unlink(missing_ok=True)
+    settings = read_json(made.folder / "tokenizer_config.json")
+    made.processor.video_processor = _Saved({**_FRAMES, **video})
+    template = SMOL_TEMPLATE if "smolvlm" in made.config["model_type"] else INTERN_TEMPLATE
+    made.processor.chat_template = template
+    made.processor.save_pretrained(made.folder)
+    write_json(made.folder / "tokenizer_config.json", settings)
+    written = read_json(made.folder / "processor_config.json")
+    assert written["video_processor"].items() >= video.items() and "size" in written["image_processor"]
+
+
+#: What every video processor of transformers 5.23 writes; what differs of each is added.
+_FRAMES: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "do_sample_frames": False,
+    "rescale_factor": 0.00392156862745098,
+    "return_metadata": False,
+}
 
 #: Names of transformers' tensors in the authors' own layout.
 _ORIGINAL = {

@@ -46,8 +46,15 @@ _PATIENCE = 300.0
 class Peer(Protocol):
     """An engine under test."""
 
-    def answer(self, count: int) -> tuple[float, list[list[int]]]:
-        """Seconds for the first ``count`` prompts together, and the tokens of each answer."""
+    def tokens(self, count: int) -> list[list[int]]:
+        """The tokens of the answers to the first ``count`` prompts, asked together."""
+        ...
+
+    def answer(self, count: int) -> tuple[float, Sequence[object]]:
+        """Seconds for the first ``count`` prompts together, and each answer as the engine gives it by itself.
+
+        That is text or token ids: nobody is asked for log-probabilities, which take time.
+        """
         ...
 
 
@@ -94,16 +101,15 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
 def _measured(engines: dict[str, Peer], size: int, repeats: int, progress: Callable[[str], None]) -> Iterator[Any]:
     """The rows of one batch size; ``times_X`` is the median over rounds of the engine's time over that of X."""
     times: dict[str, list[float]] = {name: [] for name in engines}
-    tokens: dict[str, list[list[int]]] = {}
-    for name, engine in engines.items():
-        _seconds, tokens[name] = engine.answer(size)  # warm-up
+    tokens = {name: engine.tokens(size) for name, engine in engines.items()}
+    answers = {name: engine.answer(size)[1] for name, engine in engines.items()}  # warm-up
     for repeat in range(repeats):
         progress(f"batch {size}: round {repeat + 1} of {repeats}")
         for name, engine in engines.items():
             seconds, again = engine.answer(size)
             times[name].append(1000 * seconds / (size * NEW_TOKENS))
-            if again != tokens[name]:
-                raise RuntimeError(f"{name} gave other tokens to the same prompts")
+            if again != answers[name]:
+                raise RuntimeError(f"{name} gave other answers to the same prompts")
     for name in engines:
         low, middle, high = statistics.quantiles(times[name], n=4) if repeats > 1 else times[name] * 3
         yield {
@@ -136,7 +142,7 @@ class Ours:
         requests = [self._request(index) for index in range(count)]
         self.prompts: list[list[int]] = [encoded.ids.tolist() for encoded in engine.stages.encoder.encode(requests)]
 
-    def _request(self, index: int) -> Request:
+    def _request(self, index: int, *, tokens: bool = False) -> Request:
         self._asked += 1
         words = " ".join(f"{word} {index}" for word in ("circle", "square", "red", "left of", "green"))
         return Request(
@@ -145,12 +151,21 @@ class Ours:
             messages=(Message("user", (TextPart(words),)),),
             sampling=Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS),
             diffusion=Diffusion(recompute=Policy(name="last")),
-            streaming=Streaming(tokens=True),
+            streaming=Streaming(tokens=tokens),
         )
 
-    def answer(self, count: int) -> tuple[float, list[list[int]]]:
+    def tokens(self, count: int) -> list[list[int]]:
         """See ``Peer``."""
-        requests = [self._request(index) for index in range(count)]
+        _seconds, ended = self._ask([self._request(index, tokens=True) for index in range(count)])
+        return [[token.id for token in event.tokens] for event in ended]
+
+    def answer(self, count: int) -> tuple[float, list[str]]:
+        """See ``Peer``."""
+        seconds, ended = self._ask([self._request(index) for index in range(count)])
+        return seconds, [event.text for event in ended]
+
+    def _ask(self, requests: list[Request]) -> tuple[float, list[Finished]]:
+        count = len(requests)
         ended: list[Event | None] = [None] * count
         left, done = threading.Semaphore(0), range(count)
 
@@ -169,13 +184,10 @@ class Ours:
             if not left.acquire(timeout=_PATIENCE):
                 raise RuntimeError("the engine gave no answer")
         seconds = time.perf_counter() - begun
-        return seconds, [_tokens(event) for event in ended]
-
-
-def _tokens(event: Event | None) -> list[int]:
-    if not isinstance(event, Finished):
-        raise RuntimeError(f"the engine failed: {event}")
-    return [token.id for token in event.tokens]
+        finished = [event for event in ended if isinstance(event, Finished)]
+        if len(finished) < count:
+            raise RuntimeError(f"the engine failed: {ended}")
+        return seconds, finished
 
 
 @contextmanager
@@ -199,6 +211,10 @@ class Transformers:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self._model.generation_config.eos_token_id = None
         self._prompts, self._banned = prompts, list(banned) or None
+
+    def tokens(self, count: int) -> list[list[int]]:
+        """See ``Peer``."""
+        return self.answer(count)[1]
 
     @torch.inference_mode()
     def answer(self, count: int) -> tuple[float, list[list[int]]]:
@@ -225,6 +241,10 @@ class Vllm:
     def __init__(self, process: subprocess.Popen[str], prompts: list[list[int]]) -> None:
         self._process, self._prompts = process, prompts
         self.version = str(self._line()["ready"])
+
+    def tokens(self, count: int) -> list[list[int]]:
+        """See ``Peer``."""
+        return self.answer(count)[1]
 
     def answer(self, count: int) -> tuple[float, list[list[int]]]:
         """See ``Peer``."""

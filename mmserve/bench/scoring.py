@@ -26,7 +26,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from mmserve.bench.settings import measured_config
 from mmserve.core.request import Amount
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
 from mmserve.errors import ConfigError
 from mmserve.models.attended import Onlooker
@@ -89,19 +89,19 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     torch.set_num_threads(1)  # processor time is one thread's
     vision = model.vision
     large: Any = CLIPVisionModel(CLIPVisionConfig(**_LARGE)).eval().requires_grad_(False)
-    towers: list[tuple[str, Any, int]] = [
-        (model.spec.name, vision.tower, vision.select_layer),
-        ("CLIP ViT-L/14-336, random", large, -2),
+    towers: list[tuple[str, Any, int, Sequence[nn.Module]]] = [
+        (model.spec.name, vision.tower, vision.select_layer, tuple(vision.later or ())),
+        ("CLIP ViT-L/14-336, random", large, -2, ()),
     ]
     rows = []
-    for name, tower, select in towers:
+    for name, tower, select, later in towers:
         names = _chosen(arguments.pruners, [n for n in pruners_for(vision.evidence) if n != "none"])
         for tiles in TILES if names else ():
 
             def note(text: str, of: str = f"{name}, {tiles} tiles") -> None:
                 progress(f"{of}: {text}")
 
-            found = tower_shares(tower, select, names, tiles, arguments.limit, note)
+            found = tower_shares(tower, select, names, tiles, arguments.limit, note, later=later)
             rows += [{"tower": name, "tiles": tiles, "pruner": n, **found[n].row(), **scored_by(n)} for n in names]
     looking = [n for n in _chosen(arguments.pruners, list(PRUNERS)) if judged_by_decoder(PRUNERS[n]())]
     looked = decoder_shares(
@@ -147,7 +147,7 @@ def _chosen(names: str, known: Sequence[str]) -> list[str]:
 
 
 def _quarter(pruner: Pruner) -> Amount:
-    return Amount("keep_ratio" if "keep_ratio" in pruner.amounts else "attention_mass", 0.25)
+    return Amount("keep_ratio", 0.25)
 
 
 @torch.inference_mode()
@@ -158,9 +158,12 @@ def tower_shares(
     tiles: int,
     rounds: int,
     progress: Callable[[str], None] = lambda _text: None,
+    *,
+    later: Sequence[nn.Module] = (),
 ) -> dict[str, Share]:
     """What the pruners ``names`` add to a CLIP-style ``tower`` that looks at a picture of so many ``tiles``.
 
+    ``later``: the tower's layers after those that run for the features (``Watched``).
     Of ``rounds``, as many are run as ``paced`` allows: ``Share.rounds``.
     """
     config: Any = tower.config
@@ -178,7 +181,7 @@ def tower_shares(
         with ExitStack() as stack:
             for name, pruner in pruners.items():
                 begun = time.thread_time()
-                watching[name] = Watched(layers, select, pruner.needs)
+                watching[name] = Watched(layers, select, pruner.needs, later=later)
                 stack.enter_context(watching[name].running())
                 spent[name] += time.thread_time() - begun
             begun = time.thread_time()

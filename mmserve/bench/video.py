@@ -17,6 +17,7 @@ from mmserve.errors import ConfigError
 #: Section to its module, in the order in which they are run.
 SECTIONS = {
     "decoding": "mmserve.bench.video_decoding",
+    "files": "mmserve.bench.video_files",
     "accuracy": "mmserve.bench.video_accuracy",
     "sessions": "mmserve.bench.video_sessions",
     "watches": "mmserve.bench.video_watches",

@@ -1,9 +1,9 @@
 """What pruning visual tokens saves, and what it costs in accuracy: ``mmserve bench vision``.
 
 Every pruner at every keep ratio answers the same fresh questions about pictures, question by question in turn, or
-``--concurrent`` of them at once, so that noise falls on all alike; ``zipvl``, which takes no ratio, stands at shares of
-attention. Of next-token models ``kv_reductions`` tells the same of dropping K/V while they decode, at shares of the
-prompt. Caches are off, but for ``again``, where every picture is asked about twice.
+``--concurrent`` of them at once, so that noise falls on all alike. Of next-token models ``kv_reductions`` reports the
+same of dropping K/V while they decode, at shares of the prompt. Caches are off, but for ``again``, where every picture
+is asked about twice.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ from mmserve.reference.tasks import TASKS, correct
 from mmserve.rpc.policies import ImageReuse, KvReduction
 
 RATIOS = (0.5, 0.25, 0.125, 0.05)
-#: Shares of attention for pruners that take no ratio.
-MASSES = (0.9, 0.75, 0.5, 0.25)
 #: K/V positions that are kept at least: room for sinks and one more.
 _LEAST = 5
 _REDUCTIONS: dict[str, Callable[[int], KvReduction]] = {
@@ -165,9 +163,7 @@ def _settings(pruners: Sequence[str]) -> list[Setting]:
     found = [Setting("none")]
     for name in pruners:
         if name != "none":
-            counted = "keep_ratio" in PRUNERS[name]().amounts
-            amounts = RATIOS if counted else MASSES
-            found += [Setting(name, "keep_ratio" if counted else "attention_mass", value) for value in amounts]
+            found += [Setting(name, "keep_ratio", value) for value in RATIOS]
     return found
 
 
@@ -237,7 +233,9 @@ def _scoring(model: LoadedModel, pruners: Sequence[str]) -> dict[str, tuple[floa
         return {}
     late = [name for name in pruners if judged_by_decoder(PRUNERS[name]())]
     early = [name for name in pruners if name not in late]
-    found = tower_shares(model.vision.tower, model.vision.select_layer, early, 1, SCORING_ROUNDS)
+    vision = model.vision
+    later = tuple(vision.later or ())
+    found = tower_shares(vision.tower, vision.select_layer, early, 1, SCORING_ROUNDS, later=later)
     found |= {name: share for name, (share, _layers) in decoder_shares(model, late, SCORING_ROUNDS).items()}
     return {name: one.share for name, one in found.items()}
 

@@ -18,6 +18,10 @@ from mmserve.client.asynchronous import AsyncClient
 from mmserve.client.asynchronous_video import AsyncAlerts, AsyncQuestion, AsyncVideoSession
 from mmserve.client.blocking import Client
 from mmserve.client.blocking_video import Alerts, Question, VideoSession
+from mmserve.client.options import Options
+from mmserve.client.outgoing_constraint import Hole, Template
+from mmserve.client.result import Result
+from mmserve.client.session_options import SessionOptions
 from mmserve.client.tls import TLS
 from mmserve.core.events import (
     Admitted,
@@ -31,7 +35,7 @@ from mmserve.core.events import (
     Usage,
 )
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import ImagePart, Message, TextPart, VideoPart
+from mmserve.core.request import ImagePart, Message, TextPart, VideoPart, VideoSampling
 from mmserve.core.tuning import Measured, Pair, Tuning
 from mmserve.errors import (
     Cancelled,
@@ -49,8 +53,6 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.rpc.options import Options
-from mmserve.rpc.outgoing_constraint import Hole, Template
 from mmserve.rpc.policies import (
     Adaptive,
     Blend,
@@ -75,8 +77,6 @@ from mmserve.rpc.policies import (
     Threshold,
     VisualCache,
 )
-from mmserve.rpc.result import Result
-from mmserve.rpc.session_options import SessionOptions
 from mmserve.video.base import Asked
 from mmserve.video.clock import Moment
 from mmserve.video.messages import Alert, PushFailed, Statistics
@@ -152,6 +152,7 @@ __all__ = [
     "Unimplemented",
     "Usage",
     "VideoPart",
+    "VideoSampling",
     "VideoSession",
     "VisualCache",
 ]

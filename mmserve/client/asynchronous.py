@@ -14,17 +14,17 @@ import PIL.Image
 
 from mmserve.client.asynchronous_video import AsyncVideoSession
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
+from mmserve.client.options import Chat, Image, Options, documented
+from mmserve.client.outgoing import build_request, file_bytes, request_label
+from mmserve.client.result import Result, to_result
 from mmserve.client.retries import Retries
-from mmserve.client.video_state import configuration
+from mmserve.client.schemas import Adapter
+from mmserve.client.session_options import SessionOptions, documented_session
+from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.rpc.convert import from_model_info, from_response
-from mmserve.rpc.options import Chat, Image, Options, documented
-from mmserve.rpc.outgoing import build_request, file_bytes, request_label
-from mmserve.rpc.result import Result, to_result
-from mmserve.rpc.schemas import Adapter
-from mmserve.rpc.session_options import SessionOptions, documented_session
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
 
 T = TypeVar("T")

@@ -15,34 +15,27 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import Base
+from mmserve.client.outgoing import file_bytes
+from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
-from mmserve.client.video_state import Pending, SessionState, Watching, lost
-from mmserve.core.events import Event, Finished
+from mmserve.client.video_state import Pending, Watching, lost
+from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
+from mmserve.core.events import Event
 from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, ResourceExhausted, Unavailable
-from mmserve.rpc.outgoing import file_bytes
-from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Asked
-from mmserve.video.clock import Moment
 from mmserve.video.connection import Changes
-from mmserve.video.messages import Alert, PushFailed, Statistics
+from mmserve.video.messages import Alert, Statistics
 
 logger = logging.getLogger("mmserve.client")
 
-#: How long a session that is left by an exception tries to close (seconds).
-_LEAVING_SECONDS = 2.0
 
-
-class AsyncVideoSession:
+class AsyncVideoSession(SessionView):
     """``VideoSession`` for asyncio: ``async with client.video_session(...) as session``; one event loop."""
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
-        self._client = client
-        self._timeout = client.timeout if timeout is None else timeout
-        self._state = SessionState(config)
+        super().__init__(client, config, timeout)
         self._changes = Changes()
-        self._begun = time.monotonic()
         self._running: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
@@ -64,7 +57,7 @@ class AsyncVideoSession:
         timeout: float | None = None,
     ) -> None:
         """As ``VideoSession.push``."""
-        at = time.monotonic() - self._begun if seconds is None else seconds
+        at = self._at(seconds)
         data = await asyncio.to_thread(file_bytes, image, "image")
         await self._push(len(data), wait, timeout, push_image=pb.PushImage(data=data, seconds=at))
 
@@ -108,36 +101,6 @@ class AsyncVideoSession:
         self._state.enqueue(**request)
         self._changes.notify()
 
-    @property
-    def push_failures(self) -> tuple[PushFailed, ...]:
-        """As ``VideoSession.push_failures``."""
-        return tuple(self._state.failures)
-
-    @property
-    def frames_taken(self) -> int:
-        """As ``VideoSession.frames_taken``."""
-        return self._state.frames_taken
-
-    @property
-    def frames_dropped(self) -> int:
-        """As ``VideoSession.frames_dropped``."""
-        return self._state.frames_dropped
-
-    @property
-    def seconds(self) -> float:
-        """As ``VideoSession.seconds``."""
-        return self._state.seconds
-
-    @property
-    def resumes(self) -> int:
-        """As ``VideoSession.resumes``."""
-        return self._state.resumes
-
-    @property
-    def going_away(self) -> tuple[float, str] | None:
-        """As ``VideoSession.going_away``."""
-        return self._state.going_away
-
     # --- questions ---
 
     async def ask(
@@ -176,14 +139,17 @@ class AsyncVideoSession:
         callback: Callable[[Alert], None] | None = None,
     ) -> AsyncAlerts:
         """As ``VideoSession.watch``; not to be awaited."""
-        numbers = {
-            "on_threshold": on,
-            "off_threshold": off,
-            "min_interval_seconds": min_interval,
-            "frames": frames,
-            "min_mass": min_mass,
-        }
-        watching = self._state.watch(text, choices, wanted, numbers, callback)
+        watching = self._state.watch(
+            text,
+            choices,
+            wanted,
+            callback,
+            on_threshold=on,
+            off_threshold=off,
+            min_interval_seconds=min_interval,
+            frames=frames,
+            min_mass=min_mass,
+        )
         self._changes.notify()
         return AsyncAlerts(self, watching)
 
@@ -208,7 +174,7 @@ class AsyncVideoSession:
         try:
             await self._until(lambda: self._state.over, timeout, "the session was not done")
             if self._running is not None:
-                await asyncio.wait({self._running}, timeout=_LEAVING_SECONDS)
+                await asyncio.wait({self._running}, timeout=LEAVING_SECONDS)
         finally:
             await self._leave()
         if self._state.error is not None and not self._state.closed:
@@ -226,7 +192,7 @@ class AsyncVideoSession:
         self._state.cancel_all()
         self._changes.notify()
         try:
-            await self.close(_LEAVING_SECONDS)
+            await self.close(LEAVING_SECONDS)
         except MMServeError as failure:
             logger.debug("a session that was left: %r", failure)
 
@@ -241,7 +207,7 @@ class AsyncVideoSession:
 
     async def _until(self, so: Callable[[], bool], timeout: float | None, what: str) -> None:
         try:
-            await asyncio.wait_for(self._changes.until(so), self._timeout if timeout is None else timeout)
+            await asyncio.wait_for(self._changes.until(so), self._limit(timeout))
         except TimeoutError:
             raise DeadlineExceeded(f"{what} in time") from None
 
@@ -307,23 +273,12 @@ class AsyncVideoSession:
             return
 
 
-class AsyncQuestion:
+class AsyncQuestion(QuestionView):
     """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
     def __init__(self, session: AsyncVideoSession, pending: Pending, schema: Any, timeout: float) -> None:
-        self._session, self._pending, self._schema = session, pending, schema
-        self._deadline = time.monotonic() + timeout
-        self._finished: list[Finished] = []
-
-    @property
-    def asked(self) -> Asked | None:
-        """As ``Question.asked``."""
-        return self._pending.asked
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        """As ``Question.moments``."""
-        return self._pending.moments.get(0, ())
+        super().__init__(pending, schema, timeout)
+        self._session = session
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while (event := await self._next()) is not None:
@@ -333,9 +288,7 @@ class AsyncQuestion:
         """As ``Question.result``."""
         while await self._next() is not None:
             pass
-        return to_result(
-            self._finished, self._pending.samples, self._pending.question_id, self._schema, self._pending.moments
-        )
+        return self._result()
 
     def cancel(self) -> None:
         """As ``Question.cancel``."""
@@ -343,28 +296,20 @@ class AsyncQuestion:
         self._session._changes.notify()
 
     async def _next(self) -> Event | None:
-        pending = self._pending
         try:
-            left = max(0.0, self._deadline - time.monotonic())
-            await self._session._until(lambda: bool(pending.events) or pending.done, left, "the answer did not come")
+            await self._session._until(self._ready, self._left(), "the answer did not come")
         except DeadlineExceeded:
             self.cancel()
             raise
-        if pending.events:
-            event = pending.events.popleft()
-            if isinstance(event, Finished):
-                self._finished.append(event)
-            return event
-        if pending.error is not None:
-            raise pending.error
-        return None
+        return self._popped()
 
 
-class AsyncAlerts:
+class AsyncAlerts(AlertsView):
     """The alerts of a standing question as they come; iterating waits for the next one, until ``close``."""
 
     def __init__(self, session: AsyncVideoSession, watching: Watching) -> None:
-        self._session, self._watching = session, watching
+        super().__init__(session._state, watching)
+        self._session = session
 
     async def __aiter__(self) -> AsyncIterator[Alert]:
         while (alert := await self.next()) is not None:
@@ -372,17 +317,9 @@ class AsyncAlerts:
 
     async def next(self, timeout: float | None = None) -> Alert | None:
         """As ``Alerts.next``."""
-        watching, state = self._watching, self._session._state
         with contextlib.suppress(TimeoutError):
-            waits = self._session._changes.until(lambda: bool(watching.alerts) or watching.removed or state.over)
-            await asyncio.wait_for(waits, timeout)
-        if watching.alerts:
-            return watching.alerts.popleft()
-        if watching.error is not None:
-            raise watching.error
-        if state.error is not None and not watching.removed:
-            raise state.error
-        return None
+            await asyncio.wait_for(self._session._changes.until(self._ready), timeout)
+        return self._popped()
 
     def close(self) -> None:
         """As ``Alerts.close``."""

@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mmserve.client.address import parse_address
 from mmserve.client.connection import call_metadata, chosen_tls, chosen_token, open_channel
+from mmserve.client.outgoing import UPLOAD_CHUNK
 from mmserve.client.retries import Retries
 from mmserve.client.tls import TLS, mistake
 from mmserve.errors import DeadlineExceeded, MMServeError, TLSError, Unavailable
-from mmserve.rpc.outgoing import UPLOAD_CHUNK
 from mmserve.rpc.status import from_rpc_error, from_server
 from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc, video_pb2_grpc
 

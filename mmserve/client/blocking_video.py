@@ -14,25 +14,21 @@ import grpc
 import PIL.Image
 
 from mmserve.client.base import Base
+from mmserve.client.outgoing import file_bytes
+from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
-from mmserve.client.video_state import Pending, SessionState, Watching, lost
-from mmserve.core.events import Event, Finished
+from mmserve.client.video_state import Pending, Watching, lost
+from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
+from mmserve.core.events import Event
 from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, ResourceExhausted, Unavailable
-from mmserve.rpc.outgoing import file_bytes
-from mmserve.rpc.result import Result, to_result
 from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Asked
-from mmserve.video.clock import Moment
-from mmserve.video.messages import Alert, PushFailed, Statistics
+from mmserve.video.messages import Alert, Statistics
 
 logger = logging.getLogger("mmserve.client")
 
-#: How long a session that is left by an exception tries to close (seconds).
-_LEAVING_SECONDS = 2.0
 
-
-class VideoSession:
+class VideoSession(SessionView):
     """One session of video; made by ``Client.video_session``. All methods may be called from several threads.
 
     Frames are taken in the order in which they are pushed, each once, over any number of connections: after a lost
@@ -40,13 +36,10 @@ class VideoSession:
     """
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
-        self._client = client
-        self._timeout = client.timeout if timeout is None else timeout
-        self._state = SessionState(config)
+        super().__init__(client, config, timeout)
         self._changed = threading.Condition()
         self._call: Any = None
         self._leaving = False
-        self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mmserve-session", daemon=True)
         self._thread.start()
         with self._changed:
@@ -75,7 +68,7 @@ class VideoSession:
         A push that the server cannot take is reported in ``push_failures``.
         """
         data = file_bytes(image, "image")
-        at = time.monotonic() - self._begun if seconds is None else seconds
+        at = self._at(seconds)
         self._push(len(data), wait, timeout, push_image=pb.PushImage(data=data, seconds=at))
 
     def push_segment(
@@ -131,37 +124,6 @@ class VideoSession:
                     raise DeadlineExceeded("the server had no room for the push in time")
             self._state.enqueue(**request)
             self._changed.notify_all()
-
-    @property
-    def push_failures(self) -> tuple[PushFailed, ...]:
-        """Pushes that could not be taken, the last 256: each with its ``error``."""
-        with self._changed:
-            return tuple(self._state.failures)
-
-    @property
-    def frames_taken(self) -> int:
-        """Frames that questions can see, as far as the server has reported."""
-        return self._state.frames_taken
-
-    @property
-    def frames_dropped(self) -> int:
-        """Frames that the overload policy dropped."""
-        return self._state.frames_dropped
-
-    @property
-    def seconds(self) -> float:
-        """Of the newest frame that was taken, on the session's clock."""
-        return self._state.seconds
-
-    @property
-    def resumes(self) -> int:
-        """How often the session was resumed after a lost connection."""
-        return self._state.resumes
-
-    @property
-    def going_away(self) -> tuple[float, str] | None:
-        """Where the server has announced its end: the seconds that were left then, and why."""
-        return self._state.going_away
 
     # --- questions ---
 
@@ -227,15 +189,18 @@ class VideoSession:
         min_mass: frames are ignored where the model gives less to all allowed answers together; default 0.5.
         callback: called with each alert instead; it must return quickly.
         """
-        numbers = {
-            "on_threshold": on,
-            "off_threshold": off,
-            "min_interval_seconds": min_interval,
-            "frames": frames,
-            "min_mass": min_mass,
-        }
         with self._changed:
-            watching = self._state.watch(text, choices, wanted, numbers, callback)
+            watching = self._state.watch(
+                text,
+                choices,
+                wanted,
+                callback,
+                on_threshold=on,
+                off_threshold=off,
+                min_interval_seconds=min_interval,
+                frames=frames,
+                min_mass=min_mass,
+            )
             self._changed.notify_all()
         return Alerts(self, watching)
 
@@ -260,12 +225,11 @@ class VideoSession:
             if self._state.error is None and not self._state.closing:
                 self._state.close()
                 self._changed.notify_all()
-            over = lambda: self._state.closed or self._state.error is not None  # noqa: E731
-            in_time = self._changed.wait_for(over, self._limit(timeout))
+            in_time = self._changed.wait_for(lambda: self._state.over, self._limit(timeout))
         if not in_time:
             self._leave(DeadlineExceeded("the session was not done in time"))
             raise DeadlineExceeded("the session was not done in time")
-        self._thread.join(_LEAVING_SECONDS)
+        self._thread.join(LEAVING_SECONDS)
         if self._thread.is_alive():
             self._leave(Cancelled("the session was closed"))
         if self._state.error is not None and not self._state.closed:
@@ -284,7 +248,7 @@ class VideoSession:
             self._state.cancel_all()
             self._changed.notify_all()
         try:
-            self.close(_LEAVING_SECONDS)
+            self.close(LEAVING_SECONDS)
         except MMServeError as failure:
             logger.debug("a session that was left: %r", failure)
 
@@ -296,9 +260,6 @@ class VideoSession:
             self._changed.notify_all()
         if call is not None:
             call.cancel()
-
-    def _limit(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout
 
     # --- the connection: a thread of its own ---
 
@@ -369,24 +330,12 @@ class VideoSession:
             self._changed.notify_all()
 
 
-class Question:
+class Question(QuestionView):
     """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
     def __init__(self, session: VideoSession, pending: Pending, schema: Any, timeout: float) -> None:
-        self._session, self._pending, self._schema = session, pending, schema
-        self._deadline = time.monotonic() + timeout
-        self._finished: list[Finished] = []
-
-    @property
-    def asked(self) -> Asked | None:
-        """What it is asked about, once the server has said so."""
-        return self._pending.asked
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        """Times that its answer (of several, the first) names, in seconds of the session's clock; () until it is
-        finished, where there are none, and where the model's labels of frames are not known."""
-        return self._pending.moments.get(0, ())
+        super().__init__(pending, schema, timeout)
+        self._session = session
 
     def __iter__(self) -> Iterator[Event]:
         while (event := self._next()) is not None:
@@ -396,9 +345,7 @@ class Question:
         """The whole answer; raises what it failed with."""
         for _ in self:
             pass
-        return to_result(
-            self._finished, self._pending.samples, self._pending.question_id, self._schema, self._pending.moments
-        )
+        return self._result()
 
     def cancel(self) -> None:
         """End it early; ``result`` then raises ``Cancelled``."""
@@ -407,28 +354,20 @@ class Question:
             self._session._changed.notify_all()
 
     def _next(self) -> Event | None:
-        pending = self._pending
         with self._session._changed:
-            left = self._deadline - time.monotonic()
-            if not self._session._changed.wait_for(lambda: bool(pending.events) or pending.done, max(0.0, left)):
-                self._session._state.cancel(pending)
+            if not self._session._changed.wait_for(self._ready, self._left()):
+                self._session._state.cancel(self._pending)
                 self._session._changed.notify_all()
                 raise DeadlineExceeded("the answer did not come in time")
-            if pending.events:
-                event = pending.events.popleft()
-                if isinstance(event, Finished):
-                    self._finished.append(event)
-                return event
-            if pending.error is not None:
-                raise pending.error
-        return None
+            return self._popped()
 
 
-class Alerts:
+class Alerts(AlertsView):
     """The alerts of a standing question as they come; iterating waits for the next one, until ``close``."""
 
     def __init__(self, session: VideoSession, watching: Watching) -> None:
-        self._session, self._watching = session, watching
+        super().__init__(session._state, watching)
+        self._session = session
 
     def __iter__(self) -> Iterator[Alert]:
         while (alert := self.next()) is not None:
@@ -436,18 +375,9 @@ class Alerts:
 
     def next(self, timeout: float | None = None) -> Alert | None:
         """The next alert; None after ``timeout`` seconds, or where none will come. Raises why it is not asked."""
-        watching, state = self._watching, self._session._state
         with self._session._changed:
-            self._session._changed.wait_for(
-                lambda: bool(watching.alerts) or watching.removed or state.closed or state.error is not None, timeout
-            )
-            if watching.alerts:
-                return watching.alerts.popleft()
-            if watching.error is not None:
-                raise watching.error
-            if state.error is not None and not watching.removed:
-                raise state.error
-        return None
+            self._session._changed.wait_for(self._ready, timeout)
+            return self._popped()
 
     def close(self) -> None:
         """Ask it no more."""

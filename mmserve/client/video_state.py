@@ -1,16 +1,19 @@
-"""A session as its client keeps it: what is to be sent, what was received, and the answers so far; no I/O in here.
+"""A session as its client keeps it: what is to be sent, what was received, and the answers so far; without I/O.
 
-``blocking_video.py`` and ``asynchronous_video.py`` connect it to a server. Whoever uses it holds their lock.
+``blocking_video.py`` and ``asynchronous_video.py`` connect it to a server, and serialise its calls.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmserve.client.video_answers import from_asked, from_error, from_moments, from_statistics
+from mmserve.client.video_requests import push_bytes, question_message, watch_message
 from mmserve.core.events import Event, Finished
 from mmserve.errors import (
     Cancelled,
@@ -21,120 +24,17 @@ from mmserve.errors import (
     Unavailable,
 )
 from mmserve.rpc.event_messages import from_response
-from mmserve.rpc.outgoing import build_request
-from mmserve.rpc.policies import put, put_policy
-from mmserve.rpc.video_answers import from_asked, from_error, from_moments, from_statistics
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
 from mmserve.video.clock import Moment
 from mmserve.video.messages import Alert, PushFailed, Statistics
 
+logger = logging.getLogger("mmserve.client")
+
 #: Responses after which the client confirms what it received.
 _CONFIRM_EVERY = 8
 #: Reports of failed pushes that are kept, the newest.
 _FAILURES = 256
-
-_OVERLOADS = {
-    "block": pb.OVERLOAD_POLICY_BLOCK,
-    "drop_oldest": pb.OVERLOAD_POLICY_DROP_OLDEST,
-    "thin": pb.OVERLOAD_POLICY_THIN,
-}
-#: Options of a session that are fields of ``StreamMemory``, by their names there.
-_MEMORY = {"memory": "policy", "positions": "positions", "budget": "budget", "host_bytes": "host_bytes"}
-
-
-def configuration(
-    *,
-    model: str | None = None,
-    memory: str | None = None,
-    positions: str | None = None,
-    budget: int | None = None,
-    host_bytes: int | None = None,
-    carriers: int | None = None,
-    rate: float | None = None,
-    scene_similarity: float | None = None,
-    scene_frames: int | None = None,
-    detail_every: int | None = None,
-    overload: str = "block",
-    **options: Any,
-) -> pb.ConfigureSession:
-    """The message that opens a session; ``options`` are those of ``generate`` that can be a question's default.
-
-    Raises ``InvalidArgument`` for what cannot be put into a message.
-    """
-    config = pb.ConfigureSession()
-    put(config, "", model=model)
-    given = {"memory": memory, "positions": positions, "budget": budget, "host_bytes": host_bytes}
-    put(config.memory, "memory.", carriers=carriers, **{_MEMORY[name]: value for name, value in given.items()})
-    sampler = {"scene_similarity": scene_similarity, "scene_frames": scene_frames, "detail_every": detail_every}
-    put(config.sampler, "sampler.", rate=rate, **sampler)
-    if overload not in _OVERLOADS:
-        raise InvalidArgument.of("overload", f"must be one of {', '.join(_OVERLOADS)}, not {overload!r}")
-    config.overload = _OVERLOADS[overload]
-    vision = {name: options.pop(name, None) for name in ("keep_ratio", "token_budget", "attention_mass")}
-    put_policy(config.vision, "pruner", options.pop("pruner", None), "vision.")
-    put(config.vision, "vision.", **vision)
-    defaults = build_request("", (), deltas=True, snapshots=False, **options)
-    if defaults.HasField("constraint"):
-        raise InvalidArgument.of("schema", "is an option of a question, not of a session")
-    if defaults.sampling.ByteSize():
-        config.sampling.CopyFrom(defaults.sampling)
-    if defaults.diffusion.ByteSize():
-        config.diffusion.CopyFrom(defaults.diffusion)
-    return config
-
-
-def question_message(
-    question_id: str,
-    text: str | Sequence[Any],
-    scope: Any,
-    timeout: float | None,
-    *,
-    schema: Any,
-    snapshots: bool,
-    options: Mapping[str, Any],
-) -> pb.Ask:
-    """The message of a question about ``scope``: "now", "all", or (begin, end) in seconds, either of them None."""
-    for name in ("model", "videos"):
-        if options.get(name):
-            raise InvalidArgument.of(name, "is not an option of a question about a session")
-    request = build_request(text, (), deltas=True, snapshots=snapshots, schema=schema, **options)
-    request.ClearField("vision")
-    for name in ("sampling", "diffusion"):
-        if not getattr(request, name).ByteSize():
-            request.ClearField(name)  # the session's count then
-    ask = pb.Ask(question_id=question_id, request=request)
-    if timeout is not None:
-        ask.timeout_seconds = timeout
-    match scope:
-        case "now":
-            ask.now.SetInParent()
-        case "all":
-            ask.everything.SetInParent()
-        case (begin, end):
-            ask.interval.SetInParent()
-            put(ask.interval, "scope.", begin_seconds=begin, end_seconds=end)
-        case _:
-            raise InvalidArgument.of("scope", f"must be 'now', 'all' or (begin, end) in seconds, not {scope!r}")
-    return ask
-
-
-def watch_message(
-    watch_id: str,
-    text: str,
-    choices: Sequence[str] | None,
-    wanted: str | None,
-    numbers: Mapping[str, float | None],
-) -> pb.Watch:
-    """The message of a standing question; ``numbers`` by their names in it."""
-    watch = pb.Watch(watch_id=watch_id, text=text)
-    if choices is None:
-        watch.yes_no.SetInParent()
-    else:
-        watch.choices.options.extend(choices)
-        watch.choices.wanted = wanted if wanted is not None else choices[0]
-    put(watch, "watch.", **numbers)
-    return watch
 
 
 @dataclass(eq=False)
@@ -243,7 +143,7 @@ class SessionState:
         if self.configured is not None and size > self.configured.limits.max_request_bytes:
             limit = self.configured.limits.max_request_bytes
             raise InvalidArgument.of("data", f"has {size} bytes; the server takes at most {limit} in one push")
-        waiting = [_push_bytes(r) for r in self._requests if r.WhichOneof("request") in ("push_image", "push_segment")]
+        waiting = [push_bytes(r) for r in self._requests if r.WhichOneof("request") in ("push_image", "push_segment")]
         return len(waiting) < self._credit_pushes and sum(waiting) + size <= self._credit_bytes
 
     def ask(self, text: str | Sequence[Any], scope: Any, timeout: float | None, **how: Any) -> Pending:
@@ -276,10 +176,10 @@ class SessionState:
         text: str,
         choices: Sequence[str] | None,
         wanted: str | None,
-        numbers: Mapping[str, float | None],
         callback: Callable[[Alert], None] | None,
+        **numbers: float | None,
     ) -> Watching:
-        """Ask a standing question."""
+        """Ask a standing question; ``numbers`` by their names in ``Watch``."""
         message = watch_message(uuid.uuid4().hex, text, choices, wanted, numbers)
         self.enqueue(watch=message)
         watching = self._watches[message.watch_id] = Watching(message.watch_id, callback=callback)
@@ -381,7 +281,7 @@ class SessionState:
         )
         callback = watching.callback
         if callback is not None:
-            return lambda: callback(alert)
+            return lambda: _call(callback, alert)
         watching.alerts.append(alert)
         return None
 
@@ -401,10 +301,18 @@ class SessionState:
             del self._watches[state.watch_id]
 
 
+def _call(callback: Callable[[Alert], None], alert: Alert) -> None:
+    """Give an alert to its callback; an exception of it is logged, and the session goes on."""
+    try:
+        callback(alert)
+    except Exception:
+        logger.exception("the callback of a standing question raised")
+
+
 def lost(state: SessionState, error: MMServeError, *, from_server: bool) -> MMServeError:
     """What a connection that ended with ``error`` means for another attempt (``Retries.delay``).
 
-    What the server says of an open session is its end, but for a client that is to come back later. Raises it then.
+    An error that the server sends for an open session ends it and is raised, unless it names a time to retry after.
     """
     if state.configured is None or isinstance(error, TLSError):
         return error
@@ -413,9 +321,3 @@ def lost(state: SessionState, error: MMServeError, *, from_server: bool) -> MMSe
     if isinstance(error, ResourceExhausted) and error.retry_after is not None:
         return error
     raise error
-
-
-def _push_bytes(request: pb.SessionRequest) -> int:
-    if request.WhichOneof("request") == "push_image":
-        return len(request.push_image.data)
-    return len(request.push_segment.data) + len(request.push_segment.init)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import Grammar
 
 
 @dataclass(frozen=True)

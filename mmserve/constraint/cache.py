@@ -10,9 +10,9 @@ from collections import OrderedDict
 from math import inf
 
 from mmserve.constraint import wire
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import First
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import Grammar
 from mmserve.core.constraint import ConstraintSpec
 
 _OVERHEAD = 1_000  # bytes an entry costs beside its text

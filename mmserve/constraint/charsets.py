@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 Ranges = tuple[tuple[int, int], ...]
 
 _LAST = 0x10FFFF
@@ -33,6 +35,11 @@ def complement(ranges: Ranges) -> Ranges:
     return _without_surrogates(tuple(gaps))
 
 
+def intersection(one: Ranges, other: Ranges) -> Ranges:
+    """All values that are in both sets."""
+    return complement(union(complement(one), complement(other)))
+
+
 def _without_surrogates(ranges: Ranges) -> Ranges:
     kept = []
     for low, high in ranges:
@@ -60,6 +67,48 @@ def text_of(ranges: Ranges) -> str:
 def _escaped(code: int) -> str:
     return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\u{{{code:x}}}"
 
+
+@cache
+def with_property(name: str) -> Ranges:
+    """The characters with the Unicode property ``name``: a category such as ``Lu``, a script such as ``Greek``, or
+    ``PROPERTY=VALUE``. Raises ``ValueError`` where there is no such property."""
+    import regex  # as it is needed seldom, and only where constraints are read
+
+    try:
+        having = regex.compile(rf"\p{{{name}}}+")
+    except regex.error as error:
+        raise ValueError(f"there is no Unicode property {name!r}") from error
+    return _without_surrogates(tuple((run.start(), run.end() - 1) for run in having.finditer(_all_characters())))
+
+
+@cache
+def _all_characters() -> str:
+    return "".join(map(chr, range(_LAST + 1)))
+
+
+def folded(ranges: Ranges) -> Ranges:
+    """``ranges`` and all characters that differ from theirs in case only."""
+    orbits = _orbits()
+    others = [other for low, high in ranges for code, other in orbits if low <= code <= high]
+    return union(ranges, tuple((code, code) for code in others))
+
+
+@cache
+def _orbits() -> tuple[tuple[int, int], ...]:
+    """Pairs of characters with the same simple case folding (Unicode's ``CaseFolding.txt``, statuses C and S)."""
+    alike: dict[str, list[int]] = {}
+    for low, high in _CASED:
+        for code in range(low, high + 1):
+            char = chr(code)
+            key = char.casefold()
+            if len(key) != 1:  # a full folding; the simple one is to the lower case, if that is one character
+                key = char.lower() if len(char.lower()) == 1 else char
+            alike.setdefault(key, []).append(code)
+    return tuple((a, b) for codes in alike.values() if len(codes) > 1 for a in codes for b in codes if a != b)
+
+
+#: Where letters with two cases are: none is in the blocks of Han and Hangul between them, or after them.
+_CASED: Ranges = ((0x41, 0x33FF), (0xA000, 0xABFF), (0xF900, 0xFFFF), (0x10000, 0x1EFFF))
 
 DIGIT: Ranges = ((0x30, 0x39),)
 WORD: Ranges = union(DIGIT, ((0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)))

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
 from math import inf
-from typing import Any
 
 from mmserve.constraint import exclusive, longest, shortest
-from mmserve.constraint.cfg import checked_lark
+from mmserve.constraint.attempts import JSON_LAYOUT, Grammar, attempts, widest
+from mmserve.constraint.cfg import Read, Sketch, gbnf, lark, sketch_of
 from mmserve.constraint.document import read_schema
-from mmserve.constraint.findings import Refused, child
-from mmserve.constraint.gbnf import to_lark
-from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES
-from mmserve.constraint.pattern import BadPattern, literal, whole
+from mmserve.constraint.findings import Finding, Refused, child
+from mmserve.constraint.limits import MAX_CHOICE_BYTES, MAX_CHOICES
+from mmserve.constraint.pattern import BadPattern, Item, literal, matched, text_of
 from mmserve.constraint.schema import rewrite
+from mmserve.constraint.syntax import Json
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex, Template
-
-#: How documents are spaced: one space after a comma or a colon, or none. White space without end would let an answer
-#: go on forever. Escapes leave \\u out: with it, llguidance lets a named property come again under an escaped name.
-JSON_LAYOUT: dict[str, Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """``text`` is what llguidance's ``LLMatcher`` takes, under ``limits.PARSER_LIMITS``.
-
-    ``exact`` is False where finished answers must still be checked against the constraint itself: only in the modes
-    ``validate`` (the engine must check) and ``lenient`` (nobody does). ``warnings`` are for the client. ``longest``:
-    no sentence has more bytes; None where no bound is known. ``shortest``: none has fewer.
-    """
-
-    text: str
-    exact: bool
-    warnings: tuple[str, ...]
-    longest: int | None = None
-    shortest: int = 0
 
 
 def grammar_of(spec: ConstraintSpec) -> Grammar:
@@ -49,28 +24,43 @@ def grammar_of(spec: ConstraintSpec) -> Grammar:
     Time and memory grow with the constraint; run it where that harms nobody (``mmserve.constraint.worker``). Nothing is
     remembered of a constraint: the time that one takes would tell a tenant what another has asked for.
     """
+    return next(grammars_of(spec))
+
+
+def grammars_of(spec: ConstraintSpec, failed: int = 0) -> Iterator[Grammar]:
+    """Grammars of ``spec``, to be compiled until one is taken; several only of a JSON schema. Raises as ``grammar_of``.
+
+    ``failed``: the processes that compiling others of it has ended; only a JSON schema that may be widened has more.
+    """
     try:
-        return _of(spec)
+        if not isinstance(spec.kind, JsonSchema):
+            yield _of(spec)
+        elif failed:
+            yield from widest(spec.kind, spec.mode, failed)
+        else:
+            yield from attempts(spec.kind, spec.mode)
     finally:
         exclusive.forget()
 
 
 def _of(spec: ConstraintSpec) -> Grammar:
+    """The first grammar of ``spec``."""
     match spec.kind:
-        case JsonSchema(text):
-            return _of_schema(text, spec.mode)
         case Regex(pattern):
             expression = _read("regex", pattern)
-            most, least = _bytes(longest.of_pattern(pattern)), shortest.of_pattern(pattern)
-            return Grammar(_of_expression(expression), True, (), most, least)
+            most, least = _bytes(longest.of_expression(expression)), shortest.of_expression(expression)
+            return Grammar(_of_expression(text_of(expression)), True, (), most, least, sketch_of(expression))
         case Choice(options):
-            expression = _alternatives(options)
+            text = _of_expression(_alternatives(options))
             sizes = [len(option.encode()) for option in options]
-            return Grammar(_of_expression(expression), True, (), max(sizes), min(sizes))
+            sketch = Sketch((min(options, key=lambda option: len(option.encode())),))
+            return Grammar(text, True, (), max(sizes), min(sizes), sketch)
         case Lark(text):
-            return Grammar(checked_lark(text), exact=True, warnings=())
+            return _of_grammar(lark(text, lambda schema: _inline(schema, spec.mode)))
         case Gbnf(text):
-            return Grammar(to_lark(text), exact=True, warnings=())
+            return _of_grammar(gbnf(text))
+        case JsonSchema():
+            return next(attempts(spec.kind, spec.mode))
         case Template():
             raise Refused.at("", "template", "is no grammar: each of its holes has one")
 
@@ -81,18 +71,21 @@ def kind_of(spec: ConstraintSpec) -> str:
     return names.get(type(spec.kind), "template")
 
 
-def _of_schema(text: str, mode: ConstraintMode) -> Grammar:
+def _of_grammar(read: Read) -> Grammar:
+    if read.expression is None:
+        return Grammar(read.text, True, read.warnings, shortest=read.least, sketch=read.sketch)
+    most = _bytes(longest.of_expression(read.expression))
+    return Grammar(_of_expression(text_of(read.expression)), True, read.warnings, most, read.least, read.sketch)
+
+
+def _inline(text: str, mode: ConstraintMode) -> tuple[Json, tuple[Finding, ...]]:
+    """A schema within a grammar: as it is only a part of the answer, nothing of it can be checked afterwards."""
     rewritten = rewrite(read_schema(text))
-    if rewritten.loose and mode is ConstraintMode.STRICT:
+    if rewritten.loose and mode is not ConstraintMode.LENIENT:
         raise Refused(*rewritten.loose)
-    done = "is checked when the answer is complete" if mode is ConstraintMode.VALIDATE else "is not enforced"
-    warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in rewritten.loose]
-    warnings += [f"{f.pointer}: {f.keyword} {f.reason}" for f in rewritten.warnings]
     schema = {} if rewritten.schema is True else rewritten.schema
-    grammar = {"grammars": [{"json_schema": {**schema, "x-guidance": JSON_LAYOUT}}]}
-    most = _bytes(longest.of_schema(rewritten.schema))
-    least = shortest.of_schema(rewritten.schema)
-    return Grammar(json.dumps(grammar, ensure_ascii=False), not rewritten.loose, tuple(warnings), most, least)
+    laid_out = json.dumps({**schema, "x-guidance": JSON_LAYOUT}, ensure_ascii=False)
+    return Json(laid_out, shortest.of_schema(rewritten.schema)), (*rewritten.loose, *rewritten.warnings)
 
 
 def _bytes(bound: float) -> int | None:
@@ -104,9 +97,9 @@ def _of_expression(expression: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"start: TEXT\nTEXT: /{expression}/\n"}]})
 
 
-def _read(keyword: str, pattern: str) -> str:
+def _read(keyword: str, pattern: str) -> Item:
     try:
-        return whole(pattern)
+        return matched(pattern)
     except BadPattern as error:
         raise Refused.at("", keyword, str(error)) from error
 
@@ -114,8 +107,9 @@ def _read(keyword: str, pattern: str) -> str:
 def _alternatives(options: tuple[str, ...]) -> str:
     if not options:
         raise Refused.at("", "choice", "must have at least one option")
-    if len(options) > MAX_CHOICES or sum(map(len, options)) > MAX_GRAMMAR_BYTES:
-        raise Refused.at("", "choice", f"must have at most {MAX_CHOICES} options of {MAX_GRAMMAR_BYTES} bytes together")
+    size = sum(len(option.encode(errors="replace")) for option in options)
+    if len(options) > MAX_CHOICES or size > MAX_CHOICE_BYTES:
+        raise Refused.at("", "choice", f"must have at most {MAX_CHOICES} options of {MAX_CHOICE_BYTES} bytes together")
     for index, option in enumerate(options):
         if not option:
             raise Refused.at(child("", "options", index), "choice", "must not be empty")

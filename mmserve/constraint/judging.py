@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 
 from mmserve.constraint.findings import Finding, child
+from mmserve.constraint.options import meant
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import FailedPrecondition, InvalidArgument
 
@@ -53,4 +54,4 @@ def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
     """Who judges answers to ``spec``; None where the grammar does, or nobody shall."""
     if exact or spec.mode is not ConstraintMode.VALIDATE or not isinstance(spec.kind, JsonSchema):
         return None
-    return Judge(spec.kind.text)
+    return Judge(meant(spec.kind))

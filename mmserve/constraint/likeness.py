@@ -85,6 +85,8 @@ def kinds_of(grammar: str) -> Kinds:
         return Texts()
     try:
         part = json.loads(grammar)["grammars"][0]
+        if "json_schema" in part and "whitespace_pattern" in part["json_schema"].get("x-guidance", {}):
+            return Texts()
         if "json_schema" in part:
             return Documents(part["json_schema"])
         if found := _EXPRESSION.fullmatch(part["lark_grammar"]):

@@ -8,6 +8,7 @@ MAX_SCHEMA_BYTES = 256 << 10
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_REGEX_BYTES = 16 << 10
 MAX_CHOICES = 10_000
+MAX_CHOICE_BYTES = 256 << 10  # of all options together
 MAX_HOLES = 64  # of a template
 MAX_DEPTH = 64  # nested arrays and objects of a schema's text
 MAX_PROPERTIES = 5_000  # all ``properties`` of a schema together

@@ -31,6 +31,11 @@ def of_pattern(pattern: str) -> float:
     return _of_item(parsed(pattern), quoted=False)
 
 
+def of_expression(item: Item) -> float:
+    """Most bytes of a text that ``item`` matches."""
+    return _of_item(item, quoted=False)
+
+
 def of_schema(schema: Any) -> float:
     """Most bytes of a document under ``schema``, as ``mmserve.constraint.schema`` writes it."""
     try:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mmserve.constraint.complements import complement as without
 from mmserve.constraint.draft import modern
 from mmserve.constraint.excluded import all_but
 from mmserve.constraint.limits import MAX_INTEGER, MAX_REPEAT
+from mmserve.constraint.pattern import BadPattern, searched
 from mmserve.constraint.shapes import ANNOTATIONS, is_number, misshapen
-from mmserve.constraint.values import ALL, distinct, names_of, type_of
+from mmserve.constraint.values import ALL, distinct, finite, names_of, type_of
 
 _MOST_EXCLUDED = 200  # strings an automaton excludes at once
 _LONGEST_EXCLUDED = 48  # characters of such a string: each nests a group
@@ -113,6 +115,10 @@ def _of_keyword(keyword: str, value: Any, scope: Scope, pointer: str, within: fr
             return _any(map(of, value))
         case "anyOf":
             return _all(map(of, value))
+        case "pattern":
+            return _known(_other_text(value))
+        case "propertyNames":
+            return _known(_other_name(value, scope, pointer, depth))
         case "oneOf":
             return Negation(_all(map(of, value)).schema, False)  # two of them may hold as well
         case "$ref":
@@ -130,6 +136,24 @@ def _other_property(name: str, schema: Any, scope: Scope, pointer: str, depth: i
     if other is False:
         return Negation(False, exact)
     return Negation({"type": "object", "required": [name], "properties": {name: other}}, exact)
+
+
+def _other_text(pattern: str) -> Any | None:
+    """Strings in which ``pattern`` is not found."""
+    try:
+        other = without(searched(pattern))
+    except BadPattern:
+        return None
+    return None if other is None else {"type": "string", "pattern": other}
+
+
+def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | None:
+    """Objects with a member whose name is not one of ``names``, if those are all but a few."""
+    other = negation(names, scope, pointer, frozenset({"string"}), depth - 1)
+    barred = [] if other.schema is False else finite(other.schema)
+    if not other.exact or barred is None:
+        return None
+    return either([{"type": "object", "required": [name]} for name in barred if isinstance(name, str)])
 
 
 def _of_bound(keyword: str, value: Any) -> Any | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from math import comb
 from typing import Any
 
-from mmserve.constraint.derivatives import matches
+from mmserve.constraint.complements import complement
+from mmserve.constraint.derivatives import disjoint, matches
 from mmserve.constraint.excluded import all_but
 from mmserve.constraint.limits import MAX_REPEAT
 from mmserve.constraint.notes import Notes
@@ -17,6 +18,7 @@ from mmserve.constraint.shapes import ANNOTATIONS, IN_PLACE, misshapen
 
 Schema = dict[str, Any]
 _MOST_CASES = 64
+_MOST_STATES = 200  # of two patterns together
 _MOST_REFERENCES = 8  # one after another
 
 
@@ -83,17 +85,46 @@ def _pattern_of(names: Schema) -> str | None:
         return pattern
     if names.keys() <= {"minLength", "maxLength"} and max(names.values()) <= MAX_REPEAT:
         return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-    if names.keys() == {"not"} and isinstance(other := names["not"], dict) and other.keys() == {"enum"}:
-        if any(misshapen(other, "")):
+    if names.keys() == {"not"} and isinstance(other := names["not"], dict) and other.keys() <= {"enum", "pattern"}:
+        if any(misshapen(other, "")) or len(other) != 1:
             return None
+        if "pattern" in other:
+            return _without(other["pattern"])
         return all_but(value for value in other["enum"] if isinstance(value, str))
     return None
+
+
+def _without(pattern: str) -> str | None:
+    """A pattern that is found where ``pattern`` is not; None where there is none."""
+    try:
+        return complement(searched(pattern))
+    except BadPattern:
+        return None
+
+
+def _among(patterns: Iterable[str], pattern: str) -> bool:
+    """True only if ``pattern`` is found wherever one of ``patterns`` is."""
+    try:
+        other = _without(pattern)
+        return other is not None and all(disjoint(searched(each), searched(other), _MOST_STATES) for each in patterns)
+    except BadPattern:
+        return False
 
 
 def _matching(node: Schema, pattern: str) -> Schema | None:
     """``node`` where ``pattern`` is found in all names; None where its keywords cannot say that."""
     rest, properties = node.get("additionalProperties", True), node.get("properties", {})
-    if node.get("patternProperties") or not (rest is True or rest is False or not properties):
+    patterns = node.get("patternProperties")
+    if isinstance(patterns, dict) and _among(patterns, pattern):
+        if rest is not False and not any(_among([pattern], each) for each in patterns):
+            return None
+        node = {**node, "additionalProperties": False}
+        try:
+            kept = {name: matches(searched(pattern), name) and schema for name, schema in properties.items()}
+        except BadPattern:
+            return None
+        return {**node, **({"properties": kept} if kept else {})}
+    if patterns or not (rest is True or rest is False or not properties):
         return None  # a property would come under both its own schema and that of the pattern
     try:
         expression = searched(pattern)

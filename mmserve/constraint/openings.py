@@ -22,14 +22,16 @@ _ALONE = ("anyOf", "$ref")
 _MOST_CASES = 64  # of several anyOf that all hold
 
 
-def with_finite_numbers(schema: Any, notes: Notes) -> Any:
+def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False) -> Any:
     """``schema``, of ``mmserve.constraint.recursion``, whose open values have numbers within ±``LARGEST``.
 
     Where schemas are joined, all of it is joined with a schema that says no more than that. llguidance cannot join two
     definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open.
 
-    Raises ``Refused`` where nothing is left.
+    With ``exponents``, what says nothing of a number's size stays as it is. Raises ``Refused`` where nothing is left.
     """
+    if exponents:
+        return schema
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
     recurring = _recurring(definitions)

@@ -3,10 +3,14 @@
 The two dialects differ in what ``\\d``, ``\\w``, ``\\s``, ``.`` and ``$`` match, and llguidance searches or matches
 depending on where a pattern stands. So every class is written out as ranges, and anchors are gone: what comes out is
 always matched against the whole string. Look-around and back-references are no regular language's: they are refused.
+Beside ECMAScript's syntax, that of Python and Rust is read where it can mean nothing else: ``(?P<name>…)``,
+``\\p{…}``, and the flags ``i`` (letters in either case), ``s`` (``.`` is any character) and ``u`` (no effect), as
+``(?i)`` up to the end of a group or as ``(?i:…)``.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mmserve.constraint import charsets
@@ -14,8 +18,9 @@ from mmserve.constraint.charsets import Ranges
 from mmserve.constraint.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_REPEAT
 
 _ANY = r"(?s:.)*"
-_EVERYTHING = (r"(?s:.)", r"[\u{0}-\u{10ffff}]")  # the one flag that is written, and what is read for it
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
+_FLAGGED = re.compile(r"([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
+_PROPERTY = 60  # characters of the name of a Unicode property, at most
 _SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
 
 
@@ -78,7 +83,24 @@ def whole(pattern: str) -> str:
 
     Raises ``BadPattern``.
     """
-    return _alternatives(parsed(pattern), search=False)
+    return _text(matched(pattern))
+
+
+def matched(pattern: str) -> Group:
+    """The parts of ``whole``: there are no anchors among them. Raises ``BadPattern``."""
+    found = _unanchored(parsed(pattern))
+    _text(found)  # anchors that are left are refused
+    return found
+
+
+def terminal(pattern: str, flags: str = "") -> Group:
+    """The parts of an expression with Python's ``flags`` that matches within a text: anchors are refused as well.
+
+    Raises ``BadPattern``.
+    """
+    found = parsed(pattern, frozenset(flags))
+    _text(found)
+    return found
 
 
 def searched(pattern: str) -> str:
@@ -91,22 +113,48 @@ def literal(text: str) -> str:
     return "".join(charsets.text_of(charsets.single(ord(char))) for char in text)
 
 
-def parsed(pattern: str) -> Group:
+def literal_of(text: str, *, folded: bool = False) -> Group:
+    """The parts of the expression that matches ``text``, or, if ``folded``, ``text`` in either case."""
+    sets = (charsets.single(ord(char)) for char in text)
+    return Group((tuple(Chars(charsets.folded(each) if folded else each) for each in sets),))
+
+
+def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
     """The expression's parts. Raises ``BadPattern``."""
     if len(pattern.encode()) > MAX_REGEX_BYTES:
         raise BadPattern(f"must be at most {MAX_REGEX_BYTES} bytes")
-    parser = _Parser(pattern)
+    parser = _Parser(pattern, flags)
     group = parser.group(0)
     if parser.at < len(pattern):
         raise BadPattern(f"unmatched ')' at character {parser.at}")
-    if _size(group) > MAX_REPEAT:
+    if size_of(group) > MAX_REPEAT:
         raise BadPattern(f"repeats more than {MAX_REPEAT} characters, written out")
     return group
 
 
 def written(expression: str) -> Group:
     """The parts of an ``expression`` that ``whole``, ``searched`` or ``literal`` gave. Raises ``BadPattern``."""
-    return parsed(expression.replace(*_EVERYTHING))
+    return parsed(expression)
+
+
+def text_of(item: Item) -> str:
+    """The expression that ``item``, which has no anchors, is."""
+    return _text(item)
+
+
+def _unanchored(group: Group) -> Group:
+    """``group`` without the anchors at the ends of its alternatives, which every text that is matched whole has."""
+    return Group(tuple(_row(branch) for branch in group.branches))
+
+
+def _row(branch: tuple[Item, ...]) -> tuple[Item, ...]:
+    started = bool(branch) and branch[0] == Anchor("^")
+    inner = branch[1:] if started else branch
+    ended = bool(inner) and inner[-1] == Anchor("$")
+    inner = inner[:-1] if ended else inner
+    if len(inner) == 1 and isinstance(inner[0], Group) and started == ended:
+        return (_unanchored(inner[0]),)
+    return inner
 
 
 def _alternatives(group: Group, *, search: bool) -> str:
@@ -138,34 +186,43 @@ def _text(item: Item) -> str:
     raise BadPattern("'^' and '$' may stand only at the beginning and at the end of an alternative")
 
 
-def _size(item: Item) -> int:
+def size_of(item: Item) -> int:
+    """Characters of ``item``, repetitions written out as often as they must be."""
     match item:
         case Group(branches):
-            return sum(_size(inner) for branch in branches for inner in branch)
+            return sum(size_of(inner) for branch in branches for inner in branch)
         case Repeat(inner, low, high):
-            return _size(inner) * max(1, low if high is None else high)
+            return size_of(inner) * max(1, low if high is None else high)
     return 1
 
 
+#: Flags that are supported, and those that have no effect on what is matched.
+_FLAGS = frozenset("isu")
+
+
 class _Parser:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, flags: frozenset[str] = frozenset()) -> None:
         self.text = text
         self.at = 0
+        self.flags = self._supported(flags)
 
     def group(self, depth: int) -> Group:
         if depth > MAX_DEPTH:
             raise BadPattern(f"more than {MAX_DEPTH} nested groups")
+        outer = self.flags
         branches: list[tuple[Item, ...]] = []
         row: list[Item] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
             if self._take("|"):
                 branches.append(tuple(row))
                 row = []
-            else:
-                row.append(self._repeated(self._atom(depth)))
+            elif (atom := self._atom(depth)) is not None:
+                row.append(self._repeated(atom))
+        self.flags = outer
         return Group((*branches, tuple(row)))
 
-    def _atom(self, depth: int) -> Item:
+    def _atom(self, depth: int) -> Item | None:
+        """The next atom; None where flags are set."""
         char = self._next()
         match char:
             case "(":
@@ -173,25 +230,45 @@ class _Parser:
             case "[":
                 return Chars(self._class())
             case ".":
-                return Chars(charsets.complement(charsets.LINE_ENDS))
+                return Chars(charsets.EVERY if "s" in self.flags else charsets.complement(charsets.LINE_ENDS))
             case "^" | "$":
                 return Anchor(char)
             case "\\":
-                return Chars(self._escape(inside=False))
+                return Chars(self._folded(self._escape(inside=False)))
             case "*" | "+" | "?" | "{":
                 raise self._bad(f"{char!r} with nothing before it to repeat")
-        return Chars(charsets.single(ord(char)))
+        return Chars(self._folded(charsets.single(ord(char))))
 
-    def _parenthesis(self, depth: int) -> Item:
-        if self._take("?"):
-            if self._take("<") and self.text[self.at : self.at + 1] not in ("=", "!"):
+    def _parenthesis(self, depth: int) -> Item | None:
+        outer = self.flags
+        if self._take("?") and not self._take(":"):
+            if (self._take("P<") or self._take("<")) and self.text[self.at : self.at + 1] not in ("=", "!"):
                 self.at = self.text.find(">", self.at) + 1 or len(self.text)
-            elif not self._take(":"):
-                raise self._bad("look-around and flags are not supported")
+            elif self._flagged():
+                return None  # up to the end of the group that this one is in
         inner = self.group(depth + 1)
+        self.flags = outer
         if not self._take(")"):
             raise self._bad("a group is not closed")
         return inner
+
+    def _flagged(self) -> bool:
+        """Read flags; whether they are for what follows their parentheses, rather than for what is in them."""
+        found = _FLAGGED.match(self.text, self.at)
+        if found is None:
+            raise self._bad("look-around is not supported")
+        on, off, end = found.groups()
+        self.at = found.end()
+        self.flags = (self.flags | self._supported(frozenset(on))) - self._supported(frozenset(off or ""))
+        return bool(end == ")")
+
+    def _supported(self, flags: frozenset[str]) -> frozenset[str]:
+        if unknown := "".join(sorted(flags - _FLAGS)):
+            raise self._bad(f"the flag {unknown[0]!r} is not supported")
+        return flags
+
+    def _folded(self, ranges: Ranges) -> Ranges:
+        return charsets.folded(ranges) if "i" in self.flags else ranges
 
     def _repeated(self, item: Item) -> Item:
         bounds = self._bounds()
@@ -237,7 +314,7 @@ class _Parser:
                 parts.append(self._range(low, self._member()))
             else:
                 parts.append(low)
-        chosen = charsets.union(*parts)
+        chosen = self._folded(charsets.union(*parts))
         return charsets.complement(chosen) if negated else chosen
 
     def _range(self, low: Ranges, high: Ranges) -> Ranges:
@@ -261,6 +338,9 @@ class _Parser:
             return charsets.CLASSES[char]
         if char in _CONTROLS:
             return charsets.single(_CONTROLS[char])
+        if char in ("p", "P"):
+            having = self._property()
+            return having if char == "p" else charsets.complement(having)
         if char == "0" and not _number(self.text[self.at : self.at + 1]):
             return charsets.single(0)
         if char == "b" and inside:
@@ -272,6 +352,19 @@ class _Parser:
         if char in _SYNTAX or not (char.isalnum() or char == "_"):
             return charsets.single(ord(char))
         raise self._bad(f"'\\{char}' is not supported")
+
+    def _property(self) -> Ranges:
+        name, end = self._next(), self.text.find("}", self.at)
+        if name == "{":
+            if not self.at < end <= self.at + _PROPERTY:
+                raise self._bad("'\\p{' must be followed by the name of a Unicode property and '}'")
+            name, self.at = self.text[self.at : end], end + 1
+        if not all(char.isascii() and (char.isalnum() or char in "_=- ") for char in name):
+            raise self._bad("'\\p' must be followed by the name of a Unicode property")
+        try:
+            return charsets.with_property(name)
+        except ValueError as error:
+            raise self._bad(str(error)) from error
 
     def _utf16(self) -> Ranges:
         first = self._hex(4)

@@ -7,19 +7,22 @@ import threading
 from typing import Any
 
 from mmserve.constraint import wire
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import Begun
 from mmserve.constraint.child import PROGRAM, Child, Overdue, TooLong
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import Grammar, kind_of
+from mmserve.constraint.grammar import kind_of
 from mmserve.constraint.limits import ANSWER_SECONDS, CHILDREN, QUICK_SECONDS, REPLY_BYTES
 from mmserve.constraint.vocabulary import Vocabulary
-from mmserve.core.constraint import ConstraintSpec
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import Unavailable
 
 logger = logging.getLogger("mmserve.constraint")
 
 #: How many are asked for one constraint, where the one before was killed.
 _ASKED = 3
+#: Questions about one schema that may be widened, where compiling it ends the child that is asked.
+_WIDER = 3
 
 
 class Compiler:
@@ -59,11 +62,15 @@ class Compiler:
         What takes longer than most goes on after those that do not. Raises ``Unavailable`` where no child can be
         started, where each is killed from outside or one stands still, or after ``close``.
         """
-        question = wire.from_spec(spec) | {"budget": budget}
-        reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "grammar": None})
-        if isinstance(reply, dict) and "slow" in reply:
-            with self._slow:
-                reply = self._asked(spec, question | {"quick": None, "grammar": reply["grammar"]})
+        widens = isinstance(spec.kind, JsonSchema) and spec.mode is not ConstraintMode.STRICT
+        for failed in range(_WIDER if widens else 1):
+            question = wire.from_spec(spec) | {"budget": budget, "failed": failed}
+            reply = self._asked(spec, question | {"quick": QUICK_SECONDS, "grammar": None})
+            if isinstance(reply, dict) and "slow" in reply:
+                with self._slow:
+                    reply = self._asked(spec, question | {"quick": None, "grammar": reply["grammar"]})
+            if isinstance(reply, dict) and not (reply["last"] and "refused" in reply):
+                break
         return reply if isinstance(reply, Begun) else wire.to_begun(reply)
 
     def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | Begun:

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import random
 import time
+from functools import cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS, STEP_SECONDS, WALK_SECONDS, WALK_TOKENS, WALKS
+from mmserve.constraint.vocabulary import BYTES, trie_of
 
 
-def prove(text: str, trie: Any, keyword: str) -> None:
-    """Compile ``text`` and walk it. Raises ``Refused`` for what llguidance rejects, what has no sentence, what fails
-    or is slow while it is decoded; ``keyword`` names the constraint in the refusal."""
+def prove(text: str, trie: Any, keyword: str, *, spoken: bool = False) -> None:
+    """Compile ``text`` and walk it.
+
+    Raises ``Refused`` for what llguidance rejects, what fails or is slow while it is decoded, and what no walk leads to
+    an end of; the last not where a sentence is known (``spoken``). ``keyword`` names the constraint in the refusal.
+    """
     matcher = LLMatcher(trie, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if matcher.is_error():
         raise Refused.at("", keyword, _reason(matcher.get_error()))
@@ -28,8 +33,20 @@ def prove(text: str, trie: Any, keyword: str) -> None:
             ended += 1
         if time.process_time() - began > WALK_SECONDS:
             break
-    if not ended:
-        raise Refused.at("", keyword, "has no sentence: every way into it ends where nothing can follow")
+    if not ended and not spoken:
+        raise Refused.at("", keyword, "no answer was found: every way that was tried ends where nothing can follow")
+
+
+def takes(text: str, sentence: str) -> bool:
+    """Whether ``sentence`` is one of the grammar ``text``."""
+    matcher = LLMatcher(_bytewise(), text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    tokens = list(sentence.encode())
+    return not matcher.is_error() and matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@cache
+def _bytewise() -> Any:
+    return trie_of(BYTES)
 
 
 def _walk(matcher: Any, chance: random.Random, keyword: str) -> bool:

@@ -18,10 +18,10 @@ from mmserve.constraint.shapes import is_schema
 from mmserve.constraint.uris import NOWHERE, resolved
 
 #: Keywords by what they hold: a schema, several in a row, or several by name.
-_ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
-_ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
-_ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
+ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 #: The first draft that has a keyword, for those that hold schemas and came later than others.
 _SINCE = {"if": 7, "then": 7, "else": 7, "$defs": 2019, "contentSchema": 2019, "dependentSchemas": 2019}
 _SINCE |= {"unevaluatedItems": 2019, "unevaluatedProperties": 2019, "prefixItems": 2020}
@@ -41,7 +41,7 @@ def located(root: Any) -> Any:
 
     Others stay as they are, and so does whatever would mean something else in the place of a schema that is referred
     to: what has a dialect of its own, and dynamic references that several anchors may answer. Raises ``Refused`` for an
-    unknown dialect, and for a URI that two schemas claim.
+    unknown dialect, and for a reference that depends on a URI that two schemas claim.
     """
     draft = dialect(root)
     places = list(_places(root, draft))
@@ -104,6 +104,7 @@ class _Names:
     def __init__(self, places: list[_Place], draft: int) -> None:
         self._draft, self._dialect = draft, places[0].node.get("$schema")
         self._resources: dict[str, str] = {}
+        self._claimed: dict[str, Refused] = {}  # URIs of several schemas: no reference may depend on which one is meant
         self._anchors: dict[tuple[str, str], str | None] = {}
         self._dynamic: dict[str, list[str]] = {}
         self._roots = {place.pointer: place.root for place in places}
@@ -121,7 +122,8 @@ class _Names:
         if place.pointer and _META.match(uri):
             raise Refused.at(child(place.pointer, keyword), keyword, "must not be the URI of a meta-schema")
         if self._resources.setdefault(uri, place.pointer) != place.pointer:
-            raise Refused.at(child(place.pointer, keyword), keyword, "is another schema's URI too")
+            refusal = Refused.at(child(place.pointer, keyword), keyword, "is another schema's URI too")
+            self._claimed.setdefault(uri, refusal)
 
     def own(self, place: _Place) -> dict[str, Any]:
         """Members of ``place`` that become others; None for one that goes."""
@@ -152,7 +154,9 @@ class _Names:
         """The pointer that ``reference`` means in ``place``, if it leads to somewhere in the document."""
         uri, _, fragment = reference.partition("#")
         name = unquote(fragment)
-        at = resolved(place.base, uri) if uri else None
+        at = resolved(place.base, uri) if uri else place.base
+        if at in self._claimed:
+            raise self._claimed[at]
         root = place.root if not uri else None if at is None else self._resources.get(at)
         if root is None:
             return None
@@ -175,12 +179,12 @@ def _places(node: Any, draft: int, pointer: str = "", base: str | None = NOWHERE
         at = child(pointer, keyword)
         if draft < _SINCE.get(keyword, 0) and (root or _names_within(value, draft)):
             continue
-        if keyword in _ONE and is_schema(value):
+        if keyword in ONE and is_schema(value):
             yield from _places(value, draft, at, base, root)
-        elif keyword in _ROW and isinstance(value, list):
+        elif keyword in ROW and isinstance(value, list):
             for i, inner in enumerate(value):
                 yield from _places(inner, draft, child(at, i), base, root)
-        elif keyword in _NAMED and isinstance(value, dict) and not _is_named(value, draft):
+        elif keyword in NAMED and isinstance(value, dict) and not _is_named(value, draft):
             for name, inner in value.items():
                 yield from _places(inner, draft, child(at, name), base, root)
 

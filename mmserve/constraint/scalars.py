@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from math import inf, lcm, nextafter
 from typing import Any
 
+from mmserve.constraint import charsets
 from mmserve.constraint.formats import BASE64, FORMATS, HINTS, NUMBERS
 from mmserve.constraint.limits import DIGITS, LARGEST, MAX_INTEGER, MAX_MULTIPLE, MAX_REPEAT, SMALLEST
 from mmserve.constraint.notes import Notes
@@ -15,6 +17,11 @@ from mmserve.constraint.pattern import BadPattern, searched, whole
 from mmserve.constraint.values import types_of
 
 Schema = dict[str, Any]
+#: Classes and their ranges, as ``charsets.text_of`` writes them.
+_CLASS = re.compile(r"\[((?:\\u\{[0-9a-f]+\}|[0-9A-Za-z]|-)+)\]")
+_RANGE = re.compile(r"(\\u\{[0-9a-f]+\}|[0-9A-Za-z])(?:-(\\u\{[0-9a-f]+\}|[0-9A-Za-z]))?")
+#: What a string of an answer can hold: controls only with an escape of one letter.
+_WRITABLE = charsets.union(((0x08, 0x0A), (0x0C, 0x0D)), ((0x20, 0x10FFFF),))
 
 
 def string_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
@@ -51,11 +58,25 @@ def _content_parts(node: Schema, pointer: str, notes: Notes) -> list[Schema]:
 
 
 def anchored(expression: str) -> str:
-    """The ``pattern`` that llguidance matches against whole strings."""
-    return f"^{expression}$"
+    """The ``pattern`` that llguidance matches against whole strings.
+
+    Its classes lose the control characters that no answer can write. Where a class has all of them, llguidance also
+    lets through an escaped quote and an escaped backslash, whether or not the class has those.
+    """
+    return f"^{_CLASS.sub(_writable, expression)}$"
 
 
-def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
+def _writable(found: re.Match[str]) -> str:
+    ranges = [(_code(low), _code(high or low)) for low, high in _RANGE.findall(found[1])]
+    kept = charsets.intersection(tuple(ranges), _WRITABLE)
+    return charsets.text_of(kept) if kept != charsets.union(tuple(ranges)) else found[0]
+
+
+def _code(text: str) -> int:
+    return int(text[3:-1], 16) if len(text) > 1 else ord(text)
+
+
+def number_part(node: Schema, pointer: str, notes: Notes, *, exponents: bool = False) -> Schema:
     """What ``node`` says of numbers, with inclusive bounds of few digits only.
 
     llguidance accepts 1 where ``exclusiveMinimum`` is 1 and ``maximum`` 1.25; 0.10000000000000001 where
@@ -63,7 +84,8 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     neighbours. The next number of 15 digits as an inclusive bound has none of that: reading keeps the order.
 
     Without bounds, llguidance writes numbers with exponents, such as 1e999, and with any number of digits: many readers
-    make an infinity of those. So numbers, multiples too, end at ±``LARGEST``, and have no exponents.
+    make an infinity of those. So numbers, multiples too, end at ±``LARGEST``, and have no exponents; those without
+    bounds may have some where ``exponents`` are asked for.
     """
     part: Schema = {}
     for keyword, bound, strictly in (
@@ -86,7 +108,8 @@ def number_part(node: Schema, pointer: str, notes: Notes) -> Schema:
     if (bounds := NUMBERS.get(node.get("format", ""))) is not None:
         low, high = (max(-LARGEST, bounds[0]), min(LARGEST, bounds[1]))
         part = {"minimum": max(low, part.get("minimum", low)), "maximum": min(high, part.get("maximum", high))}
-    if (part or given or "multipleOf" in node) and "integer" in types_of(given):
+    free = exponents and not part and "multipleOf" not in node and "number" in types_of(given)
+    if (part or given or "multipleOf" in node) and "integer" in types_of(given) and not free:
         part = {"minimum": -LARGEST, "maximum": LARGEST, **part}
     if "multipleOf" in node and (reason := _uncountable(node["multipleOf"])):
         notes.cannot(pointer, "multipleOf", reason)

@@ -39,17 +39,25 @@ class Rewritten:
     warnings: tuple[Finding, ...]
 
 
-def rewrite(root: Any) -> Rewritten:
+def rewrite(root: Any, *, strict: bool = True, exponents: bool = False) -> Rewritten:
     """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, more than that.
 
-    Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value.
+    Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. Unless it is
+    ``strict``, a subschema that would be refused is left open, with the reason in ``loose``; the whole must have passed
+    its meta-schema. ``exponents``: whether numbers without bounds may have some, and so be of any size.
     """
-    return _Rewriter(located(root), obscure(root)).all()
+    try:
+        writer = _Rewriter(located(root), obscure(root), strict=strict, exponents=exponents)
+    except Refused as refusal:
+        if strict:
+            raise
+        return Rewritten(True, refusal.findings, ())
+    return writer.all()
 
 
 class _Rewriter:
-    def __init__(self, root: Any, barred: frozenset[str]) -> None:
-        self._root = root
+    def __init__(self, root: Any, barred: frozenset[str], *, strict: bool, exponents: bool) -> None:
+        self._root, self._strict, self._exponents = root, strict, exponents
         self._draft = dialect(root)
         self._references = References(root, barred)
         self._notes = Notes()
@@ -64,10 +72,20 @@ class _Rewriter:
         while missing := [(to, name) for to, name in self._references.named() if name not in definitions]:
             for target, name in missing:
                 definitions[name] = self._schema(self._references.at(target), target)
-        schema = with_finite_numbers(without_endless(schema, definitions), self._notes)
+        schema = with_finite_numbers(without_endless(schema, definitions), self._notes, exponents=self._exponents)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:
+        """``node`` for llguidance; true, unless all must be enforced, where it would be refused."""
+        try:
+            return self._of(node, pointer)
+        except Refused as refusal:
+            if self._strict:
+                raise
+            self._notes.loose += [finding for finding in refusal.findings if finding not in self._notes.loose]
+            return True
+
+    def _of(self, node: Any, pointer: str) -> Any:
         self._count += 1
         if self._count > MAX_SCHEMAS:
             raise Refused.at(pointer, "schema", f"becomes more than {MAX_SCHEMAS} subschemas: its cases multiply")
@@ -118,7 +136,7 @@ class _Rewriter:
 
     def _scalars(self, node: Schema, pointer: str) -> Iterator[Any]:
         yield from scalars.string_parts(node, pointer, self._notes)
-        part = scalars.number_part(node, pointer, self._notes)
+        part = scalars.number_part(node, pointer, self._notes, exponents=self._exponents)
         if "multipleOf" in part:
             self._steps.add(part["multipleOf"])
             if self._joins and scalars.overflows(self._steps):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from math import inf
 
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import First
 from mmserve.constraint.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.child import PROGRAM
 from mmserve.constraint.findings import Refused, as_error
-from mmserve.constraint.grammar import Grammar, kind_of
+from mmserve.constraint.grammar import kind_of
 from mmserve.constraint.limits import CACHE_BYTES, CLOSES, COMPILE_SECONDS, LATE_SECONDS
 from mmserve.constraint.process import Compiler
 from mmserve.constraint.vocabulary import Vocabulary

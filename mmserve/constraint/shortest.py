@@ -20,6 +20,11 @@ def of_pattern(pattern: str) -> int:
     return _of_item(parsed(pattern))
 
 
+def of_expression(item: Item) -> int:
+    """Fewest bytes of a text that ``item`` matches; 0 where it matches none."""
+    return _of_item(item)
+
+
 def of_schema(schema: Any) -> int:
     """Fewest bytes of a document under ``schema``, as ``mmserve.constraint.schema`` writes it."""
     try:

@@ -6,9 +6,10 @@ import json
 from dataclasses import asdict
 from typing import Any, BinaryIO
 
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import Begun, Close, First
+from mmserve.constraint.cfg import Sketch
 from mmserve.constraint.findings import Finding, Refused
-from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.limits import FINDING_CHARS
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
@@ -77,6 +78,7 @@ def from_outcome(outcome: Grammar | Refused) -> Any:
         "warnings": warnings,
         "longest": outcome.longest,
         "shortest": outcome.shortest,
+        "sketch": None if outcome.sketch is None else [outcome.sketch.words, outcome.sketch.gap],
     }
 
 
@@ -89,9 +91,10 @@ def to_outcome(message: Any) -> Grammar | Refused:
 
 def to_grammar(message: Any) -> Grammar:
     """The grammar that ``message`` holds."""
-    return Grammar(
-        message["text"], message["exact"], tuple(message["warnings"]), message["longest"], message["shortest"]
-    )
+    drawn = message["sketch"]
+    sketch = None if drawn is None else Sketch(tuple(drawn[0]), drawn[1])
+    warnings = tuple(message["warnings"])
+    return Grammar(message["text"], message["exact"], warnings, message["longest"], message["shortest"], sketch)
 
 
 def from_first(first: First | None) -> Any:

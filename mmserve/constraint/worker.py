@@ -15,14 +15,16 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any, Protocol
 
 from mmserve.constraint import wire
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import First
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import Grammar, grammar_of, kind_of
+from mmserve.constraint.grammar import grammars_of, kind_of
 from mmserve.constraint.limits import (
     CHILD_BYTES,
     FAR_TOKENS,
@@ -112,19 +114,20 @@ def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
     def least(grammar: Grammar) -> int:
         return -(-grammar.shortest // program.longest)
 
-    def rewritten(grammar: Grammar) -> None:
+    def rewritten(grammar: Grammar, index: int) -> None:
         """Say at once what is known before anything is compiled."""
         if budget is not None and least(grammar) > max(budget, FAR_TOKENS):
             raise _Known(
                 wire.from_outcome(grammar) | {"first": wire.from_first(First(least=least(grammar), late=True))}
             )
         if quick is not None and len(grammar.text) > LARGE_BYTES:
-            raise _Known({"slow": True, "grammar": wire.from_outcome(grammar)})
+            raise _Known({"slow": True, "grammar": wire.from_outcome(grammar) | {"index": index}})
 
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, quick or 0)
         try:
-            outcome, broken = _outcome(wire.to_spec(message), program.trie, rewritten, message["grammar"])
+            spec, failed = wire.to_spec(message), message["failed"]
+            outcome, broken = _outcome(spec, program.trie, rewritten, message["grammar"], failed)
             reply = wire.from_outcome(outcome)
             if budget is None or isinstance(outcome, Refused):
                 return reply, broken
@@ -158,22 +161,36 @@ def _interrupt(_number: int, frame: FrameType | None) -> None:
 
 
 def _outcome(
-    spec: ConstraintSpec, trie: Any, rewritten: Callable[[Grammar], None] = lambda grammar: None, known: Any = None
+    spec: ConstraintSpec,
+    trie: Any,
+    rewritten: Callable[[Grammar, int], None] = lambda grammar, index: None,
+    known: Any = None,
+    failed: int = 0,
 ) -> tuple[Grammar | Refused, bool]:
-    """The grammar of ``spec``, proved, or why there is none; and whether this process can no longer be trusted.
+    """The first grammar of ``spec`` that is proved, or why there is none; and whether this process can no longer be
+    trusted.
 
-    ``rewritten`` is told of it before it is compiled; ``known``: the grammar, as ``wire`` sends it, if it was told.
+    ``rewritten`` is told of each, and of its number, before it is compiled; ``known``: the grammar, as ``wire`` sends
+    it, if it was told. ``failed``: how many processes earlier questions about ``spec`` have ended.
     """
     from mmserve.constraint.proving import prove
 
     kind = kind_of(spec)
+    refused: Refused | None = None
     try:
-        grammar = grammar_of(spec) if known is None else wire.to_grammar(known)
-        if len(grammar.text) > REPLY_BYTES or len(json.dumps(grammar.text)) > REPLY_BYTES:
-            why = f"becomes a grammar of more than {REPLY_BYTES} bytes; make it smaller, or say less of it twice"
-            return Refused.at("", kind, why), False
-        rewritten(grammar)
-        prove(grammar.text, trie, kind)
+        for index, grammar in _grammars(spec, known, failed):
+            try:
+                if len(grammar.text) > REPLY_BYTES or len(json.dumps(grammar.text)) > REPLY_BYTES:
+                    why = (
+                        f"becomes a grammar of more than {REPLY_BYTES} bytes; make it smaller, or say less of it twice"
+                    )
+                    raise Refused.at("", kind, why)
+                rewritten(grammar, index)
+                prove(grammar.text, trie, kind, spoken=grammar.sketch is not None and kind in ("lark", "gbnf"))
+            except Refused as refusal:
+                refused = refused or refusal
+            else:
+                return grammar, False
     except Refused as refusal:
         return refusal, False
     except MemoryError:
@@ -184,7 +201,17 @@ def _outcome(
         raise
     except BaseException as error:  # noqa: BLE001 - a Rust panic is no Exception; whatever it is, it ends here
         return _failed(kind, error), True
-    return grammar, False
+    assert refused is not None  # there is one grammar at least
+    return refused, False
+
+
+def _grammars(spec: ConstraintSpec, known: Any, failed: int) -> Iterator[tuple[int, Grammar]]:
+    """The grammars of ``spec`` with their numbers, from the ``known`` one on."""
+    if known is None:
+        yield from enumerate(grammars_of(spec, failed))
+        return
+    yield known["index"], wire.to_grammar(known)
+    yield from islice(enumerate(grammars_of(spec, failed)), known["index"] + 1, None)
 
 
 def _memory(kind: str) -> Refused:

@@ -32,6 +32,7 @@ class Canvas:
     are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
     within the prompt. ``padded``: end tokens may stand anywhere in the answer and are no part of its text, which goes
     on behind them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
+    ``logit_shift``: how far left of a position the row is whose logits predict it.
     """
 
     tokens: np.ndarray  # int64 [N]
@@ -48,6 +49,7 @@ class Canvas:
     places: np.ndarray | None = None
     padded: bool = False
     unread: int = 0
+    logit_shift: int = 0
     _known: int = field(default=0, repr=False)
 
     @classmethod
@@ -60,11 +62,13 @@ class Canvas:
         mask_id: int,
         aligned: bool = False,
         places: np.ndarray | None = None,
+        logit_shift: int = 0,
     ) -> Canvas:
         """A canvas of ``prompt`` (int64 ids) and ``new_tokens`` masked positions.
 
         Blocks are counted from the prompt's end, or, ``aligned``, from position 0. ``places``: int64 ``[prompt + 1]``,
         where each position of a pruned prompt stood before, and where the answer begins, or such a row an axis.
+        ``logit_shift``: as of the model's spec.
         """
         size = len(prompt)
         tokens = np.concatenate([prompt.astype(np.int64), np.full(new_tokens, mask_id, np.int64)])
@@ -72,7 +76,8 @@ class Canvas:
         length, origin = (block_length, 0) if aligned else (min(block_length, new_tokens), size)
         if places is not None:
             places = np.concatenate([places[..., :size], places[..., size:] + np.arange(new_tokens)], axis=-1)
-        return cls(tokens, committed, size, length, size, origin=origin, places=places, _known=size)
+        shift = logit_shift
+        return cls(tokens, committed, size, length, size, origin=origin, places=places, logit_shift=shift, _known=size)
 
     @property
     def size(self) -> int:
@@ -109,6 +114,10 @@ class Canvas:
         """Positions (int64, ascending) of the current block that are masked."""
         return self.block_start + np.flatnonzero(self.committed_at[self.block_start : self.block_end] == MASKED)
 
+    def block_is_full(self) -> bool:
+        """Whether no position of the current block is masked."""
+        return MASKED not in self.committed_at[self.block_start : self.block_end]
+
     def block_to_fill(self) -> int:
         """Positions of the current block that were masked before the first pass."""
         return int((self.committed_at[self.block_start : self.block_end] > GIVEN).sum())
@@ -121,7 +130,7 @@ class Canvas:
         """Record that a forward pass over this canvas was made."""
         self.step += 1
         self.block_step += 1
-        self.full_passes += not len(self.block_masked())
+        self.full_passes += self.block_is_full()
 
     def commit(self, positions: np.ndarray, tokens: np.ndarray, *, hold: bool = False) -> None:
         """Fill masked ``positions`` with ``tokens``; ``ValueError`` for a position that is committed already.
@@ -145,7 +154,7 @@ class Canvas:
 
     def advance(self) -> None:
         """Go on to the next block that has a masked position, if the current one has none."""
-        while self.block_start < self.size and not len(self.block_masked()):
+        while self.block_start < self.size and self.block_is_full():
             self.block_start, self.block_step, self.full_passes = self.block_end, 0, 0
 
     def block(self) -> np.ndarray:

@@ -25,11 +25,22 @@ class ConstraintSampling(StrEnum):
     ASAP = "asap"  # the model's distribution over valid answers, approached from sample to sample; weighted, too
 
 
+class SchemaOption(StrEnum):
+    """How a JSON schema is read, or its documents are written, otherwise than by default."""
+
+    UNKNOWN_FORMATS = "unknown_formats"  # a format that is unknown has no effect
+    ONE_OF_AS_ANY_OF = "one_of_as_any_of"
+    CLOSED_OBJECTS = "closed_objects"  # objects have declared properties only, where the schema leaves it open
+    WHITE_SPACE = "white_space"  # up to 32 spaces, tabs and line ends between the parts of a document
+    EXPONENTS = "exponents"  # numbers without bounds may have an exponent
+
+
 @dataclass(frozen=True)
 class JsonSchema:
-    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12)."""
+    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12), as ``options`` say."""
 
     text: str
+    options: tuple[SchemaOption, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,8 @@ class Template:
 
 @dataclass(frozen=True)
 class ConstraintSpec:
-    """One constraint of one request.
-
-    ``scaffold``: of a JSON schema, whether what every answer must hold is put on the canvas first.
-    """
+    """One constraint of one request."""
 
     kind: ConstraintKind | Template
     mode: ConstraintMode = ConstraintMode.STRICT
     sampling: ConstraintSampling = ConstraintSampling.MASK
-    scaffold: bool = False

@@ -24,6 +24,7 @@ class Entry:
     share: float = 1.0  # of the tenant, in fair queueing
     priority: int = 0  # class: lower ones are served first
     rows: int = 0  # that its next decode step runs
+    awaits: bool = False  # rows of its prompt that are not there yet, while its clip is read
 
 
 @dataclass(frozen=True)

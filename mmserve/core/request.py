@@ -14,6 +14,9 @@ from mmserve.core.tenant import ANONYMOUS, Tenant
 
 RequestId = str
 
+#: The largest ``cfg_scale``: LLaDA's evaluations use 0.5 to 2.
+LARGEST_CFG_SCALE = 100.0
+
 
 @dataclass(frozen=True)
 class TextPart:
@@ -29,11 +32,38 @@ class ImagePart:
     data: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VideoSampling:
+    """Which frames of a video file the model sees; by default as many as its own settings define, spread evenly.
+
+    fps: frames a second, above 0, at most 30; with scenes the rate at which frames are compared, default 2.
+    frames: frames of the whole file, spread evenly, at least 1; not with ``fps`` or scenes.
+    scene_similarity: frames whose cosine similarity to the one before is below this begin a scene, in [-1, 1];
+        default 0.97.
+    scene_frames: frames of a scene at most, 1 to 64, the first in detail and the others compactly; default 4. This or
+        ``scene_similarity`` asks for sampling by scenes.
+    detail_every: every so many frames one is in detail, the others are one visual token each (slow-fast), at least 1;
+        default all in detail.
+    """
+
+    fps: float | None = None
+    frames: int | None = None
+    scene_similarity: float | None = None
+    scene_frames: int | None = None
+    detail_every: int | None = None
+
+    @property
+    def scenes(self) -> bool:
+        """Whether frames are chosen by scenes."""
+        return self.scene_similarity is not None or self.scene_frames is not None
+
+
 @dataclass(frozen=True)
 class VideoPart:
     """A short video of a message, as its encoded file (MP4, MOV, Matroska, WebM, AVI)."""
 
     data: bytes = field(repr=False)
+    sampling: VideoSampling | None = None
 
 
 Part = TextPart | ImagePart | VideoPart
@@ -77,10 +107,12 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
-    """How a canvas is filled. ``steps`` 0 means one token a step; ``block_length`` 0 means the model's default."""
+    """How a canvas is filled. ``steps`` 0 means one token a step; ``block_length`` 0 means the model's default;
+    ``cfg_scale`` 0 means no classifier-free guidance."""
 
     steps: int = 0
     block_length: int = 0
+    cfg_scale: float = 0.0
     recompute: Policy = Policy(name="none")
     commit: Policy = Policy(name="low_confidence")
 
@@ -97,12 +129,22 @@ class Amount:
     value: float
 
 
+@dataclass(frozen=True)
+class PixelRange:
+    """Fewest and most pixels that a picture is resized to; None = the checkpoint's own."""
+
+    least: int | None = None
+    most: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """What becomes of visual tokens before the decoder sees them."""
+    """How large pictures are for the vision tower, and what becomes of visual tokens before the decoder sees them."""
 
     pruner: str = "none"
     amount: Amount | None = None
+    images: PixelRange = PixelRange()
+    videos: PixelRange = PixelRange()  # of a frame, or of all frames where the model bounds them together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +172,11 @@ class Request:
     image_reuse: Policy | None = None  # which K/V of images are taken from where they stood alone
     deadline: float | None = None
     tenant: Tenant = ANONYMOUS
+
+    @property
+    def sequences(self) -> int:
+        """Rows of tokens that each pass of a sample runs: guidance has a second one."""
+        return 2 if self.diffusion.cfg_scale else 1
 
 
 class Stage(Enum):
@@ -162,7 +209,7 @@ TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
     Stage.LOADING: frozenset({Stage.LOADED, Stage.FAILED}),
     Stage.LOADED: frozenset({Stage.ENCODING, Stage.FAILED}),
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
-    Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.FAILED}),
+    Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.LOADED, Stage.FAILED}),  # LOADED: its clip was not as foreseen
     Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done
     Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.FAILED}),
     Stage.STEPPING: frozenset({Stage.READY, Stage.FINISHED, Stage.FAILED}),

@@ -18,11 +18,12 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
-from mmserve.decode.embedding import place_features
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
-from mmserve.decode.state import CompanionState, Decoding, Encoded, Prefilling
+from mmserve.decode.state import CompanionState, Decoding, Prefilling
+from mmserve.encode.embedding import place_features
+from mmserve.encode.encoded import Encoded
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 

@@ -21,7 +21,8 @@ def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
     if d.constrained is not None:
         final = chosen(d.constrained, d.canvas, proposed, d.commit, causal=spec.causal)
     else:
-        which = d.commit.choose(d.canvas, proposed)
+        alone = spec.causal and len(proposed.positions) == 1  # one of them at least is always chosen
+        which = slice(None) if alone else d.commit.choose(d.canvas, proposed)
         sure = np.log(np.maximum(proposed.confidence[which], np.finfo(np.float32).tiny))
         final = Chosen(proposed.positions[which], proposed.tokens[which], sure)
     return _closed(d.canvas, final, spec) if d.commit.closes and not d.canvas.padded else final

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
-from mmserve.decode.embedding import deep_rows
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, by_slices, padded_rows
-from mmserve.decode.state import DeepStack
+from mmserve.encode.embedding import deep_rows
+from mmserve.encode.encoded import DeepStack
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
@@ -183,6 +183,10 @@ def forward(
         hidden = model.decoder(x, positions, attend if between is None else _pausing(attend, between), deep)
     offset, wanted = 0, []
     for p in batch:
+        if p.wanted is p.rows:
+            wanted.append(np.arange(offset, offset + len(p.rows)))
+            offset += len(p.rows)
+            continue
         found = np.searchsorted(p.rows, p.wanted)
         if not np.array_equal(p.rows[np.minimum(found, len(p.rows) - 1)], p.wanted):
             raise ValueError("logits are wanted of rows that are not run")
@@ -202,9 +206,16 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
     if axes > 1:
         found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]
     positions = torch.from_numpy(np.concatenate(found, axis=-1)).to(model.device)
-    x = torch.cat([embeddings[torch.from_numpy(rows).to(model.device)] for _canvas, embeddings, rows in batch])
+    x = torch.cat([_rows_of(embeddings, rows) for _canvas, embeddings, rows in batch])
     short = padded_rows(len(x), floor) - len(x)
     return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+
+
+def _rows_of(embeddings: Tensor, rows: np.ndarray) -> Tensor:
+    """Embeddings ``[n, D]`` of ``rows``; of a single one, a view."""
+    if len(rows) == 1:
+        return embeddings.narrow(0, int(rows[0]), 1)
+    return embeddings[torch.from_numpy(rows).to(embeddings.device)]
 
 
 def _pausing(attend: Attend, between: Callable[[], None]) -> Attend:

@@ -7,6 +7,8 @@ states are kept, which are small, and become logits only when they are read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,6 +45,22 @@ def slice_rows(vocabulary: int) -> int:
     return max(1, SLICE_ELEMENTS // vocabulary)
 
 
+class RowLogits(Protocol):
+    """Logits of one request's rows, made slice by slice when they are read, once and in order."""
+
+    def only(self, rows: np.ndarray) -> RowLogits:
+        """The logits of some of the rows (int64, ascending): the others are not made."""
+        ...
+
+    def slices(self) -> Iterator[Tensor]:
+        """Logits ``[rows, V]`` of the next rows, to be changed at will."""
+        ...
+
+    def whole(self) -> Tensor:
+        """Logits ``[rows, V]`` of all rows at once, fp32: for a few rows only."""
+        ...
+
+
 class Logits:
     """Logits of one request's rows, read once and in order; neighbours in a batch share matrix products."""
 
@@ -58,6 +76,11 @@ class Logits:
         does not depend on the batch."""
         for product, start, end in self._cuts:
             yield self._head.product(product)[start:end]
+
+    @property
+    def product(self) -> int | None:
+        """Which of the batch's matrix products holds all of these rows; None where it is not one."""
+        return self._cuts[0][0] if len(self._cuts) == 1 else None
 
     def whole(self) -> Tensor:
         """Logits ``[rows, V]`` of all rows at once, fp32: for a few rows only."""
@@ -118,8 +141,20 @@ def by_slices(decoder: Decoder, hidden_TD: Tensor, counts: Sequence[int], floor:
     return [Logits(head, own, start) for own, start in zip(cuts, starts, strict=True)]
 
 
-def slices(logits: Tensor | Logits) -> Iterator[Tensor]:
+def slices(logits: Tensor | RowLogits) -> Iterator[Tensor]:
     """Slices of logits that are there, or are yet to be made."""
-    if isinstance(logits, Logits):
-        return logits.slices()
-    return iter(logits.split(slice_rows(logits.shape[-1])))
+    if isinstance(logits, Tensor):
+        return iter(logits.split(slice_rows(logits.shape[-1])))
+    return logits.slices()
+
+
+def joined(parts: Sequence[Logits]) -> Tensor:
+    """Logits ``[rows, V]`` of parts of a batch that lie in the same matrix product, one after another, in the model's
+    dtype, to be changed at will."""
+    cuts = [cut for part in parts for cut in part._cuts]
+    if len({product for product, _start, _end in cuts}) != 1:
+        raise ValueError("the rows are of several matrix products")
+    made = parts[0]._head.product(cuts[0][0])
+    if all(one[2] == other[1] for one, other in pairwise(cuts)):
+        return made[cuts[0][1] : cuts[-1][2]]
+    return torch.cat([made[start:end] for _product, start, end in cuts])

@@ -21,21 +21,27 @@ from mmserve.decode.commit.base import Partial, is_partial, is_proposing
 from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.best import Best, Ranked
+from mmserve.decode.constrained.draws import Draws
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import settle
-from mmserve.decode.embedding import embedded
 from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
+from mmserve.decode.fresh import embed_fresh
 from mmserve.decode.graphs import Graphs
-from mmserve.decode.logits import Logits
+from mmserve.decode.guidance import combined, guidance_of, spread
+from mmserve.decode.logits import RowLogits
 from mmserve.decode.passes import Passes
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
 from mmserve.decode.recompute.base import is_watching
 from mmserve.decode.repairing import AskingRows, Repairer
-from mmserve.decode.sampler import candidates
+from mmserve.decode.sampler import Shared, candidates, judged_mask
 from mmserve.decode.scores import scores_for
-from mmserve.decode.state import Decoding, Encoded, Prefilled, Prefilling, Stepped, Taken
+from mmserve.decode.state import Decoding, Guidance, Prefilled, Prefilling, Stepped, Taken
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.decode.together import share
+from mmserve.encode.embedding import embedded
+from mmserve.encode.encoded import Encoded
+from mmserve.errors import Unimplemented
 from mmserve.kv.reducer import Observation, Reducer, Reducing
 from mmserve.kv.reduction import reduction_of
 from mmserve.kv.reuse import reuse_of
@@ -100,8 +106,9 @@ class DiffusionDecoder:
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
         passes = [self._watched(self.passes.first(p), p.reducing, None) for _request, p in batch]
+        guided = [(p, begun.guidance) for p, (_request, begun) in zip(passes, batch, strict=True)]
         selection = self._sparse.prefill if self._sparse is not None else None
-        logits = self._forward("prefill", passes, [begun.constrained for _request, begun in batch], selection)
+        logits = self._forward("prefill", guided, [begun.constrained for _request, begun in batch], selection)
         proposed = [
             self._candidates(request, begun.commit, p, rows, begun.constrained) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
@@ -116,8 +123,8 @@ class DiffusionDecoder:
                 results.append(None)
                 continue
             p.canvas.count_forward()
-            run = begun.run - begun.reused
-            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing, begun.taken)
+            run = begun.run - begun.reused + (p.visible if begun.guidance is not None else 0)
+            beside = (begun.companion, begun.constrained, begun.deep, begun.reducing, begun.taken, begun.guidance)
             results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *beside))
         return results
 
@@ -143,6 +150,7 @@ class DiffusionDecoder:
         A request is changed only once its own candidates are there: after a failure the call can be repeated.
         """
         running = [d for d in batch if d.candidates is None]
+        embed_fresh(self.model, running)
         if self._companion is not None:
             self._companion.draft(running)
         if running:
@@ -151,20 +159,21 @@ class DiffusionDecoder:
                 for d, rows in zip(running, self._rows(running), strict=True)
             ]
             selection = self._sparse.decode if self._sparse is not None else None
-            logits = self._forward("decode", passes, [d.constrained for d in running], selection, self._graphs)
-            for d, p, mine in zip(running, passes, logits, strict=True):
+            guided = [(p, d.prefilled.guidance) for p, d in zip(passes, running, strict=True)]
+            logits = self._forward("decode", guided, [d.constrained for d in running], selection, self._graphs)
+            rows = share(list(zip(running, passes, logits, strict=True)), self.model.spec, self._scores)
+            for d, p, mine in zip(running, passes, rows, strict=True):
                 d.candidates = self._candidates(d.request, d.commit, p, mine, d.constrained)
                 d.rows = None
                 d.canvas.count_forward()
                 d.forwards += 1
-                d.prefilled.recomputed += len(p.rows)
+                d.prefilled.recomputed += len(p.rows) * d.request.sequences
                 d.prefilled.held = p.visible - p.evicted
                 _absorb(p, d.prefilled.reducing, d.prefilled.taken)
         if self._companion is not None:
             self._companion.judge(batch)
         return [None] * len(batch)
 
-    @torch.inference_mode()
     def commit(self, d: Decoding) -> Stepped:
         """Make the chosen candidates final and tell what that gave."""
         proposed, d.candidates = d.candidates, None
@@ -177,9 +186,9 @@ class DiffusionDecoder:
         if d.constrained is not None:
             settle(d.constrained, d.canvas, d.commit)
             d.constrained.meter.end_step()
-        device = self.model.device
-        fresh = self.model.decoder.embed(torch.from_numpy(tokens).to(device))
-        d.prefilled.embeddings.index_copy_(0, torch.from_numpy(positions).to(device), fresh)
+        if d.fresh is not None:  # of a step before that no pass followed
+            embed_fresh(self.model, (d,))
+        d.fresh = positions, tokens
         answer, complete = d.canvas.answer(self.model.spec.end_ids, revised=d.commit.revises)
         delta, reason = d.text.advance(answer, complete, d.canvas.new_tokens)
         if reason == "length" and d.constrained is not None:
@@ -187,11 +196,15 @@ class DiffusionDecoder:
         snapshot = self._snapshot(d, edited) if d.request.streaming.snapshots else None
         if reason is not None:
             return Stepped(delta, snapshot, reason)
-        return Stepped(delta, snapshot, reason, self._reduced(d), self._next_rows(d))
+        pages = None if d.prefilled.reducing is None else self._reduced(d, d.prefilled.reducing)
+        return Stepped(delta, snapshot, reason, pages, self._next_rows(d))
 
     def _next_rows(self, d: Decoding) -> int | None:
         """How many positions the next pass runs, drafts not counted; None = that depends on how far they have moved."""
-        return None if is_watching(d.recompute) else len(d.recompute.rows(d.canvas))
+        if is_watching(d.recompute):
+            return None
+        d.rows = d.recompute.rows(d.canvas)
+        return len(d.rows) * d.request.sequences
 
     def _watched(self, p: Pass, reducing: Reducing | None, taken: Taken | None) -> Pass:
         """``p`` of a request whose K/V are reduced, or repaired (none has both): what it shows is noted, and rows lie
@@ -206,11 +219,10 @@ class DiffusionDecoder:
         noted = self._reducer.watch(reducing, p.rows, p.visible, p.pages)
         return replace(p, evicted=reducing.evicted, observation=noted)
 
-    def _reduced(self, d: Decoding) -> int | None:
+    @torch.inference_mode()
+    def _reduced(self, d: Decoding, reducing: Reducing) -> int | None:
         """Drop what the request's reduction says; how many pages it needs from now on, if fewer than it has."""
-        state, reducing = d.prefilled, d.prefilled.reducing
-        if reducing is None:
-            return None
+        state = d.prefilled
         next_place = int(d.canvas.rotary_positions(np.array([state.held + reducing.evicted])).flat[0])
         state.held = self._reducer.reduce(reducing, state.pages, state.held, next_place)
         left = d.canvas.size - state.held - reducing.evicted
@@ -223,12 +235,13 @@ class DiffusionDecoder:
     def _forward(
         self,
         stage: str,
-        passes: list[Pass],
+        guided: list[tuple[Pass, Guidance | None]],
         constrained: list[Constrained | None],
         selection: Selection | None,
         graphs: Graphs | None = None,
-    ) -> list[Logits]:
-        """One forward pass of the ragged batch; constrained requests note its processor time."""
+    ) -> list[RowLogits]:
+        """One forward pass of the ragged batch, each request with its guidance; constrained requests note its processor
+        time."""
         begun, given, way = time.thread_time(), 0.0, self._ways.get(stage)
 
         def between() -> None:
@@ -239,29 +252,46 @@ class DiffusionDecoder:
                 given += time.thread_time() - since
 
         model, store, floor, sparse = self.model, self.store, self._floor, self._sparse
+        passes = spread(guided, first=stage == "prefill")
         logits = forward(
             model, store, passes, floor, sparse=sparse, selection=selection, graphs=graphs, between=between
         )
         for state in constrained:
             if state is not None:
                 state.meter.forward_seconds += time.thread_time() - begun - given
-        return logits
+        return combined(guided, logits)
 
     def _candidates(
-        self, request: Request, commit: Commit, p: Pass, logits: Logits, constrained: Constrained | None
+        self, request: Request, commit: Commit, p: Pass, logits: RowLogits | Shared, constrained: Constrained | None
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
         spec, sampling, reads = self.model.spec, request.sampling, commit.reads
+        if isinstance(logits, Shared):
+            return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids)
         if is_partial(commit) and (constrained is None or constrained.sampled is None):
             return self._in_part(commit, reads, request, p, logits, constrained)
         best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
         if is_proposing(commit):
             found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
         else:
-            found = candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids, best, self._scores, reads)
+            found = self._judged(request, p.canvas, p.targets, logits, best, reads)
         if constrained is not None and best is not None:
             constrained.ranked = best.ranked()
         return found
+
+    def _judged(
+        self,
+        request: Request,
+        canvas: Canvas,
+        positions: np.ndarray,
+        logits: RowLogits | Shared,
+        best: Best | Draws | None,
+        reads: frozenset[str],
+    ) -> Candidates:
+        """The sampler's candidates for ``positions``, from their logits."""
+        spec = self.model.spec
+        sampling, banned, scores = request.sampling, spec.banned_ids, self._scores
+        return candidates(logits, positions, canvas, sampling, banned, best, scores, reads, judged_mask(spec))
 
     def _in_part(
         self,
@@ -269,7 +299,7 @@ class DiffusionDecoder:
         reads: frozenset[str],
         request: Request,
         p: Pass,
-        logits: Logits,
+        logits: RowLogits,
         constrained: Constrained | None,
     ) -> Candidates:
         """The candidates that the policy looks at, and the others only where it would choose of them."""
@@ -281,8 +311,7 @@ class DiffusionDecoder:
             targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
             best = None if constrained is None else constrained.best_of(targets - first, causal=spec.causal)
             parts.extend([] if best is None else [best])
-            sampling, banned = request.sampling, spec.banned_ids
-            return candidates(rows, targets, p.canvas, sampling, banned, best, self._scores, reads)
+            return self._judged(request, p.canvas, targets, rows, best, reads)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):
@@ -298,8 +327,10 @@ class DiffusionDecoder:
         """
         old = d.canvas.committed_at[positions] != MASKED
         edited = int(old.sum())
-        d.canvas.commit(positions[~old], tokens[~old], hold=True)
-        d.canvas.edit(positions[old], tokens[old])
+        if edited:
+            d.canvas.edit(positions[old], tokens[old])
+            positions, tokens = positions[~old], tokens[~old]
+        d.canvas.commit(positions, tokens, hold=True)
         d.edits += edited
         if d.commit.settled(d.canvas, edited):
             d.canvas.advance()
@@ -319,6 +350,7 @@ class DiffusionDecoder:
             mask_id=spec.mask_id,
             aligned=spec.attention is Attention.BLOCK_CAUSAL,
             places=encoded.places,
+            logit_shift=spec.logit_shift,
         )
         constrained = admitted.begun(request) if admitted is not None else None
         read = canvas.tokens
@@ -329,9 +361,12 @@ class DiffusionDecoder:
         embeddings, deep = embedded(self.model, read, encoded)
         reused = pages.shared * self.store.page_size
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)
+        ids_of_pages, guidance = guidance_of(request, self.model, canvas, embeddings, ids_of_pages)
+        if guidance is not None and encoded.past is not None:
+            raise Unimplemented("diffusion.cfg_scale is not available in video sessions: leave it out")
         commit = commit_policy(request, self._offered)
         begun = Prefilling(canvas, ids_of_pages, embeddings, commit, run=reused, reused=reused, deep=deep)
-        begun.constrained = constrained
+        begun.constrained, begun.guidance = constrained, guidance
         reduction = reduction_of(request)
         if reduction is not None:
             begun.reducing = self._reducer.begin(reduction, canvas.prompt_length, canvas.size, encoded.image_rows)

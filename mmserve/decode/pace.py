@@ -28,11 +28,35 @@ def tokens_of_step(canvas: Canvas, steps: int, done: int) -> int:
     return length // own + (done < length % own)
 
 
+def tokens_to_grid(canvas: Canvas, steps: int, done: int) -> int:
+    """Tokens that bring the block to its time grid after step number ``done`` (from 0): Dimple's schedule.
+
+    With S steps for the block's T tokens, ceil(T (S - j) / S) are left masked after j steps. A step aims at the first j
+    past its own number at which fewer are left than now, so one that lags catches up, and one that is ahead goes on to
+    the next point (yu-rp/Dimple, generation_utils.py, ``decoding_pipeline="dim"``). ``steps`` as of ``tokens_of_step``.
+    """
+    length, masked = canvas.block_to_fill(), len(canvas.block_masked())
+    own = steps_of_block(canvas, steps or canvas.new_tokens)
+    points = (-(-length * (own - j) // own) for j in range(done + 1, own))
+    return masked - next((left for left in points if left < masked), 0)
+
+
 def steps_of_block(canvas: Canvas, total: int) -> int:
     """The current block's share of ``total`` steps for the whole canvas: one at least, one an open position at most."""
     left, right = (p - canvas.prompt_length for p in (canvas.block_start, canvas.block_end))
     share = total * right // canvas.new_tokens - total * left // canvas.new_tokens
     return min(max(1, share), canvas.block_to_fill())
+
+
+def steps_of_whole_block(canvas: Canvas, total: int) -> int:
+    """The share of ``total`` steps of a whole block where the current one is: one at least, one a position at most.
+
+    A first block that begins within the prompt, or a last one that the canvas cuts, counts as if all of it were open.
+    """
+    left = canvas.block_of(canvas.block_start) - canvas.prompt_length
+    right = left + canvas.block_length
+    share = total * right // canvas.new_tokens - total * left // canvas.new_tokens
+    return min(max(1, share), canvas.block_length)
 
 
 def random_order(canvas: Canvas, seed: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Commit
+from mmserve.decode.commit.base import is_partial
 from mmserve.decode.constrained.step import led
 from mmserve.decode.forward import Pass
 from mmserve.decode.recompute.base import every_position
@@ -68,7 +69,8 @@ class Passes:
         rows = _own(rows, p.taken)
         if repairing is not None:
             rows = np.union1d(rows, repairing.rows())
-        return replace(self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted), deep=p.deep)
+        found = self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted)
+        return found if p.deep is None else replace(found, deep=p.deep)
 
     def _over(
         self,
@@ -89,6 +91,9 @@ class Passes:
             rows = rows[rows < canvas.block_end]
         if drafted is None:
             drafted = self._draft(canvas, commit) if spec.causal else canvas.tokens[:0]
+        if spec.causal and not len(drafted) and len(rows) == 1 and rows[0] == canvas.block_start - spec.logit_shift:
+            # The usual pass of a next-token model, whose block is its first masked position.
+            return Pass(canvas, pages, embeddings, rows, rows + spec.logit_shift, rows, int(rows[0]) + 1)
         targets = canvas.all_masked() if commit.whole_canvas or len(drafted) else canvas.block_masked()
         if commit.whole_block:
             targets = canvas.block()
@@ -100,6 +105,9 @@ class Passes:
         if spec.causal:
             targets = targets[: len(drafted) + 1]
         targets = targets[_within(targets, rows) | _within(targets - spec.logit_shift, rows)]
+        if is_partial(commit):
+            regarded = commit.regarded(canvas)
+            targets = np.union1d(targets, regarded[_within(regarded - spec.logit_shift, rows)])
         wanted = targets - spec.logit_shift
         visible = int(wanted[-1]) + 1 if spec.causal else canvas.size
         if spec.attention is Attention.BLOCK_CAUSAL:

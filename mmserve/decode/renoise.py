@@ -29,8 +29,9 @@ from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
 from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
-from mmserve.decode.state import Encoded, Stepped
+from mmserve.decode.state import Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.encode.encoded import Encoded
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas, Renoising

@@ -86,6 +86,7 @@ class ScheduledSampler:
             noise_L,
             index,
             steps=self.steps,
+            block_length=len(noise_L),
             mask_id=None,
             sampling=self.sampling,
             generator=generator,

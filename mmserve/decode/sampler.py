@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import ENTROPY, EVERY_FIGURE, GAP
 from mmserve.decode.constrained.best import Notes
-from mmserve.decode.logits import Logits, slices
+from mmserve.decode.logits import RowLogits, slices
 from mmserve.decode.scores import CountedNoise, Scores, scored
+from mmserve.models.base import ModelSpec
 
 #: Temperatures below this are greedy: dividing by them would leave the range of fp32.
 GREEDY_BELOW = 1e-4
@@ -25,8 +27,15 @@ _LARGEST = 1e30
 _SEED_MIX, _STEP_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Rows whose candidates are made together with those of other requests (``decode/together.py``)."""
+
+    candidates: Callable[[], Candidates]
+
+
 def candidates(
-    logits_nV: Tensor | Logits,
+    logits_nV: Tensor | RowLogits | Shared,
     positions: np.ndarray,
     canvas: Canvas,
     sampling: Sampling,
@@ -34,18 +43,28 @@ def candidates(
     best: Notes | None = None,
     scores: Scores | None = None,
     reads: frozenset[str] = EVERY_FIGURE,
+    mask_id: int | None = None,
+    *,
+    confident: bool = True,
 ) -> Candidates:
     """One token for each of ``positions`` (ascending), from the logits of those positions.
 
-    The confidence is the chosen token's probability before temperature and filters, as in LLaDA; gap and entropy are
-    of the same distribution, and are made only if ``reads`` names them. A drawn token depends on logits, seed, step and
+    The confidence is the chosen token's probability before temperature and filters; gap and entropy are of the same
+    distribution, and are made only if ``reads`` names them. ``mask_id``: a token of ``banned`` that is never chosen
+    and has its part in that distribution, as the mask has in the softmax of LLaDA's ``generate.py``; where it has the
+    highest logit, the gap is negative. With ``best`` the confidence leaves it out, and the probabilities that ``best``
+    notes do not. A drawn token depends on logits, seed, step and
     position only: not on the batch, nor on which positions were recomputed or asked for. The rows are judged slice by
     slice (``decode/logits.py``): no temporary is larger than one. ``best`` notes more of each row than its candidate,
     and may rule tokens out.
 
+    The confidence is 1 where it is not asked for (``confident``).
+
     With ``scores``, rows that nothing is noted of, greedy or drawn without filters, are judged by it in one pass. All
     noise is then counted, so that a seed draws from the same one with filters and without.
     """
+    if isinstance(logits_nV, Shared):
+        return logits_nV.candidates()
     held = _held(canvas) if sampling.repetition_penalty != 1 else None
     greedy = sampling.temperature < GREEDY_BELOW
     counted = None if greedy or scores is None else CountedNoise(canvas, sampling.seed)
@@ -61,8 +80,9 @@ def candidates(
             _penalise(logits, held, sampling.repetition_penalty)
         if fused is not None:
             draw = None if counted is None else counted.draw(offsets, sampling.temperature, logits.device)
-            judged.append(scored(fused, logits, banned, draw, reads))
+            judged.append(scored(fused, logits, banned, draw, reads, mask_id))
             continue
+        masks = None if mask_id is None else logits[:, mask_id].clone()
         if banned:
             logits.index_fill_(1, torch.tensor(banned, device=logits.device), -torch.inf)
         if best is not None:
@@ -77,12 +97,22 @@ def candidates(
             tokens = _largest(drawn)
         log_z = torch.logsumexp(logits, -1) if best is not None else None
         if best is not None and log_z is not None:
-            best.take(logits, log_z, tempered, drawn)
-        judged.append((tokens, *_figures(logits, tokens, log_z, reads)))
+            best.take(logits, log_z, tempered, drawn, masks)
+        if masks is not None:
+            logits[:, mask_id] = masks
+        if not confident and not reads:
+            judged.append((tokens, torch.ones(len(tokens)), None, None))
+            continue
+        judged.append((tokens, *_figures(logits, tokens, log_z, reads, masks)))
     tokens_n, confidence_n, gap_n, entropy_n = (_whole(parts) for parts in zip(*judged, strict=True))
     assert tokens_n is not None
     assert confidence_n is not None
     return Candidates(positions, tokens_n, confidence_n, gap_n, entropy_n)
+
+
+def judged_mask(spec: ModelSpec) -> int | None:
+    """The ``mask_id`` of ``candidates``: a next-token model has no mask in its softmax."""
+    return None if spec.causal else spec.mask_id
 
 
 def described(logits: Tensor, positions: np.ndarray, tokens: Tensor) -> Candidates:
@@ -117,10 +147,12 @@ def _whole(parts: Sequence[Tensor | None]) -> np.ndarray | None:
 
 
 def _figures(
-    logits: Tensor, tokens: Tensor, log_z: Tensor | None, reads: frozenset[str]
+    logits: Tensor, tokens: Tensor, log_z: Tensor | None, reads: frozenset[str], masks: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Confidence, gap and entropy ``[n]`` of ``tokens [n]`` under ``logits [n, V]``, whose exponentials sum to that of
-    ``log_z [n]`` where that is known. Gap and entropy are None unless ``reads`` names them."""
+    ``log_z [n]`` where that is known. Gap and entropy are None unless ``reads`` names them.
+
+    ``masks [n]``: the mask token's logits among those, which ``log_z`` is without."""
     logs = logits.log_softmax(-1) if log_z is None else None
     chosen = (logits if logs is None else logs).gather(-1, tokens[:, None])[:, 0]
     confidence = (chosen if log_z is None else chosen - log_z).exp()
@@ -128,8 +160,11 @@ def _figures(
     if GAP in reads:
         top = logits.topk(2, -1).values
         gap = top[:, 0] - top[:, 1]
+        gap = gap if masks is None else torch.where(masks >= top[:, 0], -gap, gap)
     if ENTROPY in reads:
-        logs = logits - log_z[:, None] if logs is None and log_z is not None else logs
+        if log_z is not None:
+            whole = log_z if masks is None else torch.logaddexp(log_z, masks)
+            logs = logits - whole[:, None]
         assert logs is not None
         entropy = torch.special.entr(logs.exp()).sum(-1)
     return confidence, gap, entropy
@@ -164,7 +199,7 @@ class _Noise:
     def rows(self, offsets: np.ndarray, vocabulary: int, device: torch.device) -> Tensor:
         """Noise ``[n, vocabulary]``, on ``device``, of positions so far right of the block's first; larger than any
         asked for before."""
-        exponential = torch.empty(len(offsets), vocabulary)
+        exponential = torch.ones(len(offsets), vocabulary)  # none is drawn left of the block: nothing is chosen there
         for row, offset in zip(exponential, offsets.tolist(), strict=True):
             while self._drawn <= offset:
                 row.exponential_(generator=self._generator)

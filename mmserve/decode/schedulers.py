@@ -65,16 +65,18 @@ class Discrete:
         index: int,
         *,
         steps: int,
+        block_length: int,
         mask_id: int | None,
         sampling: Sampling,
         generator: torch.Generator,
     ) -> Any:
         """The scheduler's output (rows of ``[1, L]``) after step ``index`` of ``steps`` on one block.
 
-        ``mask_id`` None: there are no masks. Past the last step the last one is repeated.
+        ``block_length``: positions of a whole block, of which the sample may hold a part. ``mask_id`` None: there are
+        no masks. Past the last step the last one is repeated.
         """
         scheduler = self.kind(**self.numbers)
-        optional = {"block_length": len(sample_L), "device": sample_L.device}
+        optional = {"block_length": block_length, "device": sample_L.device}
         known = inspect.signature(scheduler.set_timesteps).parameters
         scheduler.set_timesteps(steps, **{k: v for k, v in optional.items() if k in known})
         asked = {name: getattr(sampling, name) for name in _SAMPLING} | {"mask_token_id": mask_id}

@@ -7,6 +7,7 @@ and nothing is drawn for rows that nobody asks for. It is another than the CPU's
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -57,16 +58,45 @@ class CountedNoise:
 
 
 def scored(
-    scores: Scores, logits_nV: Tensor, banned: tuple[int, ...], draw: Draw | None, reads: frozenset[str]
+    scores: Scores,
+    logits_nV: Tensor,
+    banned: tuple[int, ...],
+    draw: Draw | None,
+    reads: frozenset[str],
+    mask_id: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Tokens, confidence, gap and entropy ``[n]`` of the rows, greedy without a ``draw``; the last two are None unless
     ``reads`` names them.
 
-    Where no token has a number for a logit, it is token 0, which nothing speaks for.
+    ``mask_id``: as of ``sampler.candidates``. Where no token has a number for a logit, it is token 0, which nothing
+    speaks for.
     """
     found = scores(logits_nV, banned=_ids(banned, logits_nV.device), draw=draw)
+    if mask_id is not None:
+        found = _with_mask(found, logits_nV, mask_id)
     gap, entropy = (found.gap if GAP in reads else None), (found.entropy if ENTROPY in reads else None)
     return found.tokens.clamp_min(0), found.token_log_probs.exp(), gap, entropy
+
+
+def _with_mask(found: CommitScores, logits_nV: Tensor, mask_id: int) -> CommitScores:
+    """``found``, whose figures leave out the banned token ``mask_id``, with figures that do not.
+
+    Adding one more outcome to a distribution takes its logit and the sum of exponentials so far: no second pass over
+    the vocabulary.
+    """
+    masks = logits_nV[:, mask_id].float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    some = found.ids[:, 0] >= 0
+    best = logits_nV.gather(-1, found.ids[:, :1].clamp_min(0))[:, 0].float()
+    log_z = torch.where(some, best - found.log_probs[:, 0], -torch.inf)
+    whole = torch.logaddexp(log_z, masks)
+    kept = torch.where(some, log_z - whole, 0.0)  # log of the probability of all others together
+    mask = torch.where(some, masks - whole, -torch.inf).exp()
+    return replace(
+        found,
+        gap=torch.where(some, torch.minimum(found.gap, best - masks), found.gap),
+        entropy=kept.exp() * (found.entropy - kept) + torch.special.entr(mask),
+        token_log_probs=found.token_log_probs + kept,
+    )
 
 
 @lru_cache(maxsize=16)

@@ -17,6 +17,7 @@ from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.decode.text import TextStream
+from mmserve.encode.encoded import DeepStack
 from mmserve.kv.reducer import Reducing
 
 
@@ -29,63 +30,6 @@ class Stepped:
     reason: str | None  # None = goes on; "end", "stop" or "length"
     pages: int | None = None  # how many it needs from now on; None = all that it has
     rows: int | None = None  # positions of its next pass; None = not known before
-
-
-@dataclass(frozen=True)
-class Span:
-    """The rows of a prompt that an image or a clip became, and what of it pruning left."""
-
-    start: int
-    stop: int
-    place: int  # where it begins for the rotary embedding: its first row stands there, unless that was pruned
-    clip: bool
-
-    def places_of(self, encoded: Encoded) -> np.ndarray:
-        """Where its rows stand, counted from where it begins: int64 ``[n]``, or ``[axes, n]``."""
-        if encoded.places is None:
-            return np.arange(self.stop - self.start)
-        return encoded.places[..., self.start : self.stop] - self.place
-
-    def visual_of(self, encoded: Encoded) -> tuple[np.ndarray, Tensor | None]:
-        """Which of its rows are visual tokens (int64, ascending), and those tokens ``[n, visual width]``."""
-        first, end = np.searchsorted(encoded.image_rows, [self.start, self.stop]).tolist()
-        features = None if encoded.features is None else encoded.features[first:end]
-        return encoded.image_rows[first:end] - self.start, features
-
-
-@dataclass(frozen=True)
-class Past:
-    """K/V of rows of a prompt that were computed before the request came, such as those of a stream of video.
-
-    Both ``[N, n, G, K]``, keys before rotation; nobody changes them while a request has them.
-    """
-
-    rows: np.ndarray  # int64 [n], ascending: which rows of the prompt they are of; never its last
-    keys: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Encode → prefill: the prompt as ids, and the visual tokens that stand at ``image_rows`` instead of embeddings."""
-
-    ids: np.ndarray  # int64 [prompt]
-    image_rows: np.ndarray  # int64 [visual tokens], ascending
-    features: Tensor | None  # [visual tokens, visual width]; None without images
-    companion_features: Tensor | None = None  # the same by the companion's tower, for policies that ask for it
-    places: np.ndarray | None = None  # int64 [prompt + 1], or [axes, prompt + 1]: see ``Canvas.create``
-    pruned: int = 0  # visual tokens that are gone
-    spans: tuple[Span, ...] = ()  # of each image and clip, in order
-    span_keys: tuple[bytes, ...] = ()  # of each, where its K/V are to be taken from elsewhere
-    past: Past | None = None  # rows that no pass runs: their K/V are there already
-
-
-@dataclass(frozen=True)
-class DeepStack:
-    """What a request's visual tokens add to the hidden states behind the first layers (see ``DeepRows``)."""
-
-    positions: np.ndarray  # int64 [n], ascending
-    features_nLD: Tensor
 
 
 @dataclass
@@ -120,6 +64,16 @@ class CompanionState:
     deep: DeepStack | None = None  # the companion's, of the prompt's visual tokens
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """The sequence of a guided request whose prompt is masks (``decode/guidance.py``): where its K/V and what passes
+    read are."""
+
+    scale: float
+    pages: np.ndarray  # int64 page ids, in order of position
+    embeddings: Tensor  # [N, D], current at every position
+
+
 @dataclass
 class Prefilling:
     """A request in prefill: its canvas, its pages and embeddings, and how many positions have been run."""
@@ -136,6 +90,7 @@ class Prefilling:
     constrained: Constrained | None = None
     deep: DeepStack | None = None
     reducing: Reducing | None = None  # where K/V are to be dropped
+    guidance: Guidance | None = None
 
 
 @dataclass
@@ -153,6 +108,7 @@ class Prefilled:
     deep: DeepStack | None = None  # for policies that run the prompt again
     reducing: Reducing | None = None
     taken: Taken | None = None
+    guidance: Guidance | None = None
 
 
 @dataclass
@@ -169,6 +125,7 @@ class Decoding:
     rows: np.ndarray | None = None  # positions of the next pass, from when they are chosen until it is done
     forwards: int = 1
     edits: int = 0  # committed tokens that were replaced
+    fresh: tuple[np.ndarray, np.ndarray] | None = None  # positions and tokens whose embeddings are not yet in place
 
     @property
     def canvas(self) -> Canvas:

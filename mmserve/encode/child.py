@@ -20,6 +20,7 @@ from PIL import Image
 import mmserve
 from mmserve.config import MediaConfig
 from mmserve.encode import wire
+from mmserve.encode.sampling import Sampled
 from mmserve.encode.watch import Watch
 from mmserve.errors import FieldViolation, InvalidArgument
 
@@ -44,12 +45,28 @@ class _Failed(RuntimeError):
 class Pictures:
     """An image, or frames of a clip in order: mode RGB, upright; ``seconds`` since the clip's first frame.
 
-    ``piece``: what else is known of a piece of a stream; its ``seconds`` are on the stream's clock.
+    ``piece``: what else is known of a piece of a stream; its ``seconds`` are on the stream's clock. ``details``:
+    whether each frame is to be looked at in detail (``Sampled.detail``); empty = all are. ``length``: seconds of the
+    whole video, None of images and pieces.
     """
 
     frames: tuple[Image.Image, ...]
     seconds: tuple[float, ...]
     piece: wire.PieceRead | None = None
+    details: tuple[bool, ...] = ()
+    length: float | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """That frames of these times are to come, None where that is not known, of a clip of so many seconds."""
+
+    seconds: tuple[float, ...] | None
+    length: float
+
+
+#: Takes the frames of a clip as they come; before the first of them, when they will be.
+Take = Callable[[Planned | Sampled], None]
 
 
 class Child:
@@ -95,17 +112,19 @@ class Child:
         """Whether it was ended for the processor time that it took; for its owner, after ``end``."""
         return self._process.returncode == -signal.SIGPROF
 
-    def decode(self, file: wire.MediaFile, limits: MediaConfig, watch: Watch) -> Pictures:
-        """The pictures of ``file``.
+    def decode(self, file: wire.MediaFile, limits: MediaConfig, watch: Watch, take: Take | None = None) -> Pictures:
+        """The pictures of ``file``; with ``take`` none of them, and each goes there as it comes.
 
         Raises ``InvalidArgument`` for bad files and ``Ended`` where the process ends; what ``watch`` raises is
         raised once the process has stopped decoding.
         """
         message: dict[str, Any] = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
         message["piece"] = None if file.piece is None else dataclasses.asdict(file.piece)
-        head = {**message, "resize": file.resize, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
+        message |= {"sampler": file.sampler, "window": file.window, "resize": file.resize}
+        head = {**message, "bytes": len(file.data), "limits": dataclasses.asdict(limits)}
         images: list[Image.Image] = []
         seconds: list[float] = []
+        details: list[bool] = []
         check, sent = watch.check, False
         try:
             self._write(wire.JOB + wire.packed(head), check)
@@ -116,9 +135,17 @@ class Child:
                     case {"pixels": pixels}:
                         watch.reserve(pixels)
                         self._write(wire.GO, check)
-                    case {"size": [width, height], "seconds": at}:
-                        images.append(self._picture(width, height, check))
+                    case {"size": [width, height], "seconds": at, "detail": detail}:
+                        image = self._picture(width, height, check)
+                        if take is not None:
+                            take(Sampled(at, image, detail))
+                            continue
+                        images.append(image)
                         seconds.append(at)
+                        details.append(detail)
+                    case {"plan": plan, "length": length}:
+                        if take is not None:
+                            take(Planned(None if plan is None else tuple(plan), length))
                     case last:
                         break
         except Ended:
@@ -131,7 +158,7 @@ class Child:
             raise
         self._finish(last)
         piece = None if file.piece is None else wire.PieceRead(tuple(last["details"]), last["end"], last["sampler"])
-        return Pictures(tuple(images), tuple(seconds), piece)
+        return Pictures(tuple(images), tuple(seconds), piece, tuple(details), last.get("length"))
 
     def kill(self) -> None:
         """End the process; its owner, if it waits, gets ``Ended``. For any thread."""
@@ -169,7 +196,7 @@ class Child:
                 match self._message(check):
                     case {"size": [width, height]}:
                         self._picture(width, height, check)
-                    case {"pixels": _}:
+                    case {"pixels": _} | {"plan": _}:
                         continue
                     case last:
                         self._finish(last)

@@ -9,19 +9,21 @@ import atexit
 import ctypes
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from mmserve.config import MediaConfig
-from mmserve.encode.child import Child, Ended, Pictures
+from mmserve.encode.child import Child, Ended, Pictures, Planned
+from mmserve.encode.handover import Handover
 from mmserve.encode.media import decode_image, named
-from mmserve.encode.sampling import packed, unpacked
+from mmserve.encode.sampling import Sampled, packed, unpacked
 from mmserve.encode.segments import Segment, collected, read_segment
-from mmserve.encode.video import read_video
-from mmserve.encode.watch import UNWATCHED
+from mmserve.encode.video import clip_frames
 from mmserve.encode.wire import MediaFile, Piece, PieceRead
 from mmserve.encode.worker import late
 from mmserve.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -48,6 +50,13 @@ class Decoders(Protocol):
         """Results in order. ``check`` is called often, from any thread, and raises to end all of the work."""
         ...
 
+    def chunks(
+        self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
+    ) -> Generator[Planned | T, None, None]:
+        """What ``make`` makes of every ``size`` frames of a clip, while those after them are decoded; at most a few
+        wait. Before them, which frames there will be. ``check`` as for ``map``."""
+        ...
+
     def open(self) -> None:
         """Count one more user."""
         ...
@@ -68,6 +77,26 @@ class InPlace:
             check()
             yield work(self._decode)
 
+    def chunks(
+        self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
+    ) -> Generator[Planned | T, None, None]:
+        plans: list[Planned] = []
+        frames: list[Sampled] = []
+
+        def plan(seconds: Sequence[float] | None, length: float) -> None:
+            plans.append(Planned(None if seconds is None else tuple(seconds), length))
+
+        for frame in clip_frames(file, self._limits, plan=plan):
+            yield from plans
+            plans.clear()
+            check()
+            frames.append(frame)
+            if len(frames) == size:
+                yield make(frames)
+                frames = []
+        if frames:
+            yield make(frames)
+
     def open(self) -> None:
         return
 
@@ -79,9 +108,10 @@ class InPlace:
             return _read_piece(file, file.piece, self._limits)
         if not file.clip:
             return Pictures((decode_image(file.data, self._limits, field=file.name),), (0.0,))
-        read = read_video(file.data, self._limits, frames=file.frames, rate=file.rate, field=file.name, watch=UNWATCHED)
-        seconds, images = zip(*read, strict=True)
-        return Pictures(images, seconds)
+        frames, length = collected(clip_frames(file, self._limits))
+        details = tuple(frame.detail for frame in frames)
+        times = tuple(f.seconds for f in frames)
+        return Pictures(tuple(f.image for f in frames), times, details=details, length=length)
 
 
 def _read_piece(file: MediaFile, piece: Piece, limits: MediaConfig) -> Pictures:
@@ -179,6 +209,7 @@ class DecodePool:
         self._queues: OrderedDict[object, deque[Callable[[], None]]] = OrderedDict()  # whose turn is next comes first
         self._threads: list[threading.Thread] = []
         self._working = self._held = 0  # threads at work; bytes that were decoded since memory was given back
+        self._away = 0  # threads whose file waits for the tower
         self._closed = False
         self._users = 0
 
@@ -192,6 +223,45 @@ class DecodePool:
 
     def map(self, works: Sequence[Work[T]], check: Check) -> Generator[T, None, None]:
         """As ``Decoders.map``; raises ``Unavailable`` where no process can be had, or after ``close``."""
+        with self._begun([partial(self._run, work) for work in works], check) as futures:
+            for future in futures:
+                yield future.result()
+
+    def chunks(
+        self, file: MediaFile, size: int, make: Callable[[list[Sampled]], T], check: Check
+    ) -> Generator[Planned | T, None, None]:
+        """As ``Decoders.chunks``; while chunks wait for the caller, another file may be decoded beside."""
+        handed: list[Handover[T]] = []
+
+        def read(check: Check) -> None:
+            def decode(taken: _Taken) -> None:
+                self._decode(file, taken, handed[0])
+                handed[0].flush()
+
+            handed[0].check = check
+            self._holding(decode, check)
+
+        handed.append(Handover(size, make, check, self._waiting))
+        with self._begun([read], check) as [future]:
+            yield from handed[0].chunks(future)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While the thread waits for somebody else, it does not count among those that decode."""
+        with self._changed:
+            self._away += 1
+            if self._queues:
+                self._start()
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away -= 1
+
+    @contextmanager
+    def _begun(self, works: Sequence[Callable[[Check], T]], check: Check) -> Iterator[list[Future[T]]]:
+        """Jobs that do ``works``, each given what to call often; when the context ends, so have they."""
         ended = False
 
         def checked() -> None:
@@ -207,13 +277,12 @@ class DecodePool:
             jobs: deque[Callable[[], None]] = deque()
             for work in works:
                 futures.append(Future())
-                jobs.append(_job(lambda work=work: self._run(work, checked), futures[-1], checked))  # type: ignore[misc]
+                jobs.append(_job(lambda work=work: work(checked), futures[-1], checked))  # type: ignore[misc]
             self._queues[owner] = jobs
             self._start()
             self._changed.notify_all()
         try:
-            for future in futures:
-                yield future.result()
+            yield futures
         finally:
             ended = True
             with self._changed:
@@ -238,7 +307,7 @@ class DecodePool:
 
     def _start(self) -> None:
         """One more thread, unless there are enough. Under the lock."""
-        if len(self._threads) < self._limits.decode_workers and not self._closed:
+        if len(self._threads) < self._limits.decode_workers + self._away and not self._closed:
             name = f"mmserve-media-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._loop, name=name, daemon=True))
             self._threads[-1].start()
@@ -251,6 +320,7 @@ class DecodePool:
             del job
             with self._changed:
                 self._working -= 1
+                self._changed.notify_all()
                 trim = not self._working and self._held > _TRIM_BYTES
                 if trim:
                     self._held = 0
@@ -266,7 +336,7 @@ class DecodePool:
                             job()  # only to say so: nothing runs after ``close``
                     self._queues.clear()
                     return None
-                if self._queues:
+                if self._queues and self._working - self._away < self._limits.decode_workers:
                     break
                 self._changed.wait()
             self._working += 1
@@ -278,17 +348,22 @@ class DecodePool:
             return job
 
     def _run(self, work: Work[T], check: Check) -> T:
+        return self._holding(lambda taken: work(lambda file: self._decode(file, taken)), check)
+
+    def _holding(self, work: Callable[[_Taken], T], check: Check) -> T:
         taken = _Taken(self.budget, self._limits, check)
         try:
-            return work(lambda file: self._decode(file, taken))
+            return work(taken)
         finally:
             self.budget.give_back(taken.bytes)
             with self._changed:
                 self._held += taken.bytes
 
-    def _decode(self, file: MediaFile, taken: _Taken) -> Pictures:
+    def _decode(self, file: MediaFile, taken: _Taken, handed: Handover[Any] | None = None) -> Pictures:
         for _ in range(_ASKED):
             taken.check()
+            if handed is not None:
+                handed.again()
             taken.name = file.name
             before = taken.bytes
             try:
@@ -296,7 +371,7 @@ class DecodePool:
             except OSError as error:
                 raise Unavailable("no process that decodes media can be started; try again later") from error
             try:
-                return child.decode(file, self._limits, taken)
+                return child.decode(file, self._limits, taken, None if handed is None else handed.take)
             except Ended:
                 child.end()
                 taken.back_to(before)

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
-from mmserve.core.request import ImagePart, Part, Request, TextPart, VideoPart
-from mmserve.decode.commit import ACCOMPANIED
-from mmserve.decode.state import Encoded, Span
+from mmserve.core.request import ImagePart, Part, PixelRange, Request, TextPart, VideoPart
+from mmserve.core.tuning import ACCOMPANIED
+from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Check, Decoders
+from mmserve.encode.encoded import Encoded, Span
 from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
-from mmserve.encode.visual import VISUAL, Loaded, Media, Viewer, Visual
+from mmserve.encode.visual import Loaded, Media, Viewer, Visual
+from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.attended import shown_by
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.chat import prompt_ids
+from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
 
 
@@ -73,8 +76,10 @@ class Encoder:
         self._look = PromptLook(model) if shown_by(model) and isinstance(model, LoadedModel) else None
 
     @torch.inference_mode()
-    def load(self, request: Request, check: Check = lambda: None) -> LoadedPrompt:
-        """A request's prompt with its media read, before any tower runs; to be closed after ``encode``.
+    def load(self, request: Request, check: Check = lambda: None, arriving: Arriving | None = None) -> LoadedPrompt:
+        """A request's prompt with its media read; to be closed after ``encode``. Towers have run of long clips alone.
+
+        ``arriving``: is told of a long clip, which must be the only media of the request, while it is read.
 
         Raises typed errors for bad media, for prompts too long as soon as that is known, and what ``check`` raises,
         which is called between frames.
@@ -84,7 +89,16 @@ class Encoder:
         def admit(rows: list[int]) -> None:
             self._check_room(request, prompt, rows)
 
-        return LoadedPrompt(prompt, self._viewer.load(media, admit, check))
+        look = None if arriving is None else _Arrivals(self, request, prompt, media[0], arriving)
+        return LoadedPrompt(prompt, self._viewer.load(media, admit, check, look))
+
+    def outline(self, request: Request, prompt: np.ndarray, item: Media, ids_R: np.ndarray) -> Encoded:
+        """The prompt of a request with one clip, whose row is ``ids_R``, before its visual tokens are there: zeros."""
+        model = self.model
+        count = int((ids_R == VISUAL).sum())
+        tokens = torch.zeros(count, model.width, dtype=model.dtype, device=model.device)
+        seen = Visual(tokens, ids_R, np.arange(len(ids_R)), np.full(count, -1), None, None)
+        return self._splice(request, prompt, [(item, seen)])
 
     @torch.inference_mode()
     def encode(
@@ -125,6 +139,7 @@ class Encoder:
         pruner = None if judged_by_decoder(pruner) else pruner
         several = sum(isinstance(part, ImagePart) for _path, part in _parts(request)) > 1
         among = several and any(vision is not None and vision.tells_several for vision in visions)
+        pixels = self._pixels(request, visions)
         found: list[Media] = []
         for path, part in _parts(request):
             match part:
@@ -132,13 +147,36 @@ class Encoder:
                     if any(vision is None for vision in visions):
                         raise self._blind(request, "images")
                     image = f"{path}.image", pruner, request.vision.amount, accompanied, among, request.tenant.cache
-                    found.append(Media(data, False, *image))
-                case VideoPart(data):
+                    found.append(Media(data, False, *image, pixels))
+                case VideoPart(data, sampling):
                     if self.model.spec.video_id is None or not all(v and v.frames_per_video for v in visions):
                         raise self._blind(request, "videos")
                     video = f"{path}.video", pruner, request.vision.amount, accompanied, False, request.tenant.cache
-                    found.append(Media(data, True, *video))
+                    found.append(Media(data, True, *video, pixels, sampling))
         return found
+
+    def _pixels(
+        self, request: Request, visions: Sequence[VisionEncoder | None]
+    ) -> tuple[PixelRange, PixelRange] | None:
+        """The pixels that a request asks for, None where it leaves them; ``InvalidArgument`` where a model has none to
+        choose, or they are more than its checkpoint's own."""
+        asked = request.vision.images, request.vision.videos
+        if asked == (PixelRange(), PixelRange()):
+            return None
+        for vision in visions:
+            own = None if vision is None else vision.pixel_limits
+            for stem, given, at in (("", asked[0], 0), ("video_", asked[1], 1)):
+                for name, value in ((f"{stem}min_pixels", given.least), (f"{stem}max_pixels", given.most)):
+                    if value is None:
+                        continue
+                    if own is None:
+                        why = f"the model {self.model.spec.name!r} resizes pictures to a size of its own; leave it out"
+                        raise InvalidArgument.of(f"vision.{name}", why)
+                    most = own[at].most
+                    if most is not None and value > most:
+                        why = f"must be at most {most}, the checkpoint's own {stem}max_pixels, not {value}"
+                        raise InvalidArgument.of(f"vision.{name}", why)
+        return asked
 
     def _blind(self, request: Request, what: str) -> FailedPrecondition:
         name, companion = self.model.spec.name, self._companion(request)
@@ -180,8 +218,7 @@ class Encoder:
                 why = f"the text holds {held - len(rows)} {kind} placeholders without {one}"
                 raise InvalidArgument.of("messages", why)
             if held < len(rows):
-                why = f"the model's chat format leaves out {one}: put it into a message of the user"
-                raise InvalidArgument.of("messages", why)
+                raise _left_out(request, kind, one)
             if placeholder is not None:
                 waiting[placeholder] = iter(rows)
         if (~np.isin(ids, list(waiting)) & (ids >= self.model.vocab_size)).any():
@@ -250,11 +287,41 @@ class Encoder:
                 )
 
 
+@dataclass(frozen=True)
+class _Arrivals:
+    """``watching.Look`` for one request."""
+
+    encoder: Encoder
+    request: Request
+    prompt: np.ndarray
+    item: Media
+    arriving: Arriving
+
+    def planned(self, ids_R: np.ndarray) -> None:
+        self.arriving.begin(self.encoder.outline(self.request, self.prompt, self.item, ids_R))
+
+    def arrived(self, tokens_kD: Tensor) -> None:
+        self.arriving.add(tokens_kD)
+
+
 def _parts(request: Request) -> Iterator[tuple[str, Part]]:
     """Every part with its path in the request message."""
     for m, message in enumerate(request.messages):
         for p, part in enumerate(message.parts):
             yield f"messages[{m}].parts[{p}]", part
+
+
+def _left_out(request: Request, kind: str, one: str) -> InvalidArgument:
+    """The error for an image or video that the chat template does not write; it names one that no user sent."""
+    wanted = ImagePart if kind == "image" else VideoPart
+    roles = [message.role for message in request.messages for _part in message.parts]
+    for role, (path, part) in zip(roles, _parts(request), strict=True):
+        if isinstance(part, wanted) and role != "user":
+            where = f"is in a message of the role {role!r}, where the model's chat template leaves out {one}"
+            return InvalidArgument.of(f"{path}.{kind}", f"{where}: put it into a message of the user")
+    return InvalidArgument.of(
+        "messages", f"the model's chat format leaves out {one}: put it into a message of the user"
+    )
 
 
 def _text_rows(ids: np.ndarray) -> _Rows:

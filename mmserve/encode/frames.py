@@ -87,26 +87,29 @@ class Footage:
         """Seconds from the beginning of the first frame to ``time`` (ticks)."""
         return float((time - self.index.times[0]) * self.tick)
 
-    def pick(self, wanted: Sequence[int], watch: Watch) -> Iterator[tuple[int, Image.Image]]:
+    def pick(self, wanted: Sequence[int], watch: Watch, window: int = 0) -> Iterator[tuple[int, Image.Image]]:
         """The frames of these indices (ascending) of ``index.times``: the tick at which each begins, RGB, upright.
 
         The first after it where its packet shows none; each once. The pixels are reserved before. Where there is much
-        to decode, ``MediaConfig.decode_threads`` threads do it, each from a keyframe on.
+        to decode, ``MediaConfig.decode_threads`` threads do it, each from a keyframe on. ``window``: how many of the
+        frames the caller holds at once; 0 = all.
         """
         limits, field = self._limits, self._field
-        reserved = len(wanted) * self.width * self.height
-        _check_sampled(reserved, limits, field)
-        watch.reserve(reserved)
         threads = self._threads(runs := self.index.runs(wanted))
-        found = in_parallel(self, runs, threads, watch) if threads > 1 else self.sequence(wanted, watch)
-        held, last = 0, None
+        ahead = 2 * threads if window and threads > 1 else None
+        most = min(len(wanted), window + (ahead or 0)) if window else len(wanted)
+        _check_sampled(len(wanted) * self.width * self.height, limits, field)
+        watch.reserve(reserved := most * self.width * self.height)
+        found = in_parallel(self, runs, threads, watch, ahead) if threads > 1 else self.sequence(wanted, watch)
+        seen, last = 0, None
         with closing(found) as frames:
             for time, image in frames:
-                held += image.width * image.height  # which a stream may change on its way
-                _check_sampled(held, limits, field)
-                if held > reserved:
-                    watch.reserve(held - reserved)
-                    reserved = held
+                seen += image.width * image.height  # which a stream may change on its way
+                _check_sampled(seen, limits, field)
+                needed = most * image.width * image.height if window else seen
+                if needed > reserved:
+                    watch.reserve(needed - reserved)
+                    reserved = needed
                 if last is None or time > last:
                     last = time
                     yield time, image

@@ -22,10 +22,14 @@ _AHEAD_PIXELS = 48_000_000
 
 
 def in_parallel(
-    footage: Footage, runs: Sequence[Sequence[int]], threads: int, watch: Watch
+    footage: Footage, runs: Sequence[Sequence[int]], threads: int, watch: Watch, ahead: int | None = None
 ) -> Generator[tuple[int, Image.Image], None, None]:
-    """As ``Footage.sequence``, of the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread."""
-    order = _Order(runs, max(2 * threads, _AHEAD_PIXELS // (footage.width * footage.height)), watch)
+    """As ``Footage.sequence``, of the frames in ``runs`` (``Index.runs``). ``watch.check`` is called by any thread.
+
+    ``ahead``: how many frames may wait for those before them; None = as many as there is room for.
+    """
+    room = max(2 * threads, _AHEAD_PIXELS // (footage.width * footage.height)) if ahead is None else ahead
+    order = _Order(runs, room, watch)
     workers = [threading.Thread(target=order.work, args=(footage, i > 0), daemon=True) for i in range(threads)]
     try:
         for worker in workers:

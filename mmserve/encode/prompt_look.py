@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.decode.embedding import deep_rows, embedded
-from mmserve.decode.state import Encoded
+from mmserve.encode.embedding import deep_rows, embedded
+from mmserve.encode.encoded import Encoded
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
 from mmserve.prune.base import OF_DECODER, Look, Pruner

@@ -17,10 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from mmserve.core.own_frames import OwnFrames
+
 #: A frame this much before its moment (seconds) is taken for it: containers round times to a millisecond.
 TOLERANCE = 0.65e-3
 #: Side in pixels of what is left of a frame where frames are compared.
 _FEATURE_SIDE = 16
+#: The default similarity that separates scenes (see ``Scene``).
+SCENE_RATE, SCENE_FRAMES, SCENE_SIMILARITY = 2.0, 4, 0.97
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,16 @@ class FixedRate:
     def still(self, seconds: float, image: Image.Image) -> Sampled:
         """As ``Sampler.still``."""
         self.next = max(self.next, self._after(seconds))
-        moment = (self.next - 1) / self.rate
-        return Sampled(moment if seconds < moment <= seconds + TOLERANCE else seconds, image)
+        return Sampled(self._moment(seconds), image)
+
+    def planned(self, times: Sequence[float]) -> list[float]:
+        """The times that frames which ``look`` named, at ``times``, will have."""
+        return [self._moment(seconds) for seconds in times]
+
+    def _moment(self, seconds: float) -> float:
+        """The time that a frame at ``seconds`` has: that of the moment it was taken for, if it begins just before."""
+        moment = (self._after(seconds) - 1) / self.rate
+        return moment if seconds < moment <= seconds + TOLERANCE else seconds
 
     def _after(self, seconds: float) -> int:
         """The first moment after that of a frame at ``seconds``."""
@@ -156,11 +168,16 @@ class Scene:
     ``similarity`` begins a scene (segments by similarity of consecutive frames: TDC, arXiv 2504.10443). A scene's
     first frame is chosen at once, with ``detail``; the others, without, after 1, 2, 4... intervals, so that nothing
     has to be known of how long a scene will be.
+
+    The default similarity was measured on 60 generated clips one after the other, 764 frames, 2 a second: 98.3% of
+    frames are at least 0.97 like the one before in the same clip, and 78% of the cuts are below it (0.9: 100% and 8%;
+    0.95: 99.3% and 56%; 0.98: 94.3% and 90%); the same after H.264 at CRF 35 with noise. Cuts of these clips keep the
+    background, as few cuts of films do.
     """
 
-    rate: float = 2.0
-    frames: int = 4
-    similarity: float = 0.9
+    rate: float = SCENE_RATE
+    frames: int = SCENE_FRAMES
+    similarity: float = SCENE_SIMILARITY
     pace: FixedRate | None = None
     feature: list[float] = field(default_factory=list)  # of the frame before
     seen: int = 0  # frames of the current scene
@@ -242,6 +259,28 @@ class SlowFast:
         return dataclasses.replace(frame, detail=detail)
 
 
+@dataclass(frozen=True)
+class ProcessorFrames(OwnFrames):
+    """The frames that a model's own processor takes, of a whole file."""
+
+    @property
+    def interval(self) -> float:
+        """As ``Sampler.interval``."""
+        return 1 / self.rate if self.rate else 1.0
+
+    def look(self, times: Sequence[float], end: float) -> list[int]:
+        """As ``Sampler.look``; ``end - times[0]`` is the length of the file."""
+        return self.chosen(len(times), end - times[0])
+
+    def take(self, seconds: float, image: Image.Image) -> Sampled | None:
+        """As ``Sampler.take``."""
+        return Sampled(seconds, image)
+
+    def still(self, seconds: float, image: Image.Image) -> Sampled:
+        """As ``Sampler.still``."""
+        return Sampled(seconds, image)
+
+
 def feature(image: Image.Image) -> np.ndarray:
     """A small picture of a frame, its values counted from mid-grey, as a unit vector (float64)."""
     small = image.convert("RGB").resize((_FEATURE_SIDE, _FEATURE_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
@@ -264,4 +303,4 @@ def unpacked(message: Mapping[str, Any]) -> Sampler:
     return sampler
 
 
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (FixedRate, FixedCount, Scene, SlowFast)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (FixedRate, FixedCount, ProcessorFrames, Scene, SlowFast)}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 
 from mmserve.config import MediaConfig
 from mmserve.encode.containers import CONTAINERS, cut_off, file_demuxer, looks_like
-from mmserve.encode.frames import opened
+from mmserve.encode.frames import Footage, opened
 from mmserve.encode.index import NO_FRAMES
-from mmserve.encode.media import too_large
-from mmserve.encode.sampling import spread
+from mmserve.encode.media import named, too_large
+from mmserve.encode.sampling import FixedRate, ProcessorFrames, Sampled, Sampler, spread, unpacked
 from mmserve.encode.watch import UNWATCHED, Watch
+from mmserve.encode.wire import MediaFile
 from mmserve.errors import InvalidArgument
+
+#: Called with the seconds of the frames of a clip before they are decoded, or None, and its length.
+Plan = Callable[[Sequence[float] | None, float], None]
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,11 @@ def read_video(
     rate: float = 0.0,
     field: str = "video",
     watch: Watch = UNWATCHED,
-) -> Iterator[tuple[float, Image.Image]]:
+    window: int = 0,
+    plan: Plan = lambda _seconds, _length: None,
+) -> Generator[tuple[float, Image.Image], None, float]:
     """At most ``frames`` frames of an MP4, MOV, Matroska, WebM or AVI file, spread evenly over its time, each with the
-    seconds since the first frame of the file.
+    seconds since the first frame of the file; it returns the seconds of the whole file.
 
     Of a short one there are ``rate`` a second, one at least (0 = no fewer). Which frames is ``spread``'s choice. Only
     what they need is decoded: packets are read once, and decoding goes on from where it is unless a keyframe lies
@@ -52,7 +60,78 @@ def read_video(
     Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, without video, damaged or
     cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
     those that are looked at, which are in memory at once).
+
+    ``window``: as of ``MediaFile``. ``plan`` is called once, with the seconds of the frames that will come, and those
+    of the whole file; a damaged or unusual file may turn out to have other frames.
     """
+    with _footage(data, limits, field) as footage:
+        if rate:
+            frames = min(frames, max(1, round(rate * footage.seconds)))
+        found = False
+        wanted = spread(footage.index.times, footage.index.end, frames)
+        plan([footage.at(footage.index.times[number]) for number in wanted], footage.seconds)
+        for time, image in footage.pick(wanted, watch, window):
+            found = True
+            yield footage.at(time), image
+        if not found:
+            raise InvalidArgument.of(field, NO_FRAMES)
+        return footage.seconds
+
+
+def sample_video(
+    data: bytes,
+    limits: MediaConfig,
+    sampler: Sampler,
+    *,
+    field: str = "video",
+    watch: Watch = UNWATCHED,
+    window: int = 0,
+    plan: Plan = lambda _seconds, _length: None,
+) -> Generator[Sampled, None, float]:
+    """As ``read_video``, the frames that ``sampler`` chooses of the file.
+
+    ``InvalidArgument``, too, where it would look at more than ``limits.max_sampled_frames``.
+    """
+    with _footage(data, limits, field) as footage:
+        times = [footage.at(time) for time in footage.index.times]
+        wanted = sampler.look(times, footage.seconds)
+        if len(wanted) > limits.max_sampled_frames:
+            why = f"the limit is {limits.max_sampled_frames} {named('max_sampled_frames')}: ask for fewer a second"
+            raise InvalidArgument.of(field, f"has {len(wanted)} frames to be looked at; {why}")
+        found = False
+        taken = [times[number] for number in wanted]
+        if isinstance(sampler, FixedRate):
+            taken = sampler.planned(taken)
+        plan(taken if isinstance(sampler, FixedRate | ProcessorFrames) else None, footage.seconds)
+        for time, image in footage.pick(wanted, watch, window):
+            chosen = sampler.take(footage.at(time), image)
+            if chosen is not None:
+                found = True
+                yield chosen
+        if not found:
+            raise InvalidArgument.of(field, NO_FRAMES)
+        return footage.seconds
+
+
+def clip_frames(
+    file: MediaFile, limits: MediaConfig, watch: Watch = UNWATCHED, plan: Plan = lambda _seconds, _length: None
+) -> Generator[Sampled, None, float]:
+    """The frames of a clip that ``file`` asks for, by ``sample_video`` or ``read_video``; returns its length."""
+    common: dict[str, Any] = {"field": file.name, "watch": watch, "window": file.window, "plan": plan}
+    if file.sampler is not None:
+        return (yield from sample_video(file.data, limits, unpacked(file.sampler), **common))
+    read = read_video(file.data, limits, frames=file.frames, rate=file.rate, **common)
+    while True:
+        try:
+            seconds, image = next(read)
+        except StopIteration as ended:
+            return float(ended.value)
+        yield Sampled(seconds, image)
+
+
+@contextmanager
+def _footage(data: bytes, limits: MediaConfig, field: str) -> Iterator[Footage]:
+    """The opened file, within ``limits``."""
     if not data:
         raise InvalidArgument.of(field, "is empty (0 bytes)")
     if len(data) > limits.max_item_bytes:
@@ -63,11 +142,4 @@ def read_video(
     if cut_off(data, demuxer):
         raise InvalidArgument.of(field, "is cut off: the file is shorter than its header says")
     with opened(data, demuxer, limits, field) as footage:
-        if rate:
-            frames = min(frames, max(1, round(rate * footage.seconds)))
-        found = False
-        for time, image in footage.pick(spread(footage.index.times, footage.index.end, frames), watch):
-            found = True
-            yield footage.at(time), image
-        if not found:
-            raise InvalidArgument.of(field, NO_FRAMES)
+        yield footage

@@ -5,6 +5,7 @@ Shapes in names: K visual tokens that are left, R rows of the prompt (visual tok
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,22 +16,20 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from mmserve.config import MediaConfig
-from mmserve.core.request import Amount
+from mmserve.core.request import Amount, PixelRange, VideoSampling
 from mmserve.encode.cache import EncoderCache, Entry
 from mmserve.encode.decoding import Check, Decode, Decoders, InPlace
 from mmserve.encode.keys import digest, media_digest, settings_digest, software, weights_digest
 from mmserve.encode.places import axis_places
+from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed_grids, details_of, fewest_pieces
+from mmserve.encode.watching import VISUAL, Look, Watching, clip_file, ids_of, prepared_clip
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import Model
-from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, VisionEncoder
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
-
-#: Stands in a row of ids where a visual token does.
-VISUAL = -1
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Media:
     accompanied: bool  # the companion looks at it, too
     among: bool = False  # one of several images, where a model that looks tells them from an only one
     cache: str = ""  # the part of the caches that its tenant uses
+    pixels: tuple[PixelRange, PixelRange] | None = None  # of images and of videos; None = the checkpoint's own
+    sampling: VideoSampling | None = None  # which frames of a clip; None = as the model's own settings say
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Visual:
     """The visual tokens of one image or clip, as the cache has them: not to be changed."""
 
     tokens_KD: Tensor
-    ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` where a visual token stands
+    ids_R: np.ndarray  # int64: the row before pruning, ``VISUAL`` for each visual token
     places: np.ndarray  # int64, ascending: which rows pruning left, all text among them
     grid_K: np.ndarray  # int64: which grid of patches a token is of; -1 = none, such as a class token or a separator
     beside_KD: Tensor | None  # the companion's, in the same places
@@ -76,7 +77,7 @@ class _Eye:
         settings = vision.settings()
         computes = f"{model.dtype} {model.device.type}".encode()
         spelling = model.tokenizer.backend_tokenizer.to_str().encode()  # of the text between visual tokens
-        frames = f"{vision.frames_per_video} {vision.frames_per_second}".encode()
+        frames = _frames_of(vision)
         tokens = digest(weights_digest(vision), settings_digest(settings), computes, spelling, frames, software())
         return cls(model, vision, digest(settings_digest(settings["processor"]), software()), tokens)
 
@@ -105,10 +106,18 @@ class Viewer:
         self._decoders = decoders or InPlace(media)
         self._eye = _Eye.of(model)
         self._second = _Eye.of(model.companion) if model.companion is not None else None
+        self._tower = threading.Lock()  # a tower shows its evidence to one run at a time
 
-    def load(self, items: Sequence[Media], admit: Callable[[list[int]], None], check: Check = lambda: None) -> Loaded:
+    def load(
+        self,
+        items: Sequence[Media],
+        admit: Callable[[list[int]], None],
+        check: Check = lambda: None,
+        look: Look | None = None,
+    ) -> Loaded:
         """Read a request's items: each is decoded and prepared once, whoever else has the same, and kept until closed.
 
+        Of long clips the frames go through the tower as they come, and ``look`` is told of that.
         As items are read, ``admit`` is told how many rows of the prompt each will be, 0 where that is not known yet:
         what it raises is raised here, and so is what ``check`` raises, which is called between frames. Raises
         ``InvalidArgument`` for bad media.
@@ -117,6 +126,9 @@ class Viewer:
         try:
             fits = self._fitting(items)
             loaded.entries = loaded._held.enter_context(self.cache.tokens.found(loaded.keys, fits))
+            for i, item in enumerate(items):
+                if loaded.entries[i] is None and self._streams(item):
+                    self._watch(loaded, i, admit, check, look)
             self._read(loaded, admit, check)
         except BaseException:
             loaded.close()
@@ -147,6 +159,33 @@ class Viewer:
             found = [one.entries[i] for one, i in flat]
             yield [self._visual(next(made) if entry is None else entry) for entry in found]
 
+    def _streams(self, item: Media) -> bool:
+        """Whether the frames of ``item`` go through the tower as they come: not those that all go together anyway."""
+        if not item.clip or len(self._eyes(item)) > 1 or self._eye is None:
+            return False
+        vision = self._eye.vision
+        chosen = chosen_frames(item.sampling, vision.frames_per_video, vision.frames_per_second, vision.own_frames)
+        return vision.frames_at_once > 0 and (chosen.sampler is not None or chosen.frames > vision.frames_at_once)
+
+    def _watch(
+        self, loaded: Loaded, i: int, admit: Callable[[list[int]], None], check: Check, look: Look | None
+    ) -> None:
+        """Fill ``loaded.entries[i]`` of a clip: decoded, prepared and seen a few frames at a time."""
+        assert self._eye is not None
+        item, eye = loaded.items[i], self._eye
+
+        def rows(count: int) -> None:
+            admit([count if n == i else self._rows_of(loaded, n) for n in range(len(loaded.items))])
+
+        def make(_chosen: list[int]) -> list[Entry]:
+            watching = Watching(eye.model, eye.vision, item.path, item.sampling, _needs(item), self._tower)
+            picture = watching.picture(self._decoders, item.data, rows, check, look)
+            return [self._entry(item, [picture])]
+
+        fits = self._fitting([item])
+        [entry] = loaded._held.enter_context(self.cache.tokens.lease([loaded.keys[i]], make, fits, check))
+        loaded.entries = [entry if n == i else one for n, one in enumerate(loaded.entries)]
+
     def _fitting(self, items: Sequence[Media]) -> Callable[[int, Entry], bool]:
         def fits(i: int, entry: Entry) -> bool:
             kinds = [(eye.model.dtype, eye.model.width) for eye in self._eyes(items[i])]
@@ -168,6 +207,10 @@ class Viewer:
 
     def _file(self, item: Media) -> bytes:
         kind = "clip" if item.clip else "image among others" if item.among else "image"
+        if item.pixels is not None:
+            kind += f" {item.pixels[item.clip]!r}"
+        if item.sampling is not None:
+            kind += f" {item.sampling!r} {self.media.max_sampled_frames}"
         return media_digest(kind, item.data, self.media, item.cache)
 
     def _visual(self, entry: Entry) -> Visual:
@@ -190,7 +233,10 @@ class Viewer:
         if i not in loaded.prepared:
             return 0
         assert self._eye is not None
-        pieces = self._eye.vision.pieces(loaded.prepared[i][0], clip=loaded.items[i].clip)
+        prepared = loaded.prepared[i][0]
+        pieces = self._eye.vision.pieces(prepared, clip=loaded.items[i].clip)
+        if DETAILS in prepared:
+            pieces = fewest_pieces(pieces, detailed_grids(prepared[DETAILS], self._eye.vision.frames_per_grid))
         return len(ids_of(pieces, self._eye.model.tokenizer))
 
     def _make(self, items: list[Media], prepared: list[list[Prepared]], check: Check) -> list[Entry]:
@@ -215,7 +261,9 @@ class Viewer:
         for at, eye in enumerate(self._eyes(items[0])):
             model, wanted = eye.model, frozenset() if at else _needs(items[0])
             batch = [{**p[at], "pixels": p[at]["pixels"].to(model.device, model.dtype)} for p in prepared]
-            by_eye.append(eye.vision.see(batch, wanted, clip=items[0].clip))
+            with self._tower:
+                seen = eye.vision.see(batch, wanted, clip=items[0].clip)
+            by_eye.append([_detailed(one, p[at], eye.vision) for one, p in zip(seen, prepared, strict=True)])
         return [list(of_item) for of_item in zip(*by_eye, strict=True)]
 
     def _read(self, loaded: Loaded, admit: Callable[[list[int]], None], check: Check) -> None:
@@ -246,21 +294,29 @@ class Viewer:
         loaded.prepared = dict(found)
 
     def _pixel_key(self, item: Media, eye: _Eye) -> bytes:
-        frames = eye.vision.frames_per_video if item.clip else 1
-        return digest(self._file(item), f"{frames} {eye.vision.frames_per_second}".encode(), eye.pixels)
+        return digest(self._file(item), _frames_of(eye.vision) if item.clip else b"", eye.pixels)
 
     def _prepare(self, item: Media, eyes: list[_Eye], decode: Decode) -> list[Prepared]:
         """What each of ``eyes`` takes of an item."""
         first = eyes[0].vision
-        frames = first.frames_per_video if item.clip else 1
+        visions = [eye.vision if item.pixels is None else eye.vision.within(*item.pixels) for eye in eyes]
         resizes = {eye.vision.first_resize(clip=item.clip, among=item.among) for eye in eyes}
         resize = resizes.pop() if len(resizes) == 1 else None
-        decoded = decode(MediaFile(item.data, item.clip, item.path, frames, first.frames_per_second, resize))
+        if item.clip:
+            file = clip_file(item.data, item.path, item.sampling, first, resize)
+        else:
+            file = MediaFile(item.data, False, item.path, resize=resize)
+        decoded = decode(file)
         try:
             if item.clip:
-                return [eye.vision.prepare_clip(decoded.frames, decoded.seconds) for eye in eyes]
+                details = details_of(item.sampling, decoded.details or (True,) * len(decoded.frames))
+                extra = {} if all(details) else {DETAILS: torch.tensor(details)}
+                return [
+                    {**prepared_clip(vision, decoded.frames, decoded.seconds, decoded.length), **extra}
+                    for vision in visions
+                ]
             [image] = decoded.frames
-            return [eye.vision.prepare_among(image) if item.among else eye.vision.prepare(image) for eye in eyes]
+            return [vision.prepare_among(image) if item.among else vision.prepare(image) for vision in visions]
         except CannotPrepare as error:
             raise InvalidArgument.of(item.path, str(error)) from error
 
@@ -323,18 +379,15 @@ def _needs(item: Media) -> frozenset[Evidence]:
     return item.pruner.needs if item.pruner is not None else frozenset()
 
 
-def ids_of(pieces: Sequence[Text | int], tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """The row of ids (int64) that a picture of these ``pieces`` becomes, ``VISUAL`` where a visual token stands."""
-    row: list[int] = []
-    for piece in pieces:
-        match piece:
-            case int(count):
-                row += [VISUAL] * count
-            case str(text):
-                row += tokenizer.encode(text, add_special_tokens=False)
-            case ids:
-                row += ids
-    return torch.tensor(row, dtype=torch.int64)
+def _frames_of(vision: VisionEncoder) -> bytes:
+    """All that decides which frames of a video file are looked at where a request does not say."""
+    return repr((vision.frames_per_video, vision.frames_per_second, vision.own_frames)).encode()
+
+
+def _detailed(picture: Picture, prepared: Prepared, vision: VisionEncoder) -> Picture:
+    if DETAILS not in prepared:
+        return picture
+    return compacted(picture, detailed_grids(prepared[DETAILS], vision.frames_per_grid))
 
 
 def _grid_of(picture: Picture) -> Tensor:

@@ -1,9 +1,10 @@
 """What the server and the processes that decode media say to each other.
 
 The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
-``STOP`` at any time. The process answers with messages: ``pixels`` (so many will be held), ``size`` (a picture; its
-RGB bytes follow, ``rows_of_band`` rows at a time), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a
-piece of a stream, ``done`` has the fields of ``PieceRead`` beside it.
+``STOP`` at any time. The process answers with messages: ``plan`` (of a clip with a ``window``: its length, and seconds
+of the frames that will come, where they are known), ``pixels`` (so many will be held), ``size`` (a picture; its RGB
+bytes follow, ``rows_of_band`` rows at a time), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a piece
+of a stream, ``done`` has the fields of ``PieceRead`` beside it; for a video, its ``length`` in seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class MediaFile:
 
     ``resize``: width and height that every picture is resized to by this filter of pillow, where that is the first
     thing done to it anyway; a decoder may leave it to whoever takes the pictures. ``piece``: what is decoded then is a
-    piece of a stream.
+    piece of a stream. ``sampler`` (``sampling.packed``): chooses the frames of a clip, in place of ``frames`` and
+    ``rate``. ``window``: of a clip whose frames are used as they come, how many the server holds at once; 0 = all.
     """
 
     data: bytes = field(repr=False)
@@ -61,6 +63,8 @@ class MediaFile:
     rate: float = 0.0
     resize: tuple[int, int, int] | None = None
     piece: Piece | None = None
+    sampler: dict[str, Any] | None = None
+    window: int = 0
 
 
 def packed(message: dict[str, Any]) -> bytes:

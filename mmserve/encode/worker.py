@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from PIL import Image
 from mmserve.config import MediaConfig
 from mmserve.encode import wire
 from mmserve.encode.media import OUT_OF_MEMORY, decode_image
-from mmserve.encode.sampling import packed, unpacked
+from mmserve.encode.sampling import Sampled, packed, unpacked
 from mmserve.encode.segments import Segment, read_segment
-from mmserve.encode.video import read_video
+from mmserve.encode.video import clip_frames
 from mmserve.errors import InvalidArgument
 from mmserve.priority import lower_priority
 
@@ -94,7 +94,8 @@ def main() -> None:
         limits = MediaConfig(**message["limits"])
         resize = tuple(message["resize"]) if message["resize"] else None
         piece = wire.Piece(**message["piece"]) if message["piece"] else None
-        file = wire.MediaFile(data, message["clip"], message["name"], message["frames"], message["rate"], resize, piece)
+        kept = {name: message[name] for name in ("clip", "name", "frames", "rate", "sampler", "window")}
+        file = wire.MediaFile(data, resize=resize, piece=piece, **kept)
         # The backstop, where a decoder does not come to its next frame.
         signal.setitimer(signal.ITIMER_PROF, limits.decode_seconds + 1)
         most = _BASE_BYTES + _BYTES_A_PIXEL * limits.max_pixels
@@ -113,9 +114,18 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
     try:
         if file.piece is not None:
             return {"done": watch.decoded, **_decode_piece(file, file.piece, limits, watch)}
-        for seconds, image in _pictures(file, limits, watch):
-            _send_picture(_resized(image, file), seconds, watch)
-        return {"done": watch.decoded}
+        if not file.clip:
+            image = decode_image(file.data, limits, field=file.name, watch=watch)
+            _send_picture(_resized(image, file), Sampled(0.0, image), watch)
+            return {"done": watch.decoded}
+        plan = _send_plan if file.window else lambda _seconds, _length: None
+        frames = clip_frames(file, limits, watch, plan)
+        while True:
+            try:
+                frame = next(frames)
+            except StopIteration as ended:
+                return {"done": watch.decoded, "length": ended.value}
+            _send_picture(_resized(frame.image, file), frame, watch)
     except Stopped:
         return {"stopped": watch.decoded}
     except InvalidArgument as error:
@@ -137,14 +147,11 @@ def _decode_piece(file: wire.MediaFile, piece: wire.Piece, limits: MediaConfig, 
         except StopIteration as ended:
             return {"details": details, "end": ended.value, "sampler": packed(sampler)}
         details.append(frame.detail)
-        _send_picture(_resized(frame.image, file), frame.seconds, watch)
+        _send_picture(_resized(frame.image, file), frame, watch)
 
 
-def _pictures(file: wire.MediaFile, limits: MediaConfig, watch: Watched) -> Iterator[tuple[float, Image.Image]]:
-    if file.clip:
-        yield from read_video(file.data, limits, frames=file.frames, rate=file.rate, field=file.name, watch=watch)
-    else:
-        yield 0.0, decode_image(file.data, limits, field=file.name, watch=watch)
+def _send_plan(seconds: Sequence[float] | None, length: float) -> None:
+    _send({"plan": None if seconds is None else list(seconds), "length": length})
 
 
 def _resized(image: Image.Image, file: wire.MediaFile) -> Image.Image:
@@ -154,8 +161,8 @@ def _resized(image: Image.Image, file: wire.MediaFile) -> Image.Image:
     return image.resize((width, height), resample)
 
 
-def _send_picture(image: Image.Image, seconds: float, watch: Watched) -> None:
-    _send({"size": image.size, "seconds": seconds})
+def _send_picture(image: Image.Image, frame: Sampled, watch: Watched) -> None:
+    _send({"size": image.size, "seconds": frame.seconds, "detail": frame.detail})
     rows = wire.rows_of_band(image.width)
     for top in range(0, image.height, rows):
         watch.check_stop()

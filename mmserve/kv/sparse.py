@@ -22,7 +22,7 @@ from mmserve.errors import ConfigError
 from mmserve.kv.store import KVStore, Read, written_pages
 from mmserve.models.base import LoadedModel
 
-#: TidalDecode's first layers see everything, the next one chooses, and so does the 14th of 32, once more.
+#: TidalDecode's first layers see everything, layer 2 (from 0) chooses, and so does layer 13 of 32, once more.
 _DENSE_LAYERS, _AGAIN = 2, 11 / 30
 #: Share of a head's channels that DoubleSparse scores with.
 _CHANNELS = 4
@@ -37,15 +37,17 @@ class View:
     keys: Callable[[], Tensor]  # [L, G, K]
     bounds: Callable[[], tuple[Tensor, Tensor]]  # [C, G, K] each: smallest and largest keys of the pages
     rows: Rows
+    before_ABC: Tensor | None = None  # what the same builder made in the layer before, from the third layer on
 
 
 Builder = Callable[[View], Tensor]
-#: Builders by their name in the configuration; to add one: an estimate, and a line here. ``random`` and ``oracle``,
-#: which takes more than it spares, are there to be compared with.
+#: Builders by their name in the configuration; to add one: an estimate, and a line here. Where an estimate differs from
+#: the method that it is named after, its docstring says how. ``random`` and ``oracle``, which takes more time than it
+#: saves, are there to be compared with.
 PREFILL: dict[str, Builder] = {
     "vertical_slash": lambda view: estimates.by_lines(view.q_RHK, view.keys(), view.rows),
     "query_aware": lambda view: estimates.by_means(view.q_RHK, view.keys(), view.rows),
-    "segments": lambda view: estimates.by_segments(view.q_RHK, view.keys(), view.rows),
+    "segments": lambda view: estimates.by_segments(view.q_RHK, view.keys(), view.rows, view.before_ABC),
     "sink_window": lambda view: estimates.by_distance(view.rows),
     "random": lambda view: estimates.at_random(view.rows, view.layer),
     "oracle": lambda view: estimates.by_attention(view.q_RHK, view.keys(), view.rows),
@@ -116,12 +118,13 @@ class Sparse:
         touched = None if self._bounds is None else self._bounds.touched(ragged)
         positions = [torch.from_numpy(r).to(self._store.device) for r in rows]
         kept: list[BlockIndex] = []  # of the layer that chose last
+        before: list[Tensor | None] = [None] * len(rows)  # what was estimated for each request in it
 
         def read(layer: int, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor) -> Tensor:
             if self._bounds is not None and touched is not None:
                 self._bounds.update(layer, k_PSGK, *touched)
             if selection is not None and (selection.builder != "tidal" or layer in choosing):
-                kept[:] = [self._index(selection, layer, q_THK, k_PSGK, ragged, positions)]
+                kept[:] = [self._index(selection, layer, q_THK, k_PSGK, ragged, positions, before)]
             if selection is None or layer in dense:
                 return self._store.dense(q_THK, k_PSGK, v_PSGK, ragged)
             made: Tensor = self._op.run(q_THK, k_PSGK, v_PSGK, ragged, kept[0])
@@ -136,12 +139,20 @@ class Sparse:
         return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
 
     def _index(
-        self, s: Selection, layer: int, q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, positions: list[Tensor]
+        self,
+        s: Selection,
+        layer: int,
+        q_THK: Tensor,
+        k_PSGK: Tensor,
+        ragged: Ragged,
+        positions: list[Tensor],
+        before: list[Tensor | None],
     ) -> BlockIndex:
+        """What each request's rows look at in ``layer``; ``before`` takes the estimates, for the layer after it."""
         build = (DECODE if s is self.decode else PREFILL)[s.builder]
         groups = k_PSGK.shape[2]
         masks, start = [], 0
-        for at, length, table in zip(positions, ragged.kv_lengths, ragged.page_tables, strict=True):
+        for i, (at, length, table) in enumerate(zip(positions, ragged.kv_lengths, ragged.page_tables, strict=True)):
             here = slice(start, start + len(at))
             start += len(at)
             limit = None if ragged.kv_limit is None else ragged.kv_limit[here]
@@ -152,8 +163,10 @@ class Sparse:
                 partial(_gathered, k_PSGK, table, length),
                 partial(self._pages, layer, table, length),
                 rows,
+                before[i] if layer > 1 else None,
             )
-            mask = s.mask(build(view), rows)
+            estimate = before[i] = build(view)
+            mask = s.mask(estimate, rows)
             masks.append(mask.expand(groups, -1, -1) if len(mask) == 1 else mask)
         return block_index(masks, s.row_block, s.kv_block)
 

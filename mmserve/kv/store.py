@@ -102,10 +102,8 @@ class KVStore:
         request: 1 is causal attention, None full. ``prompts``: of each request, how many of its first positions see
         nothing but each other. ``whole``: each request in one piece.
         """
-        slots = [
-            table[r // self.page_size] * self.page_size + r % self.page_size
-            for r, table in zip(rows, tables, strict=True)
-        ]
+        size = self.page_size
+        slots = [table[r // size] * size + r % size for r, table in zip(rows, tables, strict=True)]
         pieces = [_Piece(len(r), n, table) for r, n, table in zip(rows, lengths, tables, strict=True)]
         limits = None
         if block is not None:

@@ -85,7 +85,7 @@ def prompt_ids(
 
     try:
         return encoded(tokenizer, chat, render, special_tokens=special_tokens)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
 
 

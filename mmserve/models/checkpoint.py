@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmserve.errors import ConfigError
 
+ADAPTER = "adapter_config.json"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 #: dtypes that weights are served in, by the name that configuration files use.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,6 +25,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 #: Tensors that old checkpoints store although they follow from the configuration.
 COMPUTED = (".position_ids", ".inv_freq")
+#: Tensors that an error names.
+_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,6 @@ class Target:
     dtype: torch.dtype
     device: torch.device
     hub: bool = False
-
-
-_log = logging.getLogger(__name__)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -152,19 +152,36 @@ class Weights:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, filled[id(parameter)])
 
-    def leave(self, prefix: str) -> None:
-        """Take the tensors under ``prefix`` for read: they are known not to be needed."""
-        self.read.update(name for name in self._files if name.startswith(prefix))
+    def leave(self, *patterns: str) -> None:
+        """Mark the tensors that match one of ``patterns`` (``*`` and ``?``) as read: they are not needed."""
+        for pattern in patterns:
+            self.read.update(fnmatch.filter(self._files, pattern))
 
-    def warn_unread(self, prefixes: tuple[str, ...] = ("",)) -> list[str]:
-        """Log the tensors under ``prefixes`` that nothing has read, and return their names."""
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors are equal, as stored; both are then read, or only ``one``."""
+        self.read.add(one)
+        first, second = (self._stored(name, torch.device("cpu")) for name in (one, other))
+        equal = first.shape == second.shape and torch.equal(first, second)
+        self.read.update({other} if equal else ())
+        return equal
+
+    def check_all_read(self, prefixes: tuple[str, ...] = ("",)) -> None:
+        """Raise ``ConfigError`` naming tensors under ``prefixes`` that nothing has read: the model computes something
+        that is not implemented."""
         unread = sorted(
             n for n in self._files.keys() - self.read if n.startswith(prefixes) and not n.endswith(COMPUTED)
         )
-        if unread:
-            shown = ", ".join(unread[:20]) + (f" and {len(unread) - 20} more" if len(unread) > 20 else "")
-            _log.warning("%s: %d tensors are not used: %s", self.source, len(unread), shown)
-        return unread
+        self.refuse(unread)
+
+    def refuse(self, unused: Sequence[str]) -> None:
+        """Raise ``ConfigError`` naming the ``unused`` tensors, if there are any."""
+        if unused:
+            shown = ", ".join(unused[:_SHOWN]) + (f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
+            raise ConfigError(
+                f"{self.source}: {len(unused)} tensors are not used: {shown}. The model that they belong to is not "
+                "implemented, or not what config.json describes; if it does not need them, name them in "
+                "unused_tensors under [[models]]"
+            )
 
     def _place(self, name: str) -> Path:
         return self.folder / self._files[name]
@@ -207,6 +224,12 @@ class Checkpoint:
         """Open a directory without reading any weights; raises ``ConfigError`` saying what is missing."""
         if not folder.is_dir():
             raise ConfigError(f"there is no model directory {folder}")
+        if (folder / ADAPTER).is_file() and not Weights.has(folder):
+            base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+            raise ConfigError(
+                f"{folder} holds only an adapter ({ADAPTER}) of {base!r}, not a model: merge it into that model (peft: "
+                "merge_and_unload, then save_pretrained with the tokenizer) and serve the merged folder"
+            )
         config = read_json(folder / CONFIG)
         if config.get("quantization_config"):
             raise ConfigError(f"{folder / CONFIG}: quantization_config is not supported; use a plain checkpoint")

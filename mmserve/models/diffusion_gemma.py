@@ -52,6 +52,7 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(f"{checkpoint.folder} has no tensor {missing[0]}")
+    checkpoint.weights.refuse(sorted(set(report["unexpected_keys"]) - checkpoint.weights.read))
     config = network.config
     if len(tokenizer) > config.text_config.vocab_size:
         raise ConfigError(

@@ -12,9 +12,10 @@ from typing import Any
 from mmserve.errors import ConfigError
 from mmserve.models.decoder import DecoderConfig
 from mmserve.models.keys import Keys
-from mmserve.models.layouts import LLADA, LLADA2, layout_of
+from mmserve.models.layouts import LLADA, layout_of
 from mmserve.models.moe import MoEConfig
 from mmserve.models.rotary import Llama3Scaling, frequency_axes
+from mmserve.models.switches import LLAMA, MIXTURE, QWEN2, QWEN3, check_switches, refuse_text_model
 
 #: Switches of LLaDA's own configuration, and the values of them that ``Decoder`` implements.
 _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
@@ -31,41 +32,41 @@ _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "input_emb_norm": (False, None),
     "scale_logits": (False, None),
     "multi_query_attention": (False, None),
+    "clip_qkv": (None,),
 }
-_HF_SWITCHES: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "partial_rotary_factor": (1, None),
-}
-#: ``model_type`` whose decoder is Qwen2's (biased queries, keys and values), or Qwen3's (normed queries and keys).
-_QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "llava_dream", "dimple")
-_QWEN3 = ("qwen3", "qwen3_vl", "sdar")
 _QWEN3_HEAD = 128  # where its configuration does not say ``head_dim``
 
 
+#: Keys that LLaDA2 has and ``_from_llada2`` reads.
+_LLADA2_READ = frozenset({"num_experts", "partial_rotary_factor", "use_bias", "use_qk_norm", "use_qkv_bias"})
 _LLADA2_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "norm_head": (False, None),
     "norm_topk_prob": (True, None),
     "score_function": ("sigmoid", None),
     "moe_router_enable_expert_bias": (True, None),
     "use_rmsnorm": (True, None),
-    "use_sliding_window": (False, None),
 }
 
 
 def decoder_config(keys: Keys) -> DecoderConfig:
     """Dimensions from a ``config.json`` of either layout; raises ``ConfigError`` naming the key and its value."""
     try:
-        return _reader(keys.values)(keys)
+        return _reader(keys)(keys)
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{keys.path}: {error}") from error
 
 
-def _reader(config: Mapping[str, Any]) -> Callable[[Keys], DecoderConfig]:
-    if config.get("model_type") in (*_QWEN2, *_QWEN3):
+def _reader(keys: Keys) -> Callable[[Keys], DecoderConfig]:
+    kind = keys.values.get("model_type")
+    if kind in (*QWEN2, *QWEN3):
         return _from_qwen
-    if layout_of(config) is LLADA2:
+    if kind in MIXTURE:
         return _from_llada2
-    return _from_llada if layout_of(config) is LLADA else _from_hugging_face
+    if layout_of(keys.values) is LLADA:  # its own keys: no other configuration has ``d_model``
+        return _from_llada
+    if kind in LLAMA:
+        return _from_llama
+    raise refuse_text_model(keys)
 
 
 def _from_llada(keys: Keys) -> DecoderConfig:
@@ -88,8 +89,14 @@ def _from_llada(keys: Keys) -> DecoderConfig:
     )
 
 
+def _from_llama(keys: Keys) -> DecoderConfig:
+    """As transformers' ``modeling_llama.py`` and ``modeling_mistral.py``."""
+    check_switches(keys)
+    return _from_hugging_face(keys)
+
+
 def _from_hugging_face(keys: Keys) -> DecoderConfig:
-    keys.check(_HF_SWITCHES)
+    """What the configurations of LLaMA, Qwen and LLaDA2 have in common."""
     theta, scaling, axes = _rotary(keys)
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if keys.values.get("head_dim") is None:
@@ -164,12 +171,9 @@ def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
 
 def _from_qwen(keys: Keys) -> DecoderConfig:
     """As transformers' ``modeling_qwen2.py`` and ``modeling_qwen3.py``; ``sliding_window`` alone means nothing."""
-    keys.check({"use_sliding_window": (False, None)})
-    kinds = set(keys.values.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ConfigError(f"{keys.path}: layer_types {sorted(map(str, kinds))} are not supported")
+    check_switches(keys)
     values = {name: value for name, value in keys.values.items() if name != "sliding_window"}
-    if keys.values["model_type"] in _QWEN2:
+    if keys.values["model_type"] in QWEN2:
         config = _from_hugging_face(Keys(values, keys.path))
         return replace(config, qkv_bias=True, out_bias=False, mlp_bias=False)
     if values.get("head_dim") is None:
@@ -179,6 +183,7 @@ def _from_qwen(keys: Keys) -> DecoderConfig:
 
 def _from_llada2(keys: Keys) -> DecoderConfig:
     """As ``configuration_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini, with its defaults."""
+    check_switches(keys, read=_LLADA2_READ)
     keys.check(_LLADA2_SWITCHES)
     given = keys.values
     defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 16_384}

@@ -60,7 +60,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     spec = _spec(sources)
     decoder = load_decoder(checkpoint, config, target, HUGGING_FACE)
     vision = _vision(checkpoint, target, config.hidden_size)
-    checkpoint.weights.warn_unread()
+    checkpoint.weights.check_all_read()
     return LoadedModel(spec, decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
 
 

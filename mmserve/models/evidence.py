@@ -8,7 +8,7 @@ Shapes in names: B pictures, N positions, H heads, K head size, C = H * K.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from mmserve.prune.base import Evidence
 
 #: What a tower without a class token shows, and what only one with it does.
 OF_PATCHES = frozenset({Evidence.COLUMN_MEANS, Evidence.KEYS, Evidence.FIRST_FEATURES})
-OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
+OF_CLASS = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW, Evidence.LAST_CLS_ROW})
 #: Numbers held at once of products of queries and keys: pictures are taken some at a time.
 _SLICE_ELEMENTS = 1 << 24
 
@@ -39,17 +39,35 @@ class ShownLayer:
 def layers_of(tower: nn.Module) -> list[ShownLayer]:
     """The layers of a CLIP-style tower."""
     layers: Any = tower.get_submodule("encoder.layers")
-    found = (layer.self_attn for layer in layers)
+    return shown_layers(layers)
+
+
+def shown_layers(layers: Iterable[nn.Module]) -> list[ShownLayer]:
+    """Layers of a CLIP-style tower as those that show their attention."""
+    found: list[Any] = [layer.self_attn for layer in layers]
     return [ShownLayer(a.q_proj, a.k_proj, a.num_heads, a.scale) for a in found]
 
 
 class Watched:
-    """What is seen of one run of a tower."""
+    """What is seen of one run of a tower.
 
-    def __init__(self, layers: Sequence[ShownLayer], selected: int, wanted: frozenset[Evidence]) -> None:
-        self._wanted = wanted
+    ``later``: layers of a CLIP-style tower that follow those that run, which ``LAST_CLS_ROW`` alone needs.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ShownLayer],
+        selected: int,
+        wanted: frozenset[Evidence],
+        *,
+        later: Sequence[nn.Module] = (),
+    ) -> None:
         scored = layers[max(0, len(layers) + selected)]  # made those features; for the embeddings, the first
-        self._layers = {kind: layers[0] if kind is Evidence.FIRST_CLS_ROW else scored for kind in wanted}
+        where = {Evidence.FIRST_CLS_ROW: layers[0], Evidence.LAST_CLS_ROW: layers[-1]}
+        self._layers = {kind: where.get(kind, scored) for kind in wanted}
+        self._later = later if Evidence.LAST_CLS_ROW in wanted else ()
+        if self._later:
+            del self._layers[Evidence.LAST_CLS_ROW]
         self._made: dict[nn.Module, Tensor] = {}
 
     @contextmanager
@@ -69,12 +87,13 @@ class Watched:
                 hook.remove()
 
     def _asked(self) -> set[nn.Module]:
-        keyed = {self._layers[kind] for kind in self._wanted if kind is not Evidence.FIRST_FEATURES}
-        queried = {self._layers[kind] for kind in self._wanted - {Evidence.KEYS, Evidence.FIRST_FEATURES}}
+        unqueried = {Evidence.KEYS, Evidence.FIRST_FEATURES}
+        keyed = {layer for kind, layer in self._layers.items() if kind is not Evidence.FIRST_FEATURES}
+        queried = {layer for kind, layer in self._layers.items() if kind not in unqueried}
         return {layer.keys for layer in keyed} | {layer.queries for layer in queried}
 
     def evidence(self, hidden: Sequence[Tensor], *, first: int) -> dict[Evidence, Tensor]:
-        """What is wanted, ``[B, patches]`` or ``[B, patches, C]``, in fp32.
+        """What is wanted, ``[B, patches]``, ``[B, patches, K]`` (keys) or ``[B, patches, C]`` (features), in fp32.
 
         ``hidden``: the tower's hidden states ``[B, N, C]``, from the embeddings on; ``first``: where patches begin, 1
         behind a class token.
@@ -82,18 +101,34 @@ class Watched:
         found: dict[Evidence, Tensor] = {}
         for kind, layer in self._layers.items():
             match kind:
-                case Evidence.CLS_ROW | Evidence.FIRST_CLS_ROW:
+                case Evidence.CLS_ROW | Evidence.FIRST_CLS_ROW | Evidence.LAST_CLS_ROW:
                     found[kind] = class_row(layer, *self._queries_and_keys(layer))[:, first:]
                 case Evidence.COLUMN_MEANS:
                     found[kind] = column_means(layer, *self._queries_and_keys(layer))[:, first:]
                 case Evidence.KEYS:
-                    found[kind] = self._made[layer.keys][:, first:].float()
+                    found[kind] = mean_keys(self._made[layer.keys][:, first:], layer.heads)
                 case Evidence.FIRST_FEATURES:
                     found[kind] = hidden[1][:, first:].float()
+        if self._later:
+            found[Evidence.LAST_CLS_ROW] = self._last_row(hidden[-1])[:, first:]
         return found
+
+    def _last_row(self, x_BNC: Tensor) -> Tensor:
+        """The class token's row in the last of the ``later`` layers, of what the layers before them made."""
+        *between, last = self._later
+        for layer in between:
+            x_BNC = layer(x_BNC, None)
+        [shown] = shown_layers([last])
+        x_BNC = last.get_submodule("layer_norm1")(x_BNC)
+        return class_row(shown, shown.queries(x_BNC), shown.keys(x_BNC))
 
     def _queries_and_keys(self, layer: ShownLayer) -> tuple[Tensor, Tensor]:
         return self._made[layer.queries], self._made[layer.keys]
+
+
+def mean_keys(keys_BNC: Tensor, heads: int) -> Tensor:
+    """Keys averaged over ``heads``, as ToMe and VisionZip compare them: fp32 ``[B, N, K]``."""
+    return keys_BNC.unflatten(-1, (heads, -1)).float().mean(-2)
 
 
 def class_row(layer: ShownLayer, q_BNC: Tensor, k_BNC: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ The models of the family differ in how their ``ModelSpec`` comes about and in th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.decoder import Decoder, DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
-from mmserve.models.layouts import Layout, layout_of
+from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Layout, layout_of
 from mmserve.models.picture import VisionEncoder
 from mmserve.models.towers import load_vision
 from mmserve.models.vision import LlavaVision
@@ -71,11 +71,13 @@ def load_family(
         )
     )
     decoder = load_decoder(checkpoint, config, target, layout_of(checkpoint.config))
+    if not images:
+        checkpoint.weights.leave(f"{TOWER}*", f"{PROJECTOR}*", NEWLINE)  # the configuration names no tower
     seeing = vision(decoder) if vision is not None else None
     if images and seeing is None:
         seeing = llava = load_vision(checkpoint, config.hidden_size, target)
         _check_frame_text(keys, tokenizer, llava)
-    checkpoint.weights.warn_unread()
+    checkpoint.weights.check_all_read()
     return LoadedModel(made, decoder, tokenizer, seeing, target.dtype, target.device)
 
 
@@ -187,7 +189,16 @@ def check_vocabulary(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast,
 
 
 def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, layout: Layout) -> Decoder:
-    """The decoder with the checkpoint's weights, which lie in ``layout``, frozen and in eval mode."""
+    """The decoder with the checkpoint's weights, which lie in ``layout``, frozen and in eval mode.
+
+    As in transformers, an output layer that the checkpoint has although the configuration ties it to the embeddings is
+    the model's own unless the two are equal.
+    """
+    head, embed, weights = layout.tensor("head.weight"), layout.tensor("embed.weight"), checkpoint.weights
+    if config.tie_embeddings and head in weights:
+        tied = target.device.type == "meta" or weights.same(head, embed)
+        weights.leave(head)
+        config = replace(config, tie_embeddings=tied)
     with torch.device("meta"):
         decoder = Decoder(config)
     names = layout.names(decoder)

@@ -15,19 +15,19 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optim
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from mmserve.errors import ConfigError
-from mmserve.models.checkpoint import Checkpoint, Target, read_json
+from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.evidence import OF_CLASS, OF_PATCHES, ShownLayer
 from mmserve.models.keys import Keys
-from mmserve.models.nested import load_part, read_processor
+from mmserve.models.nested import load_part, read_processor, several
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower, with_parts
+from mmserve.models.processors import of_frames, video_settings
+from mmserve.models.shuffle import AT_ONCE, ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
 _BEGIN, _END = "<img>", "</img>"
 #: What the chat template says of a clip, so that it and the text before are split into tokens together.
 CLIP_BEGIN = "Frame"
-_VIDEO_SETTINGS = "video_preprocessor_config.json"
 #: Frames of a video where its settings do not say: what InternVL's own examples take.
 FRAMES = 8
 
@@ -63,7 +63,9 @@ class InternVision(VisionEncoder):
         columns, rows = get_optimal_tiled_canvas((image.height, image.width), size, p.min_patches, p.max_patches)
         return {"pixels": _pixels(p([image], return_tensors="np")), "grid": torch.tensor([rows, columns])}
 
-    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+    def prepare_clip(
+        self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
+    ) -> Prepared:
         """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
         assert self._frames is not None
         pixels = _pixels(self._frames(list(frames), return_tensors="np"))
@@ -71,6 +73,14 @@ class InternVision(VisionEncoder):
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
         return _picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
+
+    frames_at_once = AT_ONCE
+
+    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+        return self.tower(some["pixels"], wanted)
+
+    def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
+        return joined(_clip(tiles))
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
@@ -89,7 +99,7 @@ def load_intern_vision(checkpoint: Checkpoint, target: Target, config: Any, pref
         lambda: InternVLMultiModalProjector(config), f"{prefix}multi_modal_projector.", checkpoint, target
     )
     frames = video_frames(folder)
-    one_tile = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False) if frames else None
+    one_tile = _frame_processor(folder, config) if frames else None
     return InternVision(shuffled_tower(config, tower, projector), processor, one_tile, frames)
 
 
@@ -100,7 +110,9 @@ def check_fit(folder: Path, config: Any, processor: Any) -> None:
     keys.check({"vision_feature_select_strategy": ("default",), "downsample_ratio": (0.5, 0.25, 1.0)})
     select, layers = config.vision_feature_layer, vision.num_hidden_layers
     if not isinstance(select, int) or isinstance(select, bool) or not -layers - 1 <= select <= layers:
-        raise ConfigError(f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers")
+        raise ConfigError(
+            f"{keys.path}: vision_feature_layer = {select!r} is not one of the tower's {layers} layers{several(select)}"
+        )
     size = (processor.size.height, processor.size.width)
     if tuple(vision.image_size) != size or size[0] != size[1]:
         raise ConfigError(f"{folder}: the image processor makes tiles of {size}, the tower takes {vision.image_size}")
@@ -124,8 +136,19 @@ def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> Shuff
 
 def video_frames(folder: Path) -> int:
     """Frames that a video is sampled at; 0 where the checkpoint has no settings for videos."""
-    path = folder / _VIDEO_SETTINGS
-    return Keys(read_json(path), path).integer("num_frames", default=FRAMES) if path.is_file() else 0
+    path, settings = video_settings(folder)
+    return 0 if settings is None else Keys(settings, path).integer("num_frames", default=FRAMES)
+
+
+def _frame_processor(folder: Path, config: Any) -> Any:
+    """What makes one tile of a clip's frame, with the video processor's own settings where it has any."""
+    path, settings = video_settings(folder)
+    processor = read_processor(GotOcr2ImageProcessorPil, folder, crop_to_patches=False, **of_frames(settings))
+    size = (processor.size.height, processor.size.width)
+    if tuple(config.vision_config.image_size) != size:
+        tower = config.vision_config.image_size
+        raise ConfigError(f"{path}: the video processor makes frames of {size}, the tower takes {tower}")
+    return processor
 
 
 def _pixels(made: Any) -> Tensor:
@@ -140,7 +163,7 @@ def _picture(tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
 
 
 def _clip(frames: Sequence[Tile]) -> list[Tile | Text]:
-    """A clip's row behind ``CLIP_BEGIN``, as ``InternVLProcessor`` writes it."""
+    """A clip's row after ``CLIP_BEGIN``, as ``InternVLProcessor`` writes it."""
     parts: list[Tile | Text] = []
     for i, frame in enumerate(frames, start=1):
         parts += [f"{_END}\n{CLIP_BEGIN}" * (i > 1) + f"{i}: {_BEGIN}", frame]

@@ -21,7 +21,8 @@ from mmserve.errors import ConfigError
 from mmserve.models.anyres import Anyres, check_pinpoints
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
 from mmserve.models.keys import Keys
-from mmserve.models.nested import UNREADABLE, read_processor
+from mmserve.models.nested import UNREADABLE, read_processor, several
+from mmserve.models.processors import of_frames, video_settings
 from mmserve.models.towers import KINDS, load_tower
 from mmserve.models.vision import LlavaVision, NewlineProjector, VideoSettings, mlp_projector
 
@@ -70,7 +71,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
     side = int(tower_config.image_size)
     whole = (side // int(tower_config.patch_size)) ** 2
     select = _select_layer(config.vision_feature_layer, tower_config.num_hidden_layers, keys)
-    tower, absent = load_tower(kind, tower_config, weights, f"{prefix}vision_tower.", select, target)
+    tower, later, absent = load_tower(kind, tower_config, weights, f"{prefix}vision_tower.", select, target)
     with torch.device("meta"):
         projector: torch.nn.Module = mlp_projector("mlp2x_gelu", tower_config.hidden_size, width)
     names = {
@@ -99,6 +100,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
         anyres=anyres,
         frames=frames,
         several=OneOfSeveral(processor) if checkpoint.architecture == "llava_onevision" else None,
+        later=later,
     )
     if anyres is None and kind.has_cls and not cut:
         vision.tokens_per_image = whole + 1
@@ -107,7 +109,9 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
 
 def _select_layer(value: Any, layers: int, keys: Keys) -> int:
     if not isinstance(value, int) or not -layers - 1 <= value <= layers:
-        raise ConfigError(f"{keys.path}: vision_feature_layer = {value!r} is not one of the tower's {layers} layers")
+        raise ConfigError(
+            f"{keys.path}: vision_feature_layer = {value!r} is not one of the tower's {layers} layers{several(value)}"
+        )
     return value if value < 0 else value - layers - 1
 
 
@@ -130,7 +134,12 @@ def _tile_processors(architecture: str, folder: Path) -> tuple[Any, Any]:
         return processor, None
     processor = read_processor(LlavaOnevisionImageProcessorPil, folder)
     settings = ("size", "resample", "image_mean", "image_std", "do_rescale", "rescale_factor", "do_normalize")
-    return processor, SiglipImageProcessorPil(**{name: getattr(processor, name) for name in settings})
+    values = {name: getattr(processor, name) for name in settings}
+    path, video = video_settings(folder)
+    frames = SiglipImageProcessorPil(**{**values, **of_frames(video, without=("max_image_size",))})
+    if (frames.size.height, frames.size.width) != (processor.size.height, processor.size.width):
+        raise ConfigError(f"{path}: the video processor's size {dict(frames.size)} is not the image processor's")
+    return processor, frames
 
 
 def _anyres(config: Any, processor: Any, tile: int, keys: Keys) -> Anyres:

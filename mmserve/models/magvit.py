@@ -103,7 +103,7 @@ def load_magvit(weights: Weights, device: torch.device) -> MagvitEncoder:
         encoder = MagvitEncoder(MagvitConfig.of(weights))
     names = {name: f"{PREFIX}{name}" for name, _ in encoder.named_parameters()}
     weights.fill(encoder, names, torch.float32, device)
-    weights.warn_unread((PREFIX,))
+    weights.check_all_read((PREFIX,))
     return encoder.eval()
 
 

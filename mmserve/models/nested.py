@@ -24,6 +24,7 @@ from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_de
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, Layout
 from mmserve.models.picture import VisionEncoder
+from mmserve.models.switches import NESTED, refuse_text_model
 
 #: What cannot be read of a configuration or a processor raises one of these.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
@@ -43,6 +44,13 @@ def read_processor(kind: type[Any], folder: Path, **changes: Any) -> Any:
         return kind.from_pretrained(folder, local_files_only=True, **changes)
     except UNREADABLE as error:
         raise ConfigError(f"{folder}: the image processor's settings cannot be read: {error}") from error
+
+
+def several(layers: object) -> str:
+    """What an error adds where a configuration names several layers of a tower."""
+    if not isinstance(layers, list | tuple):
+        return ""
+    return f": features of several layers ({len(layers)} here) side by side are not implemented, only those of one"
 
 
 def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -78,13 +86,14 @@ def load_nested(
 ) -> LoadedModel:
     """A next-token model of ``config`` (of transformers) and the decoder's ``layout``.
 
-    ``see`` loads what makes visual tokens of a width. Embeddings are tied where the configuration says so and the
-    checkpoint has no output layer. Raises ``ConfigError`` naming the key, tensor or file that is wrong.
+    ``see`` loads what makes visual tokens of a width. Raises ``ConfigError`` naming the key, tensor or file that is
+    wrong.
     """
     values = config.text_config.to_dict()
-    head = f"{layout.outer['head']}.weight"
-    values["tie_word_embeddings"] = bool(config.tie_word_embeddings) and head not in checkpoint.weights
+    values["tie_word_embeddings"] = bool(config.tie_word_embeddings)
     keys = Keys(values, checkpoint.folder / "config.json")
+    if values.get("model_type") not in NESTED:
+        raise refuse_text_model(keys)
     dimensions = decoder_config(keys)
     check_vocabulary(checkpoint, tokenizer, dimensions)
     vision = see(dimensions.hidden_size)
@@ -101,7 +110,7 @@ def load_nested(
     spec = make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)
     spec = replace(spec, special_tokens=True)
     decoder = load_decoder(checkpoint, dimensions, target, layout)
-    checkpoint.weights.warn_unread()
+    checkpoint.weights.check_all_read()
     return LoadedModel(spec, decoder, tokenizer, vision, target.dtype, target.device)
 
 

@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from mmserve.core.own_frames import OwnFrames
+from mmserve.core.request import PixelRange
 from mmserve.prune.base import Evidence, Look
 
 #: What a tower takes of an image or clip: ``pixels`` (fp32, any shape), which go to its device and type, and whatever
@@ -109,12 +111,25 @@ class VisionEncoder(nn.Module):
     frames_per_video: int = 0
     #: Frames of each second of a video, at most; 0 = no fewer of a short one.
     frames_per_second: float = 0.0
+    #: The frames of a video file that the model's own processor takes; None = ``frames_per_video``, spread evenly.
+    own_frames: OwnFrames | None = None
     #: Whether ``prepare_among`` makes anything else than ``prepare``.
     tells_several: bool = False
     #: Whether ``prepare_clip`` and ``prepare`` make the same pixels of a picture: a tower then sees both in one run.
     frames_are_images: bool = False
     #: Seconds after which the times in front of a stream's frames begin again at 0; 0 = they never do.
     time_period: float = 0.0
+
+    #: Frames of a clip that go through the tower together, and are seen alike whatever else the clip shows: then
+    #: ``see_frames`` and ``clip_of`` are there, and a prepared clip is ``pixels`` ``[frames, ...]`` and ``seconds``.
+    #: 0 = a clip must be seen whole.
+    frames_at_once: int = 0
+    #: Frames of a clip that become one grid of patches.
+    frames_per_grid: int = 1
+
+    def label_seconds(self, seconds: float) -> float:
+        """The time that a frame's label says, ``seconds`` after the beginning of its video."""
+        return seconds % self.time_period if self.time_period else seconds
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -124,6 +139,15 @@ class VisionEncoder(nn.Module):
     def settings(self) -> Mapping[str, Any]:
         """All that decides, beside weights and tokenizer, what becomes of a picture; ``processor`` of it, what
         ``prepare`` and ``prepare_clip`` make."""
+        raise NotImplementedError
+
+    @property
+    def pixel_limits(self) -> tuple[PixelRange, PixelRange] | None:
+        """The checkpoint's own pixels of images and of videos; None where a request cannot name others."""
+        return None
+
+    def within(self, images: PixelRange, videos: PixelRange) -> VisionEncoder:
+        """The same encoder with other pixels, where it has ``pixel_limits``; what is None stays the checkpoint's."""
         raise NotImplementedError
 
     def first_resize(self, *, clip: bool, among: bool) -> Resize | None:
@@ -139,8 +163,13 @@ class VisionEncoder(nn.Module):
         """As ``prepare``, an image that is one of several of its request."""
         return self.prepare(image)
 
-    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
-        """A clip's frames, ``seconds`` after its start: by default each as an image, and the ``seconds`` (float64)."""
+    def prepare_clip(
+        self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
+    ) -> Prepared:
+        """A clip's frames, ``seconds`` after its start: by default each as an image, and the ``seconds`` (float64).
+
+        ``length``: seconds of the whole video; None where that is not known, as in a stream.
+        """
         pixels = torch.cat([self.prepare(frame)["pixels"] for frame in frames])
         return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
 
@@ -151,6 +180,16 @@ class VisionEncoder(nn.Module):
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         """What the decoder sees of each of ``batch``, all of them images or (``clip``) all of them clips of one shape,
         with the ``wanted`` evidence. What is asked for has no say in the tokens."""
+        raise NotImplementedError
+
+    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+        """The tiles of at most ``frames_at_once`` frames of a clip (``prepare_clip`` of them), with the ``wanted``
+        evidence."""
+        raise NotImplementedError
+
+    def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
+        """What ``see`` makes of a clip, from the tiles of all its frames, their ``seconds`` (float64), and the
+        seconds of the whole video."""
         raise NotImplementedError
 
     def see_frame(

@@ -7,9 +7,10 @@ frames, an image's only one as many times.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,17 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from mmserve.core.request import PixelRange
 from mmserve.errors import ConfigError
-from mmserve.models.checkpoint import read_json
 from mmserve.models.keys import Keys
 from mmserve.models.picture import CannotPrepare, Prepared
+from mmserve.models.processors import IMAGES, image_settings, of_frames, video_settings
 from mmserve.models.vision import describe_processor
 
 #: The processors refuse pictures that are more times as long as they are wide, or the other way round.
 MOST_ELONGATED = 200
 #: Fewest and most pixels of a frame where a checkpoint has no settings for videos: 128 and 768 visual tokens' worth.
 FRAME_TOKENS = (128, 768)
-IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,33 @@ class Limits:
 
 
 class QwenPixels:
-    """The image processor of a checkpoint, and its limits for ``clips``."""
+    """The image processor of a checkpoint, and its limits for ``clips``; ``frames``: the processor of their frames."""
 
-    def __init__(self, processor: Qwen2VLImageProcessorPil, clips: Limits) -> None:
-        self.processor, self.clips = processor, clips
+    def __init__(
+        self, processor: Qwen2VLImageProcessorPil, clips: Limits, frames: Qwen2VLImageProcessorPil | None = None
+    ) -> None:
+        self.processor, self.clips, self.frames = processor, clips, frames or processor
         self.frames_a_patch = int(processor.temporal_patch_size)
+
+    @property
+    def limits(self) -> tuple[PixelRange, PixelRange]:
+        """The checkpoint's own pixels of images and of videos."""
+        size = self.processor.size
+        return PixelRange(size["shortest_edge"], size["longest_edge"]), PixelRange(self.clips.least, self.clips.most)
+
+    def within(self, images: PixelRange, videos: PixelRange) -> QwenPixels:
+        """The same with other limits; what is None stays, and the least is never above the most."""
+        own, own_clips = self.limits
+        least, most = _within(images, own)
+        processor = copy.copy(self.processor)
+        processor.size = type(processor.size)(shortest_edge=least, longest_edge=most)
+        least, most = _within(videos, own_clips)
+        return QwenPixels(processor, replace(self.clips, least=least, most=most), self.frames)
 
     def settings(self) -> Mapping[str, Any]:
         """All that decides what becomes of a picture's pixels."""
-        return {"images": describe_processor(self.processor), "clips": vars(self.clips)}
+        both = {"images": describe_processor(self.processor), "frames": describe_processor(self.frames)}
+        return {**both, "clips": vars(self.clips)}
 
     def image(self, image: Image.Image) -> Prepared:
         """``pixels`` fp32 ``[patches, channels * frames * patch * patch]``, ``grid`` int64 ``[1, 3]``: frames of
@@ -68,7 +87,7 @@ class QwenPixels:
         """
         check_shape(frames[0])
         width, height = frames[0].size
-        depth, p = self.frames_a_patch, self.processor
+        depth, p = self.frames_a_patch, self.frames
         rows, columns = fitted(
             height, width, len(frames), factor=p.patch_size * p.merge_size, depth=depth, limits=self.clips
         )
@@ -82,10 +101,16 @@ class QwenPixels:
 
     def _patches(self, frame: Image.Image) -> Tensor:
         """One frame's share of patches, fp32 ``[patches, channels, patch * patch]``."""
-        made = self.processor(frame, do_resize=False, return_tensors="np")["pixel_values"]
+        made = self.frames(frame, do_resize=False, return_tensors="np")["pixel_values"]
         area = self.processor.patch_size**2
         whole = torch.from_numpy(np.ascontiguousarray(made, dtype=np.float32))
         return whole.view(len(whole), -1, self.frames_a_patch, area)[:, :, 0]
+
+
+def _within(asked: PixelRange, own: PixelRange) -> tuple[int, int]:
+    assert own.least is not None and own.most is not None
+    most = own.most if asked.most is None else asked.most
+    return min(own.least if asked.least is None else asked.least, most), most
 
 
 def check_shape(image: Image.Image) -> None:
@@ -129,7 +154,7 @@ def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
 
     Raises ``ConfigError`` where there is none, and where it does not fit the tower.
     """
-    path, settings = _settings(folder, IMAGES, "image_processor")
+    path, settings = image_settings(folder)
     if settings is None:
         raise ConfigError(f"{folder} has no {IMAGES}: the vision tower's image processor is unknown")
     kept = {k: v for k, v in settings.items() if k not in ("image_processor_type", "processor_class")}
@@ -145,11 +170,16 @@ def load_pixels(folder: Path, tower: Any, *, together: bool) -> QwenPixels:
     if made.shape[1] != tower.in_channels * tower.temporal_patch_size * tower.patch_size**2:
         raise ConfigError(f"{path} makes patches of {made.shape[1]} numbers, which the tower does not take")
     factor = tower.patch_size * tower.spatial_merge_size
-    return QwenPixels(processor, _clip_limits(folder, factor, together=together))
+    video_path, video = video_settings(folder)
+    try:
+        frames = Qwen2VLImageProcessorPil(**{**kept, **of_frames(video, without=("size", "max_image_size"))})
+    except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+        raise ConfigError(f"{video_path}: {error}") from error
+    return QwenPixels(processor, _clip_limits(folder, factor, together=together), frames)
 
 
 def _clip_limits(folder: Path, factor: int, *, together: bool) -> Limits:
-    path, settings = _settings(folder, VIDEOS, "video_processor")
+    path, settings = video_settings(folder)
     least, most = (tokens * factor**2 for tokens in FRAME_TOKENS)
     given = Keys({**(settings or {}), **((settings or {}).get("size") or {})}, path)
     return Limits(
@@ -157,11 +187,3 @@ def _clip_limits(folder: Path, factor: int, *, together: bool) -> Limits:
         most=given.integer("max_pixels", "longest_edge", default=most),
         together=together,
     )
-
-
-def _settings(folder: Path, file: str, part: str) -> tuple[Path, dict[str, Any] | None]:
-    if (folder / file).is_file():
-        return folder / file, read_json(folder / file)
-    both = folder / BOTH
-    settings = read_json(both).get(part) if both.is_file() else None
-    return both, settings if isinstance(settings, dict) else None

@@ -6,6 +6,7 @@ of four. Shapes in names: N patches, U visual tokens, C width of the tower, D wi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
+from mmserve.core.request import PixelRange
 from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
 from mmserve.models.qwen_pixels import QwenPixels
 from mmserve.models.scores import mean_attention
@@ -33,6 +35,7 @@ class QwenVision(VisionEncoder):
     def __init__(self, tower: nn.Module, pixels: QwenPixels, *, frames: int) -> None:
         super().__init__()
         self.tower, self.pixels, self.frames_per_video = tower, pixels, frames
+        self.frames_per_grid = pixels.frames_a_patch
         self.config: Any = tower.config
 
     @property
@@ -42,10 +45,21 @@ class QwenVision(VisionEncoder):
     def settings(self) -> Mapping[str, Any]:
         return {"processor": self.pixels.settings(), "tower": self.config.to_dict()}
 
+    @property
+    def pixel_limits(self) -> tuple[PixelRange, PixelRange]:
+        return self.pixels.limits
+
+    def within(self, images: PixelRange, videos: PixelRange) -> VisionEncoder:
+        made = copy.copy(self)
+        made.pixels = self.pixels.within(images, videos)
+        return made
+
     def prepare(self, image: Image.Image) -> Prepared:
         return self.pixels.image(image)
 
-    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+    def prepare_clip(
+        self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
+    ) -> Prepared:
         return self.pixels.clip(frames, seconds)
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
@@ -148,7 +162,7 @@ def _evidence(
     attention = block.attn
     query_NHK, key_NHK, _ = attention.qkv(block.norm1(x_NC)).unflatten(-1, (3, attention.num_heads, -1)).unbind(1)
     if Evidence.KEYS in wanted:
-        yield Evidence.KEYS, key_NHK.flatten(1).float()
+        yield Evidence.KEYS, key_NHK.float().mean(1)
     if Evidence.COLUMN_MEANS in wanted:
         query_NHK, key_NHK = apply_rotary_pos_emb_vision(query_NHK, key_NHK, *position_embeddings)
         lengths = cu_seqlens.diff().tolist()  # of each frame's patches, all of which look at all

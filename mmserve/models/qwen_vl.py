@@ -30,6 +30,7 @@ from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_de
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, Layout
 from mmserve.models.nested import layout_below, use_processor_template
+from mmserve.models.processors import own_frames, video_settings
 from mmserve.models.qwen3_vision import Qwen3Vision
 from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import load_pixels
@@ -47,15 +48,23 @@ class Kind:
     tower: type[Any]
     vision: type[QwenVision]
     limits_together: bool  # limits of a video's pixels are for all frames together
+    frames: str  # rule of ``OwnFrames`` that its video processor has
     width: str  # key of the width of a visual token
 
 
 KINDS = {
-    "qwen2_vl": Kind(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "hidden_size"),
-    "qwen2_5_vl": Kind(
-        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen25Vision, False, "out_hidden_size"
+    "qwen2_vl": Kind(
+        Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, QwenVision, False, "starts", "hidden_size"
     ),
-    "qwen3_vl": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "out_hidden_size"),
+    "qwen2_5_vl": Kind(
+        Qwen2_5_VLVisionConfig,
+        Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen25Vision,
+        False,
+        "starts",
+        "out_hidden_size",
+    ),
+    "qwen3_vl": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "ends", "out_hidden_size"),
 }
 #: Names as Qwen2-VL and Qwen2.5-VL publish them, and as Qwen3-VL does: prefix of the tower, layout of the decoder.
 _NESTED = layout_below("model.language_model", "lm_head")
@@ -75,7 +84,10 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
         load_pixels(checkpoint.folder, tower, together=kind.limits_together),
         frames=keys.integer("mm_video_frames", default=FRAMES),
     )
-    checkpoint.weights.warn_unread()
+    if "mm_video_frames" not in checkpoint.config:
+        path, video = video_settings(checkpoint.folder)
+        vision.own_frames = own_frames(kind.frames, video, path)
+    checkpoint.weights.check_all_read()
     return LoadedModel(_spec(sources), decoder, sources.tokenizer, vision.eval(), target.dtype, target.device)
 
 

@@ -12,11 +12,12 @@ import torch
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, Model
-from mmserve.models.checkpoint import DTYPES, Checkpoint, Target
+from mmserve.models.checkpoint import CONFIG, DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 from mmserve.models.names import HUB, local_folder, served_name
 from mmserve.models.policy_file import NO_FILE, PolicyFile, load_policies
+from mmserve.models.switches import check_class
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -35,6 +36,7 @@ LOADERS = {
     "llava_llama": "mmserve.models.llama",
     "llava_next": "mmserve.models.llava",
     "llava_onevision": "mmserve.models.llava",
+    "mistral": "mmserve.models.llama",
     "mmada": "mmserve.models.mmada",
     "qwen2": "mmserve.models.llama",
     "qwen2_5_vl": "mmserve.models.qwen_vl",
@@ -65,6 +67,7 @@ def check_model(config: ModelConfig) -> None:
 def _load(config: ModelConfig, device: torch.device) -> Model:
     folder = _locate(config.path)
     checkpoint = Checkpoint.open(folder)
+    checkpoint.weights.leave(*config.unused_tensors)
     load = loader(checkpoint)
     target = Target(
         name=served_name(config),
@@ -102,6 +105,7 @@ def loader(checkpoint: Checkpoint) -> Callable[[Checkpoint, Target], Model]:
         raise ConfigError(
             f"{checkpoint.folder / 'config.json'}: unknown model_type {architecture!r}; known are {sorted(LOADERS)}"
         )
+    check_class(architecture, checkpoint.config, checkpoint.folder / CONFIG)
     function: Callable[[Checkpoint, Target], Model] = import_module(named[0] if named else LOADERS[architecture]).load
     return function
 

@@ -19,7 +19,7 @@ from mmserve.models.picture import Tile, blank
 from mmserve.prune.base import Evidence, Look, Part
 
 #: Tiles that go through a tower together: of a long clip, all at once would fill the memory.
-_AT_ONCE = 8
+AT_ONCE = 8
 
 
 def with_parts(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile]:
@@ -71,7 +71,7 @@ class ShuffledTower(nn.Module):
 
     def forward(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
         """Each tile of ``pixels [B, 3, side, side]`` with the ``wanted`` evidence."""
-        return [tile for some in pixels.split(_AT_ONCE) for tile in self._tiles(some, wanted)]
+        return [tile for some in pixels.split(AT_ONCE) for tile in self._tiles(some, wanted)]
 
     def _tiles(self, pixels: Tensor, wanted: frozenset[Evidence]) -> list[Tile]:
         watched = Watched(self._layers, self.select_layer, wanted)

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_VIDEO_INTRO, FRAME_TIMESTAMP_MESSAGE
 
+from mmserve.core.own_frames import OwnFrames
 from mmserve.errors import ConfigError
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.evidence import OF_PATCHES, layers_of
 from mmserve.models.nested import load_part, read_processor
-from mmserve.models.picture import Picture, Prepared, Text, Tile, VisionEncoder, joined
-from mmserve.models.shuffle import ShuffledTower, with_parts
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, Text, Tile, VisionEncoder, joined
+from mmserve.models.processors import image_settings, of_frames, video_settings
+from mmserve.models.shuffle import AT_ONCE, ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
@@ -58,13 +60,12 @@ MOST_FRAMES = 999
 class SmolVision(VisionEncoder):
     """``tower`` behind an image processor; ``frames`` is one that makes each frame one tile, None = takes no video."""
 
-    def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None) -> None:
+    def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, own: OwnFrames | None) -> None:
         super().__init__()
         self.tower, self._processor, self._frames = tower, processor, frames
         self.tokens_per_image = 0
-        sampling = {} if frames is None else frames.video_sampling
-        self.frames_per_video = int(sampling.get("max_frames", 0))
-        self.frames_per_second = float(sampling.get("fps", 0))
+        self.own_frames = own
+        self.frames_per_video, self.frames_per_second = (0, 0.0) if own is None else (own.frames, own.rate)
 
     @property
     def evidence(self) -> frozenset[Evidence]:
@@ -80,21 +81,38 @@ class SmolVision(VisionEncoder):
         made = self._processor([image], return_tensors="np", return_row_col_info=True)
         return {"pixels": _pixels(made), "grid": torch.tensor([made["rows"][0][0], made["cols"][0][0]])}
 
-    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
-        """``pixels [frames, 3, side, side]`` and the frames' ``seconds``."""
+    def prepare_clip(
+        self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
+    ) -> Prepared:
+        """``pixels [frames, 3, side, side]``, the frames' ``seconds`` and the clip's ``length``."""
         assert self._frames is not None
         pixels = _pixels(self._frames([list(frames)], return_tensors="np"))
-        return {"pixels": pixels, "seconds": torch.tensor(seconds, dtype=torch.float64)}
+        whole = seconds[-1] if length is None else length
+        return {
+            "pixels": pixels,
+            "seconds": torch.tensor(seconds, dtype=torch.float64),
+            "length": torch.tensor(whole, dtype=torch.float64),
+        }
 
     def pieces(self, one: Prepared, *, clip: bool) -> tuple[Text | int, ...]:
         return self._picture(self.tower.blanks(len(one["pixels"])), one, clip).pieces
+
+    frames_at_once = AT_ONCE
+
+    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+        return self.tower(some["pixels"], wanted)
+
+    def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
+        return joined(_clip(tiles, seconds, length))
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         tiles = iter(self.tower(torch.cat([one["pixels"] for one in batch]), wanted))
         return [self._picture([next(tiles) for _ in one["pixels"]], one, clip) for one in batch]
 
     def _picture(self, tiles: Sequence[Tile], one: Prepared, clip: bool) -> Picture:
-        return joined(_clip(tiles, one["seconds"]) if clip else _image(tiles, *one["grid"].tolist()))
+        if clip:
+            return joined(_clip(tiles, one["seconds"], float(one["length"])))
+        return joined(_image(tiles, *one["grid"].tolist()))
 
 
 def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: type[Any]) -> SmolVision:
@@ -111,23 +129,47 @@ def load_smol_vision(checkpoint: Checkpoint, target: Target, config: Any, kind: 
     widths = int(vision.hidden_size) * factor**2, int(config.text_config.hidden_size)
     prefix = "model.connector.modality_projection.proj."
     linear = load_part(lambda: nn.Linear(*widths, bias=False), prefix, checkpoint, target)
-    frames = _frame_processor(folder, processor.video_sampling) if hasattr(processor, "video_sampling") else None
-    return SmolVision(ShuffledTower(tower, linear, layers_of(tower), factor=factor), processor, frames)
-
-
-def _frame_processor(folder: Path, sampling: Any) -> Any:
-    """The image processor as it is for frames; ``sampling`` says how many there are, and how large."""
-    try:
-        size = {"longest_edge": int(sampling["video_size"]["longest_edge"])}
-        frames, rate = int(sampling["max_frames"]), float(sampling["fps"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}: video_sampling = {sampling!r} names no video_size, max_frames and fps") from error
-    if not (0 < frames <= MOST_FRAMES and rate > 0):
+    path, video = _video_settings(folder)
+    vision_tower = ShuffledTower(tower, linear, layers_of(tower), factor=factor)
+    if video is None:
+        return SmolVision(vision_tower, processor, None, None)
+    frames = read_processor(SmolVLMImageProcessorPil, folder, do_image_splitting=False, **of_frames(video))
+    if frames.max_image_size["longest_edge"] != side or not frames.do_resize:
         raise ConfigError(
-            f"{folder}: video_sampling has max_frames = {frames} and fps = {rate:g}; "
+            f"{path}: frames of {frames.max_image_size['longest_edge']} pixels (max_image_size of the video processor, "
+            f"with do_resize) are not the tiles of {side} that the tower takes"
+        )
+    return SmolVision(vision_tower, processor, frames, _own_frames(video, path))
+
+
+def _video_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The video processor's settings; those of its own file, or ``video_sampling`` among the image processor's, as
+    SmolVLM2 was published."""
+    path, video = video_settings(folder)
+    if video is not None:
+        return path, video
+    path, images = image_settings(folder)
+    sampling = (images or {}).get("video_sampling")
+    if sampling is None:
+        return path, None
+    try:
+        return path, {
+            "size": {"longest_edge": int(sampling["video_size"]["longest_edge"])},
+            "num_frames": int(sampling["max_frames"]),
+            "fps": float(sampling["fps"]),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: video_sampling = {sampling!r} names no video_size, max_frames and fps") from error
+
+
+def _own_frames(video: Mapping[str, Any], path: Path) -> OwnFrames:
+    frames, rate = video.get("num_frames", 0), video.get("fps", 0)
+    if type(frames) is not int or not 0 < frames <= MOST_FRAMES or not isinstance(rate, int | float) or rate <= 0:
+        raise ConfigError(
+            f"{path}: the video processor has {frames} frames at most, {rate} a second; "
             f"there can be 1 to {MOST_FRAMES} frames, more than 0 a second"
         )
-    return read_processor(SmolVLMImageProcessorPil, folder, size=size, do_image_splitting=False)
+    return OwnFrames("skip_ends", rate=float(rate), frames=frames)
 
 
 def _pixels(made: Any) -> Tensor:
@@ -145,10 +187,11 @@ def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
     return [*parts, f"{gap}{_FAKE}{_GLOBAL}", tiles[-1], _FAKE]
 
 
-def _clip(frames: Sequence[Tile], seconds: Tensor) -> list[Tile | Text]:
-    """A clip's row behind ``CLIP_BEGIN``, as ``SmolVLMProcessor`` writes that of one whose length is not known but for
-    its last frame's time."""
-    length = timedelta(seconds=int(seconds[-1]))
+def _clip(frames: Sequence[Tile], seconds: Tensor, whole: float) -> list[Tile | Text]:
+    """A clip's row after ``CLIP_BEGIN``, as ``SmolVLMProcessor`` writes that of a video of ``whole`` seconds."""
+    if len(frames) > MOST_FRAMES:
+        raise CannotPrepare(f"has {len(frames)} frames to be looked at; this model takes up to {MOST_FRAMES}")
+    length = timedelta(seconds=int(whole))
     text = f" {in_words(len(frames))}{_INTRO.format(video_duration=str(length))}"
     parts: list[Tile | Text] = []
     for frame, second in zip(frames, seconds.tolist(), strict=True):

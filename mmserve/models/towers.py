@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from mmserve.models.anyres import LlavaTiles, anyres_of
 from mmserve.models.checkpoint import Checkpoint, Target, Weights, read_json
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, projector_tensor
+from mmserve.models.processors import IMAGES, image_settings
 from mmserve.models.vision import (
     LlavaVision,
     NewlineProjector,
@@ -40,9 +42,10 @@ from mmserve.models.vision import (
     pooled_side,
 )
 
+_log = logging.getLogger(__name__)
+
 #: Where a checkpoint keeps its tower's files when ``mm_vision_tower`` is a hub id.
 BESIDE = "vision_tower"
-PROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def load_vision(
     kind, config = _tower_config(folder)
     weights = checkpoint.weights if own else _tower_weights(folder)
     select = kind.fixed_layer or _select_layer(keys, config.num_hidden_layers)
-    tower, cut = load_tower(kind, config, weights, TOWER if own else "", select, target)
+    tower, later, cut = load_tower(kind, config, weights, TOWER if own else "", select, target)
     feature = keys.choice("mm_vision_select_feature", ("patch", "cls_patch"), "patch")
     projector: nn.Module = _load_projector(checkpoint, keys, config.hidden_size, hidden_size, target)
     if pool is not None:
@@ -119,6 +122,9 @@ def load_vision(
     if "unpad" in str(keys.values.get("mm_patch_merge_type", "flat")):
         newline = checkpoint.weights.tensor(NEWLINE, torch.Size([hidden_size]), target.dtype, target.device)
         projector, extra = NewlineProjector(projector, newline), extra + 1
+    elif NEWLINE in checkpoint.weights:
+        _log.warning("%s: not used: %s, as mm_patch_merge_type says", checkpoint.weights.source, NEWLINE)
+        checkpoint.weights.leave(NEWLINE)
     processor, anyres = _processor(kind, folder, keys, int(config.image_size)), anyres_of(keys, int(config.image_size))
     if anyres is not None and kind.has_cls and feature == "cls_patch":
         raise ConfigError(f"{keys.path}: tiles need mm_vision_select_feature = 'patch', not 'cls_patch'")
@@ -132,6 +138,7 @@ def load_vision(
         anyres=anyres,
         frames=processor,
         pool=pool,
+        later=later,
     )
     if anyres is None:
         vision.tokens_per_image += extra
@@ -200,7 +207,7 @@ def _tower_folder(checkpoint: Checkpoint, target: Target, *, weights: bool) -> P
         return download(named, weights=weights)
     raise ConfigError(
         f"mm_vision_tower = {named!r} is no directory with a config.json: put a copy of the tower's config.json "
-        f"and {PROCESSOR}{' and its safetensors' if weights else ''} into {checkpoint.folder / BESIDE}"
+        f"and {IMAGES}{' and its safetensors' if weights else ''} into {checkpoint.folder / BESIDE}"
     )
 
 
@@ -236,18 +243,23 @@ def _tower_weights(folder: Path) -> Weights:
 
 def load_tower(
     kind: TowerKind, config: Any, weights: Weights, prefix: str, select: int, target: Target
-) -> tuple[nn.Module, int]:
-    """The tower without the layers behind the one that ``select`` names, and how many those are.
+) -> tuple[nn.Module, nn.ModuleList | None, int]:
+    """The tower without the layers after the one that ``select`` names, those layers, and how many they are.
 
-    A checkpoint may lack them: LLaVA drops SigLIP's last layer and pooling head before training.
+    The layers are kept where the tower has a class token, for pruners; otherwise, and where the checkpoint lacks them,
+    None: LLaVA drops SigLIP's last layer and pooling head before training.
     transformers up to 4 put ``vision_model.`` before every name, later ones do not: both are read.
     """
     if any(name.startswith(f"{prefix}vision_model.") for name in weights.names):
         prefix += "vision_model."
     cut = max(0, min(-1 - select, config.num_hidden_layers - 1))  # one stays to show attention, if of embeddings only
-    config.num_hidden_layers -= cut
-    for layer in range(cut):
-        weights.leave(f"{prefix}encoder.layers.{config.num_hidden_layers + layer}.")
+    run = config.num_hidden_layers - cut
+    rest = [f"{prefix}encoder.layers.{run + layer}." for layer in range(cut)]
+    kept = kind.has_cls and all(any(name.startswith(one) for name in weights.names) for one in rest)
+    if not kept:
+        config.num_hidden_layers = run
+        for one in rest:
+            weights.leave(f"{one}*")
     if kind.model is SiglipVisionModel:
         config.vision_use_head = any(name.startswith(f"{prefix}head.") for name in weights.names)
     with torch.device("meta"):
@@ -259,7 +271,12 @@ def load_tower(
             raise ConfigError(f"the vision tower has a buffer {name} that no checkpoint holds")
         positions = torch.arange(buffer.shape[-1], device=target.device).expand(buffer.shape).clone()
         tower.get_submodule(owner).register_buffer(leaf, positions, persistent=False)
-    return tower.eval(), cut
+    if not kept:
+        return tower.eval(), None, cut
+    layers: Any = tower.eval().get_submodule("encoder.layers")
+    tower.get_submodule("encoder").layers, later = layers[:run], layers[run:]
+    config.num_hidden_layers = run
+    return tower, later, cut
 
 
 def _load_projector(
@@ -280,13 +297,13 @@ def _load_projector(
 
 
 def _processor(kind: TowerKind, folder: Path, keys: Keys, side: int) -> Callable[..., Any]:
-    path = folder / PROCESSOR
-    if path.is_file():
-        settings = read_json(path)
+    path, given = image_settings(folder)
+    if given is not None:
+        settings = given
     elif kind is _SIGLIP:
         settings = {"size": {"height": side, "width": side}}
     else:
-        raise ConfigError(f"{folder} has no {PROCESSOR}: the vision tower's image processor is unknown")
+        raise ConfigError(f"{folder} has no {IMAGES}: the vision tower's image processor is unknown")
     settings = {k: v for k, v in settings.items() if k not in ("image_processor_type", "processor_class")}
     try:
         processor: Callable[..., Any] = kind.processor(**settings | kind.overrides)

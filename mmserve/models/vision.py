@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,8 @@ class LlavaVision(VisionEncoder):
     whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
     ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
     the processor of a clip's frames; ``several``, if given, makes one tile of an image that is not its request's only
-    one. ``pool``: what a ``PooledProjector`` does to an image's patches, stride and mode.
+    one. ``pool``: what a ``PooledProjector`` does to an image's patches, stride and mode. ``later``: the tower's layers
+    after those that run, for pruners; None = there are some, and the checkpoint lacks them.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class LlavaVision(VisionEncoder):
         frames: Any | None = None,
         several: Any | None = None,
         pool: tuple[int, str] | None = None,
+        later: nn.ModuleList | None = None,
     ) -> None:
         super().__init__()
         self.tower, self.projector, self.processor = tower, projector, processor
@@ -109,7 +111,8 @@ class LlavaVision(VisionEncoder):
         self.anyres, self.frames, self._several = anyres, frames or processor, several
         self.tells_several = several is not None
         self.frames_are_images = anyres is None and self.frames is processor
-        self._layers = layers_of(tower)
+        self.frames_at_once = _AT_ONCE
+        self._layers, self.later = layers_of(tower), later
         self.pool, self._side = pool, int(config.image_size) // int(config.patch_size)
         self._cells = self._side if pool is None else pooled_side(self._side, *pool)
         self.tokens_per_image = 0 if anyres is not None else self._cells**2
@@ -133,7 +136,9 @@ class LlavaVision(VisionEncoder):
         _check(self._several, image)
         return {"pixels": _pixels(self._several, image)}
 
-    def prepare_clip(self, frames: Sequence[Image.Image], seconds: Sequence[float]) -> Prepared:
+    def prepare_clip(
+        self, frames: Sequence[Image.Image], seconds: Sequence[float], *, length: float | None = None
+    ) -> Prepared:
         for frame in frames:
             _check(self.frames, frame)
         pixels = torch.cat([_pixels(self.frames, frame) for frame in frames])
@@ -141,7 +146,9 @@ class LlavaVision(VisionEncoder):
 
     @property
     def evidence(self) -> frozenset[Evidence]:
-        return OF_PATCHES | (OF_CLASS if self._first else frozenset())
+        if not self._first:
+            return OF_PATCHES
+        return OF_PATCHES | OF_CLASS - (frozenset({Evidence.LAST_CLS_ROW}) if self.later is None else frozenset())
 
     @property
     def _first(self) -> int:
@@ -180,18 +187,40 @@ class LlavaVision(VisionEncoder):
         return (self.anyres.count(self._cells, height, width),)
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
+        if clip:
+            return [self._see_clip(one, wanted) for one in batch]
         features, seen = self._look(torch.cat([one["pixels"] for one in batch]), wanted)
-        if not clip and self.pool is not None:
+        if self.pool is not None:
             seen = {kind: _pooled(values, *self.pool) for kind, values in seen.items()}
-        if not clip and self.anyres is None:
+        if self.anyres is None:
             return [joined([tile]) for tile in self._images(features, seen)]
         pictures, start = [], 0
         for one in batch:
             own = slice(start, start + len(one["pixels"]))
-            show = self._clip if clip else self._tiles
-            pictures.append(show(one, features[own], {kind: values[own] for kind, values in seen.items()}))
+            pictures.append(self._tiles(one, features[own], {kind: values[own] for kind, values in seen.items()}))
             start = own.stop
         return pictures
+
+    def _see_clip(self, one: Prepared, wanted: frozenset[Evidence]) -> Picture:
+        parts = ({"pixels": some} for some in one["pixels"].split(_AT_ONCE))
+        return self.clip_of([tile for part in parts for tile in self.see_frames(part, wanted)], one["seconds"], 0.0)
+
+    def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:
+        return self._frames(*self._watched_features(some["pixels"], wanted))
+
+    def clip_of(self, tiles: Sequence[Tile], seconds: Tensor, length: float) -> Picture:
+        tiles = list(tiles)
+        if self._newline_at_end and isinstance(self.projector, NewlineProjector):
+            newline = self.projector.newline.to(tiles[-1].tokens)
+            tiles[-1] = replace(tiles[-1], tokens=torch.cat([tiles[-1].tokens, newline[None]]))
+        times = (self.frame_text(float(at)) for at in seconds)
+        return joined(part for pair in zip(times, tiles, strict=True) for part in pair)
+
+    @property
+    def _newline_at_end(self) -> bool:
+        """Whether one separator follows a clip's last frame."""
+        position = None if self.video is None else self.video.newline
+        return isinstance(self.projector, NewlineProjector) and position not in ("no_token", "grid", "frame")
 
     def see_frame(
         self, frame: Prepared, image: Prepared | None, wanted: frozenset[Evidence]
@@ -200,19 +229,25 @@ class LlavaVision(VisionEncoder):
             return super().see_frame(frame, image, wanted)
         features, seen = self._look(frame["pixels"], wanted)
         [alone] = self._images(features, {})
-        return self._clip(frame, features, seen), joined([alone])
+        return self.clip_of(self._frames(features, seen), frame["seconds"], 0.0), joined([alone])
 
     def _look(self, pixels: Tensor, wanted: frozenset[Evidence]) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
         """The features of tiles ``[B, 3, height, width]``, and the evidence of all of them."""
         features: list[Tensor] = []
         seen: list[Mapping[Evidence, Tensor]] = []
         for some in pixels.split(_AT_ONCE):
-            hidden, shown = self._watched(some, wanted)
-            features.append(self._features(hidden))
+            made, shown = self._watched_features(some, wanted)
+            features.append(made)
             seen.append(shown)
         if len(seen) == 1:
             return features[0], seen[0]
         return torch.cat(features), {kind: torch.cat([one[kind] for one in seen]) for kind in wanted}
+
+    def _watched_features(
+        self, pixels: Tensor, wanted: frozenset[Evidence]
+    ) -> tuple[Tensor, Mapping[Evidence, Tensor]]:
+        hidden, shown = self._watched(pixels, wanted)
+        return self._features(hidden), shown
 
     def _watched(
         self, pixels: Tensor, wanted: frozenset[Evidence]
@@ -220,7 +255,7 @@ class LlavaVision(VisionEncoder):
         """The tower's hidden states, and the evidence of a run."""
         if not wanted:
             return self._hidden(pixels), {}
-        watched = Watched(self._layers, self.select_layer, wanted)
+        watched = Watched(self._layers, self.select_layer, wanted, later=tuple(self.later or ()))
         with watched.running():
             hidden = self._hidden(pixels)
         return hidden, watched.evidence(hidden, first=self._first)
@@ -232,10 +267,6 @@ class LlavaVision(VisionEncoder):
         assert self.anyres is not None and isinstance(project, NewlineProjector)
         height, width = one["size"].tolist()
         return self.anyres.picture(project.projector(features), seen, project.newline, height, width)
-
-    def _clip(self, one: Prepared, features: Tensor, seen: Mapping[Evidence, Tensor]) -> Picture:
-        times = (self.frame_text(float(seconds)) for seconds in one["seconds"])
-        return joined(part for pair in zip(times, self._frames(features, seen), strict=True) for part in pair)
 
     def _frame_counts(self, frames: int) -> list[int]:
         """Tokens of each frame of a clip, separators among them."""
@@ -257,7 +288,7 @@ class LlavaVision(VisionEncoder):
         ]
 
     def _frames(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
-        """A clip's frames; what is seen of patches is pooled as they are."""
+        """Frames of a clip, without a separator at its end; what is seen of patches is pooled as they are."""
         if self.video is None:
             raise NotImplementedError("this model takes no videos")
         video, project = self.video, self.projector
@@ -265,7 +296,8 @@ class LlavaVision(VisionEncoder):
         if isinstance(project, NewlineProjector):
             newline, project = project.newline, project.projector
         grid_FHWD = pool_grid(project(features), video.stride, video.mode)
-        tokens = _separate(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), video.newline)
+        position = "no_token" if self._newline_at_end else video.newline
+        tokens = _separate(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), position)
         pooled = {kind: _pooled(values, video.stride, video.mode) for kind, values in seen.items()}
         _frames, rows, columns, _width = grid_FHWD.shape
         patches = torch.arange(rows * columns)

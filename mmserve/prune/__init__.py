@@ -18,7 +18,6 @@ from mmserve.prune.redvtp import RedVtp
 from mmserve.prune.resize import Resize
 from mmserve.prune.tome import ToMe
 from mmserve.prune.visionzip import VisionZip
-from mmserve.prune.zipvl import ZipVl
 
 PRUNERS: dict[str, Callable[..., Pruner]] = {
     "random": Random,
@@ -29,7 +28,6 @@ PRUNERS: dict[str, Callable[..., Pruner]] = {
     "mustdrop": MustDrop,
     "tome": ToMe,
     "column_attention": ColumnAttention,
-    "zipvl": ZipVl,
     "fastv": FastV,
     "redvtp": RedVtp,
 }

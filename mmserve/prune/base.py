@@ -26,8 +26,9 @@ class Evidence(Enum):
 
     CLS_ROW = auto()  # [n]: how much the class token of its layer attends to each, mean over heads
     FIRST_CLS_ROW = auto()  # [n]: the same of the first layer
+    LAST_CLS_ROW = auto()  # [n]: the same of the tower's last layer, which may come after its layer
     COLUMN_MEANS = auto()  # [n]: how much all positions of its layer attend to each, mean over positions and heads
-    KEYS = auto()  # [n, C]: keys of its layer, the heads side by side
+    KEYS = auto()  # [n, K]: keys of its layer before any rotation, mean over heads
     FIRST_FEATURES = auto()  # [n, C]: what the first layer made
     LAST_ROW = auto()  # [n]: how much the prompt's last token attends to each in the decoder's second layer
     MASK_ROWS = auto()  # [n]: how much the masked answer attends to each in the decoder's middle layer
@@ -72,8 +73,8 @@ class Look:
 class Plan:
     """What becomes of a grid of n patches.
 
-    ``places``: int64 ``[k]``, ascending: the patches that stay, or in whose place their average stands. ``weights``:
-    fp32 ``[k, n]``, what each is averaged from (rows sum to 1); None = the patches themselves. Both on the CPU.
+    ``places``: int64 ``[k]``, ascending: the patches that stay, or whose place a merged token takes. ``weights``: fp32
+    ``[k, n]``, the weight of each patch in each token; None = the patches themselves. Both on the CPU.
     """
 
     places: Tensor
@@ -131,7 +132,10 @@ def on_cpu(scores: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def mass_count(scores: np.ndarray, mass: float) -> int:
-    """The fewest of ``scores [n]`` (at least 0) whose sum is ``mass`` of all, as ZipVL counts (arXiv 2410.08584)."""
+    """The fewest of ``scores [n]`` (at least 0) whose sum is ``mass`` of all.
+
+    ZipVL (arXiv 2410.08584) counts the important tokens of each layer of a decoder so.
+    """
     summed = np.cumsum(np.sort(scores.astype(np.float64))[::-1])
     return min(len(scores), int(np.count_nonzero(summed < mass * summed[-1])) + 1)
 
@@ -175,8 +179,8 @@ def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
 def averaged(groups_Tn: np.ndarray, places_Tk: np.ndarray) -> list[Plan]:
     """Each group of patches averaged into one, in T grids of one size.
 
-    ``groups_Tn``: int64, the group of each patch in its grid, -1 = dropped; ``places_Tk``: int64, where each group's
-    average stands.
+    ``groups_Tn``: int64, the group of each patch in its grid, -1 = dropped; ``places_Tk``: int64, the place of each
+    group's average, which is 0 where a group has no patches.
     """
     (tiles, size), count = groups_Tn.shape, places_Tk.shape[1]
     order = places_Tk.argsort(1) + np.arange(tiles)[:, None] * count
@@ -185,7 +189,7 @@ def averaged(groups_Tn: np.ndarray, places_Tk: np.ndarray) -> list[Plan]:
     tile, member = np.nonzero(groups_Tn >= 0)
     of = groups_Tn[tile, member] + tile * count
     weights = np.zeros((tiles * count, size), np.float32)
-    weights[row[of], member] = (1 / np.bincount(of, minlength=tiles * count))[of]
+    weights[row[of], member] = 1 / np.bincount(of, minlength=tiles * count)[of]
     stand = torch.from_numpy(places_Tk.ravel()[order])
     return [Plan(*of_tile) for of_tile in zip(stand, torch.from_numpy(weights).view(tiles, count, size), strict=True)]
 

@@ -1,9 +1,10 @@
-"""HiRED (arXiv 2408.10945): the first layer's class token says how many tokens each grid gets, a later one's which.
+"""HiRED (arXiv 2408.10945): the first layer's class token says how many tokens each tile gets, a later one's which.
 
-An image of one grid gets the whole budget, and the frames of a clip share theirs by how much of each one's own class
-attention falls on patches. Of an image in tiles, its whole view gets at most ``WHOLE`` of the budget, and the tiles
-share the rest by how much of the whole view's attention falls on what they show. The authors' code (hasanar1f/HiRED)
-counts the best half of its patches instead of summing, and takes them for those of a tile in the order of rows.
+Budgets are counted and rounded as in hasanar1f/HiRED (``HiRED_token_selection`` and ``HiRED_sub_img_budgets`` of its
+LLaVA-NeXT). One difference: a tile's share is counted among the patches of the whole view that show the same part of
+the picture, as in the paper; the code cuts the view's patches, in the order of rows, into as many runs of equal length.
+The frames of a clip, which the paper does not treat, share the amount by how much of each one's class attention is on
+patches.
 """
 
 from __future__ import annotations
@@ -15,28 +16,35 @@ from typing import ClassVar
 import numpy as np
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import COUNTED, Evidence, Look, Part, Plan, best, on_cpu, total_count
+from mmserve.prune.base import COUNTED, Evidence, Look, Part, Plan, best, highest, on_cpu
 
-WHOLE = 0.5  # most of the budget that the whole view of an image in tiles gets
+#: The code's ``alpha``: most of the amount that the whole view of an image in tiles gets. Its other patches, as many as
+#: the best ``1 - WHOLE`` in the first layer, are the content that tiles share the rest by.
+WHOLE = 0.5
 
 
 @dataclass(frozen=True)
 class Hired:
-    """Within a grid, by the class token's row of attention in the layer that made the features."""
+    """Within a grid, by the class token's row of attention in the layer that made the features.
+
+    A share of the patches is rounded down, and so is each tile's share of the rest: fewer tokens than the amount may be
+    kept of an image in tiles.
+    """
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.FIRST_CLS_ROW})
     amounts: ClassVar[frozenset[str]] = COUNTED
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         sizes = [look.size for look in looks]
-        total = total_count(sizes, amount)
+        wanted = amount.value if amount.name == "token_budget" else sum(sizes) * amount.value
+        total = min(sum(sizes), max(1, int(wanted)))
         at = next((i for i, look in enumerate(looks) if look.part is None), 0)  # the whole view, where there are tiles
         parts = [look.part for look in looks if look.part is not None]
         first = on_cpu([look[Evidence.FIRST_CLS_ROW] for look in (looks[at : at + 1] if parts else looks)])
         if parts:
             others = sizes[:at] + sizes[at + 1 :]
-            whole = min(max(int(total * WHOLE), total - sum(others)), sizes[at])
-            kept = allocate([_on(looks[at], first[0], part) for part in parts], others, total - whole)
+            whole = min(max(1, int(total * WHOLE)), sizes[at])
+            kept = tile_budgets(content(looks[at], first[0], parts), others, total - whole)
             kept.insert(at, whole)
         else:
             shares = [float(row.sum(dtype=np.float64)) for row in first]
@@ -45,15 +53,27 @@ class Hired:
         return [best(row, count) for row, count in zip(scores, kept, strict=True)]
 
 
-def _on(whole: Look, first: np.ndarray, part: Part) -> float:
-    """How much of the ``whole`` view's attention in its ``first`` layer falls on patches whose centre lies in
-    ``part``."""
-    row = first.astype(np.float64).reshape(whole.rows, whole.columns)
-    rows, columns = (
-        [first <= (i + 0.5) / count < last for i in range(count)]
-        for first, last, count in ((part.top, part.bottom, whole.rows), (part.left, part.right, whole.columns))
-    )
-    return float(row[rows][:, columns].sum())
+def content(whole: Look, first: np.ndarray, parts: Sequence[Part]) -> list[int]:
+    """How many of the best ``1 - WHOLE`` patches of the ``whole`` view in its ``first`` layer (``[n]``) have their
+    centre in each of ``parts``."""
+    chosen = np.zeros(whole.size, dtype=bool)
+    chosen[highest(first, int(whole.size * (1 - WHOLE)))] = True
+    grid = chosen.reshape(whole.rows, whole.columns)
+    down, across = ((np.arange(count) + 0.5) / count for count in (whole.rows, whole.columns))
+    found = []
+    for part in parts:
+        rows = (part.top <= down) & (down < part.bottom)
+        columns = (part.left <= across) & (across < part.right)
+        found.append(int(grid[rows][:, columns].sum()))
+    return found
+
+
+def tile_budgets(contents: Sequence[int], sizes: Sequence[int], total: int) -> list[int]:
+    """Each tile's share of ``total`` tokens by its content, rounded down (in fp32), and no more than its size."""
+    shares = np.asarray(contents, np.float32) / np.float32(max(1, sum(contents)))
+    budgets = (shares * np.float32(min(total, sum(sizes)))).astype(np.int64)
+    kept: list[int] = np.minimum(budgets, sizes).tolist()
+    return kept
 
 
 def allocate(shares: Sequence[float], sizes: Sequence[int], total: int) -> list[int]:

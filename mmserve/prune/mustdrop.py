@@ -1,13 +1,14 @@
-"""MustDrop (arXiv 2411.10803), its part before the decoder: even windows become one token, key patches are never lost.
+"""MustDrop (arXiv 2411.10803), its stage in the vision tower: even windows become one token, ranked by the last layer.
 
-A window is even where the features of its patches behind the tower's first layer have a mean cosine of ``EVEN``. The
-paper merges there, in the tower; here the tower runs whole, and the merging is done behind it. Its later stages, in
-the decoder, are not part of this.
+As in liuting20/MustDrop (``llava/model/multimodal_encoder``), a window whose features after the first layer have a mean
+cosine of ``EVEN`` is averaged, and the key set is what the class token attends to most in the tower's last layer.
+There, the layers after the first run on the merged tokens; here the tower runs on all patches, tokens are merged after
+it, and a merged token has the mean attention of its patches. The code never drops its key set, 8% of the tokens; here a
+request says how many tokens stay, and the key set is the first of them. Its stage in the decoder is not part of this.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,45 +19,34 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount
-from mmserve.prune.base import (
-    COUNTED,
-    Evidence,
-    Look,
-    Plan,
-    averaged,
-    counts,
-    grouped,
-    highest_of_each,
-    together,
-)
+from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, together
 
 WINDOW = 3  # patches a side
-EVEN = 0.8  # mean cosine between the patches of a window
-KEY_SHARE = 0.08  # of the patches, those that the class token attends to most
-_LEAST = 1e-12  # of a feature's length: what has none is like nothing
+EVEN = 0.8  # least mean cosine between the patches of a window that is merged
+_LEAST = 1e-12  # of a feature's length: a feature of length 0 is similar to none
 
 
 @dataclass(frozen=True)
 class MustDrop:
-    """Key patches first, then what the class token attends to most, an average by its patches' mean. Where merging
-    leaves fewer than the amount, fewer they are."""
+    """By the class token's row of attention in the tower's last layer, after even windows are merged; where merging
+    leaves fewer tokens than the amount, fewer are kept."""
 
-    needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.FIRST_FEATURES})
+    needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.LAST_CLS_ROW, Evidence.FIRST_FEATURES})
     amounts: ClassVar[frozenset[str]] = COUNTED
 
     def plans(self, looks: Sequence[Look], amount: Amount) -> list[Plan]:
         kept = counts([look.size for look in looks], amount)
         plans: dict[int, Plan] = {}
         for which in grouped([(look.rows, look.columns) for look in looks]):
-            scores_Tn = together(looks, which, Evidence.CLS_ROW).cpu().numpy()
-            leader_Tn, key_Tn = _leaders(scores_Tn, together(looks, which, Evidence.FIRST_FEATURES), looks[which[0]])
-            found = _kept(scores_Tn, leader_Tn, key_Tn, np.array([kept[i] for i in which]))
+            scores_Tn = together(looks, which, Evidence.LAST_CLS_ROW).cpu().numpy()
+            leader_Tn = _leaders(together(looks, which, Evidence.FIRST_FEATURES), looks[which[0]])
+            found = _kept(scores_Tn, leader_Tn, np.array([kept[i] for i in which]))
             plans |= {which[tile]: plan for tile, plan in found.items()}
         return [plans[i] for i in range(len(looks))]
 
 
-def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, key_Tn: np.ndarray, counts_T: np.ndarray) -> dict[int, Plan]:
-    """The plan of each of the grids, which stand side by side here."""
+def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, counts_T: np.ndarray) -> dict[int, Plan]:
+    """The plan of each of the grids, which are numbered one after another here."""
     tiles, size = scores_Tn.shape
     leader = (leader_Tn + np.arange(tiles)[:, None] * size).ravel()
     led = np.bincount(leader, minlength=tiles * size)
@@ -64,7 +54,7 @@ def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, key_Tn: np.ndarray, coun
     group = (np.cumsum(led > 0) - 1)[leader]
     means = np.bincount(group, scores_Tn.ravel()) / led[places]
     tile = places // size
-    order = np.lexsort((-(means + 2.0 * key_Tn.ravel()[places]), tile))  # attention is at most 1
+    order = np.lexsort((-means, tile))
     rank = np.arange(len(order)) - np.searchsorted(tile, np.arange(tiles))[tile]
     chosen = np.zeros(len(places), dtype=bool)
     chosen[order[rank < counts_T[tile]]] = True
@@ -79,25 +69,18 @@ def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, key_Tn: np.ndarray, coun
     return plans
 
 
-def _leaders(scores_Tn: np.ndarray, features_TnC: Tensor, like: Look) -> tuple[np.ndarray, np.ndarray]:
-    """Int64 ``[T, n]``: in whose place each patch's token stands; itself but for the patches of even windows that are
-    not key patches. Patches beyond the last whole window stay alone. And bool ``[T, n]``: the key patches.
+def _leaders(features_TnC: Tensor, like: Look) -> np.ndarray:
+    """Int64 ``[T, n]``: the patch whose place each patch's token takes: itself, or the middle of its even window.
 
-    ``like``: one of the grids.
+    Patches beyond the last whole window stay alone. ``like``: one of the grids.
     """
-    tiles, size = scores_Tn.shape
-    starts = np.arange(tiles)[:, None] * size  # of each grid, side by side
-    key = np.zeros(tiles * size, dtype=bool)
-    key[highest_of_each(scores_Tn, math.ceil(KEY_SHARE * size)) + starts] = True
-    leader = np.arange(tiles * size)
+    tiles, size, _width = features_TnC.shape
+    leader_Tn = np.tile(np.arange(size), (tiles, 1))
     windows, members = _windows(like.rows, like.columns)
     if len(windows):
-        windows = (windows + starts[:, None])[_evenness(features_TnC, members) >= EVEN]
-        others = ~key[windows]
-        held = others.sum(1)
-        middle = windows[others & (np.cumsum(others, axis=1) - 1 == held[:, None] // 2)]  # one where there are any
-        leader[windows[others]] = np.repeat(middle, held[held > 0])
-    return leader.reshape(tiles, size) - starts, key.reshape(tiles, size)
+        tile, even = np.nonzero(_evenness(features_TnC, members) >= EVEN)
+        leader_Tn[tile[:, None], windows[even]] = windows[even, WINDOW**2 // 2][:, None]
+    return leader_Tn
 
 
 @lru_cache(maxsize=64)

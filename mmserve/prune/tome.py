@@ -1,6 +1,8 @@
-"""Token merging (ToMe, arXiv 2210.09461): patches with like keys are averaged, pair by pair, until few enough are left.
+"""Token merging (ToMe, arXiv 2210.09461): similar patches are averaged pair by pair, after the tower instead of in it.
 
-ToMe merges a few in every layer of the tower; here all is done behind it, in rounds that at most halve the number.
+Each round is ``bipartite_soft_matching`` of facebookresearch/ToMe (``tome/merge.py``) without a class token, and at
+most halves the number of tokens. ToMe runs one round in every layer, on that layer's keys; here rounds follow one
+another after the tower until the amount is left, and a merged token's key is the average of its patches' keys.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from torch import Tensor
 from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, together
 
-_LEAST = 1e-12  # of a key's length: what has none is like nothing
+_LEAST = 1e-12  # of a key's length: a key of length 0 is similar to none
 
 
 @dataclass(frozen=True)
 class ToMe:
-    """Bipartite soft matching on the keys of the layer that made the features."""
+    """Bipartite soft matching on the mean key over heads of the layer that made the features."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.KEYS})
     amounts: ClassVar[frozenset[str]] = COUNTED
@@ -34,32 +36,29 @@ class ToMe:
         return [plans[i] for i in range(len(looks))]
 
 
-def _merged(keys_TnC: Tensor, count: int) -> list[Plan]:
-    """In each round every second token of a grid may join the most similar of the others; the most similar pairs do.
-
-    An average stands where the one stood that was joined, and its key is the average of its patches' keys.
-    """
-    tiles, size, width = keys_TnC.shape
-    sums_TmC = keys_TnC  # of a sum and of an average the direction is the same
-    tile = np.arange(tiles)[:, None]
-    places, groups, left = np.tile(np.arange(size), tiles), np.arange(tiles * size), size
-    while left > count > 0:
-        unit = sums_TmC / torch.linalg.vector_norm(sums_TmC, dim=-1, keepdim=True).clamp(min=_LEAST)
-        likeness, partner = (x.cpu().numpy() for x in (unit[:, ::2] @ unit[:, 1::2].mT).max(-1))
-        joining = np.argsort(-likeness, axis=1, kind="stable")[:, : min(left - count, left // 2)] + tile * (
-            -(-left // 2)
-        )
-        even = 2 * joining - tile * (left % 2)
-        target = np.arange(tiles * left)
-        target[even] = 2 * partner.ravel()[joining] + 1 + tile * left
-        stays = np.ones(tiles * left, dtype=bool)
-        stays[even] = False
-        joined = (np.cumsum(stays) - 1)[target]
-        places, groups, left = places[stays], joined[groups], left - joining.shape[1]
-        if left > count:
-            onto = torch.from_numpy(joined).to(sums_TmC.device)
-            empty = sums_TmC.new_zeros(tiles * left, width)
-            sums_TmC = empty.index_add_(0, onto, sums_TmC.flatten(0, 1)).unflatten(0, (tiles, left))
+def _merged(keys_TnK: Tensor, count: int) -> list[Plan]:
+    """Rounds until ``count`` tokens are left of each grid; a merged token takes the place of the one joined."""
+    tiles, left, _width = keys_TnK.shape
     if not count:
         return [Plan(torch.empty(0, dtype=torch.int64)) for _ in range(tiles)]
-    return averaged(groups.reshape(tiles, size) - tile * left, places.reshape(tiles, left))
+    sums_TmK = keys_TnK  # a sum has the direction of the average
+    places = np.tile(np.arange(left), (tiles, 1))
+    groups = places.copy()
+    while left > count:
+        unit = sums_TmK / torch.linalg.vector_norm(sums_TmK, dim=-1, keepdim=True).clamp(min=_LEAST)
+        similarity, partner = (x.cpu().numpy() for x in (unit[:, ::2] @ unit[:, 1::2].mT).max(-1))
+        merging = min(left - count, left // 2)
+        order = np.argsort(-similarity, axis=1, kind="stable")  # of the even tokens
+        source, unmerged = order[:, :merging], order[:, merging:]
+        # What is left, as ToMe orders it: even tokens without a partner by their similarity, then the odd ones.
+        joined = np.empty((tiles, left), np.int64)
+        np.put_along_axis(joined, 2 * unmerged, np.arange(unmerged.shape[1])[None], 1)
+        joined[:, 1::2] = np.arange(left // 2) + unmerged.shape[1]
+        np.put_along_axis(joined, 2 * source, np.take_along_axis(partner, source, 1) + unmerged.shape[1], 1)
+        places = np.concatenate([np.take_along_axis(places, 2 * unmerged, 1), places[:, 1::2]], axis=1)
+        groups, left = np.take_along_axis(joined, groups, 1), left - merging
+        if left > count:
+            onto = torch.from_numpy(joined).to(sums_TmK.device)[..., None].expand_as(sums_TmK)
+            empty = sums_TmK.new_zeros(tiles, left, sums_TmK.shape[2])
+            sums_TmK = empty.scatter_add_(1, onto, sums_TmK)
+    return averaged(groups, places)

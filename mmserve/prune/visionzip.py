@@ -1,4 +1,8 @@
-"""VisionZip (arXiv 2412.04467): the patches that the class token attends to most, and a few averages of the others."""
+"""VisionZip (arXiv 2412.04467): the patches that the class token attends to most, and the others summed up in a few.
+
+As in dvlab-research/VisionZip (``visionzip/clip_encoder.py``), but for two things: tokens are merged after the
+projector instead of before it, and the class token is not kept, because LLaVA's projector is not trained on it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from torch import Tensor
 from mmserve.core.request import Amount
 from mmserve.prune.base import COUNTED, Evidence, Look, Plan, averaged, counts, grouped, highest_of_each, together
 
-#: Of the tokens kept, those that are averages: 10 of 64 in the paper.
+#: Of the tokens kept, those that are contextual: 10 of 64 in the paper.
 CONTEXTUAL = 10 / 64
 _LEAST = 1e-12  # of a key's length: what has none is like nothing
 
 
 @dataclass(frozen=True)
 class VisionZip:
-    """Targets lie evenly spread among the patches that are not dominant; each other joins the target whose key is most
-    like its own. The class token itself is not kept: LLaVA's projector never saw one."""
+    """Targets are evenly spread among the patches that are not dominant; each other joins the target whose key, mean
+    over heads, is most similar to its own. A contextual token is its target plus the mean of those that join it."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset({Evidence.CLS_ROW, Evidence.KEYS})
     amounts: ClassVar[frozenset[str]] = COUNTED
@@ -31,12 +35,12 @@ class VisionZip:
         plans: dict[int, Plan] = {}
         for which in grouped([(look.size, count) for look, count in zip(looks, kept, strict=True)]):
             scores_Tn = together(looks, which, Evidence.CLS_ROW).cpu().numpy()
-            keys_TnC = together(looks, which, Evidence.KEYS)
-            plans |= zip(which, _zipped(scores_Tn, keys_TnC, kept[which[0]]), strict=True)
+            keys_TnK = together(looks, which, Evidence.KEYS)
+            plans |= zip(which, _zipped(scores_Tn, keys_TnK, kept[which[0]]), strict=True)
         return [plans[i] for i in range(len(looks))]
 
 
-def _zipped(scores_Tn: np.ndarray, keys_TnC: Tensor, count: int) -> list[Plan]:
+def _zipped(scores_Tn: np.ndarray, keys_TnK: Tensor, count: int) -> list[Plan]:
     tiles, size = scores_Tn.shape
     contextual = round(count * CONTEXTUAL) if count < size else 0
     dominant = highest_of_each(scores_Tn, count - contextual)
@@ -47,15 +51,19 @@ def _zipped(scores_Tn: np.ndarray, keys_TnC: Tensor, count: int) -> list[Plan]:
     groups[tile, dominant] = np.arange(first)
     rest = np.nonzero(groups < 0)[1].reshape(tiles, -1)
     targets = rest[:, :: rest.shape[1] // contextual][:, :contextual]
-    groups[tile, rest] = first + _nearest(keys_TnC, targets)[tile, rest]
-    groups[tile, targets] = first + np.arange(contextual)
-    return averaged(groups, np.concatenate([dominant, targets], axis=1))
+    groups[tile, rest] = first + _nearest(keys_TnK, targets)[tile, rest]
+    groups[tile, targets] = -1
+    plans = averaged(groups, np.concatenate([dominant, targets], axis=1))
+    for plan in plans:
+        assert plan.weights is not None
+        plan.weights[torch.arange(count), plan.places] = 1.0  # the targets beside the mean of the others
+    return plans
 
 
-def _nearest(keys_TnC: Tensor, targets_Tc: np.ndarray) -> np.ndarray:
-    """Which of its grid's targets has the key most like that of each patch; how long the latter's is has no say."""
-    at = torch.from_numpy(targets_Tc).to(keys_TnC.device)
-    centres = keys_TnC.gather(1, at[..., None].expand(-1, -1, keys_TnC.shape[-1]))
+def _nearest(keys_TnK: Tensor, targets_Tc: np.ndarray) -> np.ndarray:
+    """Int64 ``[T, n]``: which of its grid's targets has the most similar key, by the cosine."""
+    at = torch.from_numpy(targets_Tc).to(keys_TnK.device)
+    centres = keys_TnK.gather(1, at[..., None].expand(-1, -1, keys_TnK.shape[-1]))
     unit = centres / torch.linalg.vector_norm(centres, dim=-1, keepdim=True).clamp(min=_LEAST)
-    found: np.ndarray = (keys_TnC @ unit.mT).argmax(-1).cpu().numpy()
+    found: np.ndarray = (keys_TnK @ unit.mT).argmax(-1).cpu().numpy()
     return found

@@ -21,7 +21,8 @@ from mmserve.errors import ConfigError
 from mmserve.models.chat import IMAGE, VIDEO
 from mmserve.models.checkpoint import write_checkpoint, write_json
 from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA, Layout, config_json, decoder_tensors, vision_tensors
-from mmserve.models.towers import BESIDE, PROCESSOR
+from mmserve.models.processors import IMAGES
+from mmserve.models.towers import BESIDE
 from mmserve.reference.data import PIXEL_MEAN, PIXEL_STD
 from mmserve.reference.model import FRAME_TIME, FRAMES, PIXELS, POOL, SELECT_LAYER, ReferenceModel
 from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, MASK, save_tokenizer, train_tokenizer
@@ -54,7 +55,7 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     write_json(out / "generation_config.json", _generation(tokenizer))
     save_tokenizer(tokenizer, out)
     write_json(out / BESIDE / "config.json", {**model.tower.config.to_diff_dict(), "model_type": "clip_vision_model"})
-    write_json(out / BESIDE / PROCESSOR, processor_settings())
+    write_json(out / BESIDE / IMAGES, processor_settings())
     reports = [json.loads(path.read_text()) if path.is_file() else None for path in (run / QUALITY, run / STREAMS)]
     (out / "MODEL_CARD.md").write_text(_card(model, state, *reports), encoding="utf-8")
 

@@ -56,14 +56,22 @@ class Access(grpc.aio.ServerInterceptor):
         answer = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def one(request: Any, context: Any) -> Any:
-            with self._watch(call, context):
-                result = await answer(request, context)
-                return result if handler.response_streaming else serialize(result)  # here, so that its size is known
+            try:
+                with self._watch(call, context):
+                    result = await answer(request, context)
+                    return result if handler.response_streaming else serialize(result)  # here: its size is known then
+            except grpc.aio.AbortError as error:
+                _let_go(error)
+                raise
 
         async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._watch(call, context):
-                async for message in answer(request, context):
-                    yield message
+            try:
+                with self._watch(call, context):
+                    async for message in answer(request, context):
+                        yield message
+            except grpc.aio.AbortError as error:
+                _let_go(error)
+                raise
 
         def parse(data: bytes) -> Any:
             call.received += len(data)
@@ -114,6 +122,11 @@ class Access(grpc.aio.ServerInterceptor):
         routine = code == "OK" and call.method.startswith(_ROUTINE)
         text = " ".join(f"{name}={_plain(str(value))}" for name, value in fields.items() if value != "")
         logger.log(logging.DEBUG if routine else logging.INFO, "%s", text, extra={"fields": fields})
+
+
+def _let_go(error: BaseException) -> None:
+    """gRPC keeps the error of an ended call until its client has read the status: it must not refer to any frame."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _code(context: Any) -> str:

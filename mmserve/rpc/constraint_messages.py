@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_HOLES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from mmserve.constraint.limits import (
+    MAX_CHOICE_BYTES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_HOLES,
+    MAX_REGEX_BYTES,
+    MAX_SCHEMA_BYTES,
+)
 from mmserve.core.constraint import (
     Choice,
     ConstraintKind,
@@ -19,6 +26,7 @@ from mmserve.core.constraint import (
     JsonSchema,
     Lark,
     Regex,
+    SchemaOption,
     Template,
 )
 from mmserve.v1 import generation_pb2 as pb
@@ -36,6 +44,13 @@ _SAMPLINGS = {
     pb.CONSTRAINT_SAMPLING_MASK: ConstraintSampling.MASK,
     pb.CONSTRAINT_SAMPLING_AWRS: ConstraintSampling.AWRS,
     pb.CONSTRAINT_SAMPLING_ASAP: ConstraintSampling.ASAP,
+}
+_SCHEMA_OPTIONS = {
+    pb.SCHEMA_OPTION_UNKNOWN_FORMATS: SchemaOption.UNKNOWN_FORMATS,
+    pb.SCHEMA_OPTION_ONE_OF_AS_ANY_OF: SchemaOption.ONE_OF_AS_ANY_OF,
+    pb.SCHEMA_OPTION_CLOSED_OBJECTS: SchemaOption.CLOSED_OBJECTS,
+    pb.SCHEMA_OPTION_WHITE_SPACE: SchemaOption.WHITE_SPACE,
+    pb.SCHEMA_OPTION_EXPONENTS: SchemaOption.EXPONENTS,
 }
 _MOST_BYTES = {
     "json_schema": MAX_SCHEMA_BYTES,
@@ -60,10 +75,12 @@ def _wrong(constraint: pb.Constraint, path: str, most_tokens: int) -> Iterator[t
     if constraint.sampling not in _SAMPLINGS:
         yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK, _AWRS or _ASAP"
     elif _SAMPLINGS[constraint.sampling] is not ConstraintSampling.MASK and _placed(constraint):
-        yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK with a template, and with a scaffold"
+        yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK with a template"
     kind = constraint.WhichOneof("kind")
-    if constraint.scaffold and kind != "json_schema":
-        yield f"{path}.scaffold", "must be false but with a json_schema"
+    if constraint.schema_options and kind != "json_schema":
+        yield f"{path}.schema_options", "must be empty but with a json_schema"
+    if not set(constraint.schema_options) <= _SCHEMA_OPTIONS.keys():
+        yield f"{path}.schema_options", "must be values of SchemaOption, and not SCHEMA_OPTION_UNSPECIFIED"
     match kind:
         case None:
             yield path, "must have exactly one of json_schema, regex, choice, lark, gbnf and template"
@@ -86,8 +103,8 @@ def _wrong_choice(choice: pb.Choice, path: str) -> Iterator[tuple[str, str]]:
         yield f"{path}.options", "must hold at least one option"
     elif len(choice.options) > MAX_CHOICES:
         yield f"{path}.options", f"must hold at most {MAX_CHOICES} options, not {len(choice.options)}"
-    elif (size := sum(len(option.encode()) for option in choice.options)) > MAX_GRAMMAR_BYTES:
-        yield f"{path}.options", f"must be at most {MAX_GRAMMAR_BYTES} bytes together, not {size}"
+    elif (size := sum(len(option.encode()) for option in choice.options)) > MAX_CHOICE_BYTES:
+        yield f"{path}.options", f"must be at most {MAX_CHOICE_BYTES} bytes together, not {size}"
 
 
 def _wrong_template(template: pb.Template, path: str, most_tokens: int) -> Iterator[tuple[str, str]]:
@@ -118,8 +135,6 @@ def _wrong_hole(hole: pb.Hole, path: str, most_tokens: int) -> Iterator[tuple[st
         yield f"{path}.max_tokens", f"must be in [1, {most_tokens}], not {hole.max_tokens}"
     if not hole.HasField("constraint"):
         return
-    if hole.constraint.scaffold:
-        yield f"{path}.constraint.scaffold", "must be false in a hole: write what is known as text around it"
     if hole.constraint.WhichOneof("kind") == "template":
         yield f"{path}.constraint.template", "must not stand in a hole: write its parts into the outer template"
     else:
@@ -134,12 +149,12 @@ def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
     if constraint.WhichOneof("kind") == "template":
         return ConstraintSpec(Template(tuple(map(_part, constraint.template.parts))))
     mode, sampling = _MODES[constraint.mode], _SAMPLINGS[constraint.sampling]
-    return ConstraintSpec(_kind(constraint), mode, sampling, constraint.scaffold)
+    return ConstraintSpec(_kind(constraint), mode, sampling)
 
 
 def _placed(constraint: pb.Constraint) -> bool:
     """Whether part of the answer has its place before anything is drawn."""
-    return bool(constraint.scaffold) or constraint.WhichOneof("kind") == "template"
+    return constraint.WhichOneof("kind") == "template"
 
 
 def _part(part: pb.TemplatePart) -> str | Hole:
@@ -154,7 +169,8 @@ def _part(part: pb.TemplatePart) -> str | Hole:
 def _kind(constraint: pb.Constraint) -> ConstraintKind:
     match constraint.WhichOneof("kind"):
         case "json_schema":
-            return JsonSchema(constraint.json_schema)
+            asked = {_SCHEMA_OPTIONS[option] for option in constraint.schema_options}
+            return JsonSchema(constraint.json_schema, tuple(sorted(asked)))
         case "regex":
             return Regex(constraint.regex)
         case "choice":

@@ -49,6 +49,7 @@ def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
     return Diffusion(
         steps=asked.steps,
         block_length=asked.block_length,
+        cfg_scale=asked.cfg_scale,
         recompute=chosen_policy(asked, "recompute") or recompute,
         commit=chosen_policy(asked, "commit") or commit,
     )

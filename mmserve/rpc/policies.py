@@ -26,8 +26,11 @@ class DkvGreedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
-    """dLLM-Cache (arXiv 2506.06295): prompt and response are run every so many steps; between, the ``ratio`` of the
-    response that changed most."""
+    """dLLM-Cache (arXiv 2506.06295) with one choice of positions for all layers.
+
+    Prompt and response are run every so many steps; between, the ``ratio`` of the response whose values changed most at
+    the second layer.
+    """
 
     prompt_refresh: int = 100
     response_refresh: int = 7
@@ -50,7 +53,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Confident:
-    """All candidates more confident than this, or else as many as the schedule says (arXiv 2505.16990)."""
+    """All candidates more confident than this, or else as many as reach the schedule's time grid (arXiv 2505.16990)."""
 
     confidence: float = 0.95
 
@@ -124,8 +127,8 @@ class EarlyCommit:
     """What is left is committed at once when the model is sure of the answer (Prophet, arXiv 2508.19982).
 
     Sure: the two highest logits lie at least ``early`` (later ``middle``, ``late``) apart on average over the answer's
-    positions, ``answer_length`` of them from ``answer_start`` on, or, with a length of 0, over the current block. With
-    ``answer_after`` they begin behind that text, once it is among the final tokens.
+    positions, final ones that a pass runs included: ``answer_length`` of them from ``answer_start`` on, or, with a
+    length of 0, the current block. With ``answer_after`` they begin after that text, once it is among the final tokens.
     With ``mistakes`` above 0 sure is something else: that no more of them than that are expected to be wrong.
     ``base`` is what is committed until then.
     """
@@ -248,7 +251,6 @@ Pruner = Literal[
     "mustdrop",
     "tome",
     "column_attention",
-    "zipvl",
     "fastv",
     "redvtp",
 ]
@@ -279,6 +281,11 @@ _POLICIES: dict[type, str] = {
 }
 #: Policies whose message goes by another name.
 _POLICY_FIELDS = {"none": "no_cache"}
+
+
+def policy_class(name: str) -> type[Any] | None:
+    """The class of the policy ``name``; None where it has no numbers."""
+    return next((kind for kind, known in _POLICIES.items() if known == name), None)
 
 
 def named(policy: Policy) -> Any:

@@ -63,7 +63,8 @@ class Guard:
 class Replacement:
     """Serves the models of another configuration in place of those of ``config``; used on one event loop.
 
-    ``run`` calls a blocking function elsewhere; ``leave`` ends what others have of an engine that is about to stop.
+    ``run`` calls a blocking function elsewhere; ``leave`` lets the sessions of an engine end within so many
+    seconds.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Replacement:
         engines: Engines,
         config: Config,
         run: Callable[..., Awaitable[Any]],
-        leave: Callable[[EngineLike], Awaitable[None]],
+        leave: Callable[[EngineLike, float], Awaitable[None]],
     ) -> None:
         self._leave = leave
         self._engines = engines
@@ -123,9 +124,10 @@ class Replacement:
         self._models = config.models
         logger.info("serving %s", ", ".join(self._engines))
         for engine in list(self.leaving):
-            if not await self._run(engine.drain, config.server.drain_seconds):
+            seconds = config.server.drain_seconds
+            ended, _ = await asyncio.gather(self._run(engine.drain, seconds), self._leave(engine, seconds))
+            if not ended:
                 logger.warning("a model was dropped while it had requests, which were cancelled")
-            await self._leave(engine)
             await self._run(engine.stop)
             self.leaving.remove(engine)
         await self._run(_forget)

@@ -27,6 +27,7 @@ from mmserve.rpc.constraint_messages import asked_constraint
 from mmserve.rpc.default_policies import asked_diffusion
 from mmserve.rpc.policy_messages import chosen_policy
 from mmserve.rpc.roles import ROLES
+from mmserve.rpc.video_sampling import asked_video_sampling
 from mmserve.rpc.violations import violations
 from mmserve.rpc.vision_messages import asked_vision
 from mmserve.v1 import generation_pb2 as pb
@@ -76,7 +77,7 @@ def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
         case "image":
             return ImagePart(_bytes(part.image, media))
         case "video":
-            return VideoPart(_bytes(part.video, media))
+            return VideoPart(_bytes(part.video, media), asked_video_sampling(part.video))
     return TextPart(part.text)
 
 

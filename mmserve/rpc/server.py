@@ -238,10 +238,11 @@ class Server:
         if self._scraped is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._scraped.close)
 
-    async def _leave(self, engine: EngineLike) -> None:
-        """End what sessions have of an engine that is about to stop."""
-        self.sessions.end_all(engine)
+    async def _leave(self, engine: EngineLike, seconds: float) -> None:
+        """Let the sessions of an engine that will stop end within ``seconds``; none is opened after that."""
+        await self.sessions.drain(seconds, engine)
         await self._elsewhere(self._hosts.forget, engine)
+        await self.sessions.drain(0.0, engine)  # one that was being opened meanwhile
 
     async def _for_all(self, engines: Iterable[EngineLike], method: str, *args: float) -> list[Any]:
         """Call a blocking method of several engines, side by side."""

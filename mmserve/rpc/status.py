@@ -33,6 +33,9 @@ from mmserve.errors import (
 
 logger = logging.getLogger("mmserve.rpc")
 
+#: How long a handler waits for its status to be sent (seconds).
+UNREAD_SECONDS = 2.0
+
 DETAILS_KEY = "grpc-status-details-bin"
 
 # gRPC's default limit on all metadata of a call is 8 KiB. The message travels percent-encoded (up to 3x), the
@@ -95,10 +98,18 @@ def from_server(error: Any) -> bool:
 
 
 async def abort(context: Any, error: MMServeError) -> NoReturn:
-    """End the call of ``context`` with the status of ``error``; always raises."""
+    """End the call of ``context`` with the status of ``error``; always raises.
+
+    A client that does not read blocks its call's status. After a moment that is left to gRPC, which sends it when the
+    client reads, so that no handler, and nothing of its request, waits for that.
+    """
     status = to_status(error)
     code = next(c for c in grpc.StatusCode if c.value[0] == status.code)
-    await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    try:
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    except TimeoutError:
+        raise asyncio.CancelledError from None
     raise AssertionError("unreachable: abort raises")
 
 

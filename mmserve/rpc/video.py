@@ -14,7 +14,15 @@ from mmserve.config import Config
 from mmserve.core.events import Event
 from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Internal, InvalidArgument, MMServeError, NotFound, ResourceExhausted
+from mmserve.errors import (
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    MMServeError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc import convert, request_id
@@ -32,7 +40,7 @@ from mmserve.rpc.video_messages import (
     to_session_response,
     wrong_config,
 )
-from mmserve.rpc.vision_messages import asked_vision, wrong_vision
+from mmserve.rpc.vision_messages import PIXELS, asked_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
 from mmserve.video.base import Memory, Stream
@@ -43,6 +51,9 @@ from mmserve.video.registry import Registry
 from mmserve.video.session import Session as VideoSession
 
 logger = logging.getLogger("mmserve.rpc")
+
+#: How long the last responses of an ended connection may take to reach its client (seconds).
+_UNREAD_SECONDS = 2.0
 
 
 class VideoService(video_pb2_grpc.VideoServiceServicer):
@@ -68,13 +79,10 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             connection = session.attach(received)
             reading = None
             try:
-                await context.send_initial_metadata(((request_id.KEY, label),))
-                await context.write(pb.SessionResponse(configured=configured))
-                if (notice := self._sessions.notice()) is not None:
+                if (notice := self._sessions.notice(session)) is not None:
                     connection.go_away(notice)
                 reading = asyncio.create_task(_read(messages, session, connection, self._asked(session, configured)))
-                async for index, response in connection:
-                    await context.write(to_session_response(index, response))
+                await _write(context, label, configured, connection)
             finally:
                 if reading is not None:
                     reading.cancel()
@@ -83,7 +91,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         yield  # what the interceptors expect of a method that answers with a stream; see ``context.write`` above
 
     async def _begun(self, first: pb.SessionRequest) -> tuple[VideoSession, pb.SessionConfigured, int | None]:
-        """The session of a connection whose first request is ``first``, and what the client is told of it."""
+        """The session of a connection whose first request is ``first``, and its description for the client."""
         tenant = current_tenant()
         match first.WhichOneof("request"):
             case "configure":
@@ -104,6 +112,8 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         engine = self._engines.find(asked.model)
         wrong = [*wrong_config(asked)]
         wrong += [InvalidArgument.of(f, d).violations[0] for f, d in wrong_vision(asked.vision)]
+        named = [name for name in PIXELS if asked.vision.HasField(name)]
+        wrong += [InvalidArgument.of(f"vision.{n}", "is not for sessions").violations[0] for n in named]
         if wrong:
             raise InvalidArgument(*wrong)
         host = self._hosts.find(engine)
@@ -129,6 +139,9 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
             await around.work(stream.close)
             raise
         session.owner = engine
+        if host.streams.stopped:
+            session.end(unserved := Unavailable("the model is not served any more; open a session of another one"))
+            raise unserved
         session.greeting = self._greeting(session, engine, asked, memory)
         return session, session.greeting
 
@@ -157,7 +170,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
     def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
         """What makes the engine's request of a question of ``session``."""
-        engine, tenant = self._engines.find(configured.model), session.tenant
+        engine, tenant = session.owner, session.tenant
 
         def to_request(ask: pb.Ask) -> Request:
             if ask.HasField("timeout_seconds") and not 0 < ask.timeout_seconds <= 86_400:
@@ -227,6 +240,33 @@ async def _read(
             connection.fail(error)
         elif connection.current:
             session.end(error)
+
+
+async def _write(context: Any, label: str, configured: pb.SessionConfigured, connection: Connection) -> None:
+    """Send all responses of a connection; raises why it is ended.
+
+    A client that does not read blocks ``context.write``; it is given up then.
+    """
+    sending = asyncio.create_task(_send(context, label, configured, connection))
+    failing = asyncio.create_task(connection.failed())
+    try:
+        await asyncio.wait({sending, failing}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({sending}, timeout=_UNREAD_SECONDS)
+        if sending.done():
+            await sending
+            return
+    finally:
+        sending.cancel()
+        failing.cancel()
+        await asyncio.gather(sending, failing, return_exceptions=True)
+    raise connection.error or Cancelled("the session ended")
+
+
+async def _send(context: Any, label: str, configured: pb.SessionConfigured, connection: Connection) -> None:
+    await context.send_initial_metadata(((request_id.KEY, label),))
+    await context.write(pb.SessionResponse(configured=configured))
+    async for index, response in connection:
+        await context.write(to_session_response(index, response))
 
 
 def _close_unused(opening: asyncio.Future[Stream]) -> None:

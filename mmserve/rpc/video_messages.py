@@ -12,6 +12,7 @@ from mmserve.encode.sampling import FixedRate, Sampler, Scene, SlowFast
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.rpc.event_messages import to_response
 from mmserve.rpc.request_id import MAX_CHARACTERS, is_label
+from mmserve.rpc.video_sampling import MAX_RATE, MAX_SCENE_FRAMES
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
@@ -30,13 +31,12 @@ _MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
 MAX_OTHER_BYTES = 1 << 20
 #: Seconds of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
 _LAST_SECOND = 100 * 366 * 86_400.0
-_MAX_RATE = 30.0
 DEFAULT_RATE = 1.0
 DEFAULT_SCENE_FRAMES = 4
 
 
 def asked_memory(memory: pb.StreamMemory) -> Memory:
-    """What a session is to keep; which names there are is for the streams to say."""
+    """What a session is to keep; names are checked when the stream is opened."""
     numbers = ("budget", "host_bytes", "carriers")
     texts = {name: getattr(memory, name) for name in ("policy", "positions") if getattr(memory, name)}
     return Memory(**texts, **{name: getattr(memory, name) for name in numbers if memory.HasField(name)})
@@ -54,12 +54,12 @@ def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
 def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
     """What is wrong with the numbers of a configuration."""
     sampler = config.sampler
-    if sampler.HasField("rate") and not 0 < sampler.rate <= _MAX_RATE:
-        yield FieldViolation("sampler.rate", f"must be above 0 and at most {_MAX_RATE:g}, not {sampler.rate}")
+    if sampler.HasField("rate") and not 0 < sampler.rate <= MAX_RATE:
+        yield FieldViolation("sampler.rate", f"must be above 0 and at most {MAX_RATE:g}, not {sampler.rate}")
     if sampler.HasField("scene_similarity") and not -1 <= sampler.scene_similarity <= 1:
         yield FieldViolation("sampler.scene_similarity", f"must be in [-1, 1], not {sampler.scene_similarity}")
-    if sampler.HasField("scene_frames") and not 1 <= sampler.scene_frames <= 64:
-        yield FieldViolation("sampler.scene_frames", f"must be in [1, 64], not {sampler.scene_frames}")
+    if sampler.HasField("scene_frames") and not 1 <= sampler.scene_frames <= MAX_SCENE_FRAMES:
+        yield FieldViolation("sampler.scene_frames", f"must be in [1, {MAX_SCENE_FRAMES}], not {sampler.scene_frames}")
     if sampler.HasField("scene_frames") and not sampler.HasField("scene_similarity"):
         yield FieldViolation("sampler.scene_frames", "needs scene_similarity")
     if sampler.HasField("detail_every") and sampler.detail_every < 1:
@@ -149,7 +149,7 @@ def _seconds(value: float, field: str) -> float:
 
 
 def question_message(ask: pb.Ask, config: pb.ConfigureSession) -> gen.GenerateRequest:
-    """The request of a question, with what the session's configuration says where it says nothing.
+    """The request of a question, with defaults from the session's configuration.
 
     Raises ``InvalidArgument`` where it names a model, or holds media.
     """

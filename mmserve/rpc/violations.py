@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 from mmserve.config import MediaConfig
 from mmserve.core.info import ModelInfo
+from mmserve.core.request import LARGEST_CFG_SCALE
 from mmserve.encode.store import is_media_id
 from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
 from mmserve.rpc.default_policies import wrong_quality
 from mmserve.rpc.policy_messages import wrong_policy
 from mmserve.rpc.roles import ROLES
+from mmserve.rpc.video_sampling import wrong_video_sampling
 from mmserve.rpc.vision_messages import wrong_vision
 from mmserve.v1 import generation_pb2 as pb
 
@@ -63,6 +65,7 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
                 case "video":
                     videos += 1
                     yield from _wrong_media(part.video, f"{path}.video", limits)
+                    yield from wrong_video_sampling(part.video.sampling, f"{path}.video.sampling", limits)
     if message.messages[-1].role in ROLES and message.messages[-1].role != pb.ROLE_USER:
         yield f"messages[{len(message.messages) - 1}].role", "must be ROLE_USER: the last message is the user's"
     allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
@@ -113,6 +116,8 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
             yield f"diffusion.{name}", "must be at least 1"
     if diffusion.block_length > 1 and not info.diffusion:
         yield "diffusion.block_length", "must be 1: the model decodes one token after another"
+    if not 0 <= diffusion.cfg_scale <= LARGEST_CFG_SCALE:
+        yield "diffusion.cfg_scale", f"must be in [0, {LARGEST_CFG_SCALE:g}], not {diffusion.cfg_scale}"
     yield from wrong_quality(diffusion)
     for kind in ("recompute", "commit"):
         yield from wrong_policy(diffusion, kind, "diffusion")

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmserve.core.request import Amount, Vision
+from mmserve.core.request import Amount, PixelRange, Vision
 from mmserve.v1 import generation_pb2 as pb
+
+#: Fields of pixels: of images, and of videos.
+PIXELS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")
+_MOST_PIXELS = (1 << 63) - 1
 
 
 def wrong_vision(vision: pb.VisionParams) -> Iterator[tuple[str, str]]:
-    """What is wrong with the amount, whatever the pruner."""
+    """What is wrong with pixels and with the amount, whatever the model and the pruner."""
+    for name in PIXELS:
+        if vision.HasField(name) and not 1 <= getattr(vision, name) <= _MOST_PIXELS:
+            yield f"vision.{name}", f"must be at least 1 and at most {_MOST_PIXELS}, not {getattr(vision, name)}"
+    for least, most in (PIXELS[:2], PIXELS[2:]):
+        both = vision.HasField(least) and vision.HasField(most)
+        if both and getattr(vision, least) > getattr(vision, most):
+            yield f"vision.{least}", f"must be at most {most}, which is {getattr(vision, most)}"
     name = vision.WhichOneof("amount")
     if name is None:
         return
@@ -26,4 +37,10 @@ def asked_vision(vision: pb.VisionParams) -> Vision:
     return Vision(
         pruner=vision.WhichOneof("pruner") or "none",
         amount=None if amount is None else Amount(amount, getattr(vision, amount)),
+        images=PixelRange(*(_asked(vision, name) for name in PIXELS[:2])),
+        videos=PixelRange(*(_asked(vision, name) for name in PIXELS[2:])),
     )
+
+
+def _asked(vision: pb.VisionParams, name: str) -> int | None:
+    return int(getattr(vision, name)) if vision.HasField(name) else None

@@ -3,10 +3,11 @@
 First come, first served at every stage, each bounded by its budget, and fair between tenants (``fair.py``). A prefill
 that is begun goes before a tenant's new ones. A batch always takes at least its first request, so nothing can be too
 large to run. Of a next-token model's prompt that is longer than the budget a batch takes a chunk, and decode has its
-turn between two. Decode steps are shared out fairly by their rows (``turns.py``). A request whose pass has more rows
-than the budget runs alone, and shorter ones run between its layers, a number of rows in all. A constrained request is
-encoded once its grammar is there; those after it do not wait for that. Nor does text wait for media: a request with
-media is encoded once these are read, one without is tokenized.
+turn between two; one whose clip is still read waits until the rows of a whole chunk are there. Decode steps are shared
+out fairly by their rows (``turns.py``). A request whose pass has more rows than the budget runs alone, and shorter ones
+run between its layers, a number of rows in all. A constrained request is encoded once its grammar is there; those after
+it do not wait for that. Nor does text wait for media: a request with media is encoded once these are read, one without
+is tokenized.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ def _load(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
 
 def _tokenize(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     tokenizing = sum(e.stage is Stage.ENCODING and not e.images for e in entries)
-    room = budgets.handover - tokenizing - _count(entries, Stage.ENCODED)
+    room = budgets.handover - tokenizing - _waiting_for_prefill(entries)
     queued = [(e, 1) for e in entries if not e.images and _startable(e)]
     return _fill(_ordered(queued, budgets, "tokenize")[: max(0, room)], budgets.encode_batch)
 
 
 def _encode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     encoding = sum(e.stage is Stage.ENCODING and e.images > 0 for e in entries)
-    room = budgets.handover - encoding - _count(entries, Stage.ENCODED)
+    room = budgets.handover - encoding - _waiting_for_prefill(entries)
     loaded = [(e, e.images) for e in entries if e.stage is Stage.LOADED]
     return _fill(_ordered(loaded, budgets, "encode")[: max(0, room)], budgets.encode_batch)
 
@@ -86,7 +87,8 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
     new = [e for e in encoded if e.prefilled is None]
     waiting: _Taken = []
-    for entry, cost in _ordered([(e, e.tokens - (e.prefilled or 0)) for e in begun + new], budgets, "prefill"):
+    ready = [(e, e.tokens - (e.prefilled or 0)) for e in begun + new if not e.awaits]
+    for entry, cost in _ordered(ready, budgets, "prefill"):
         if entry.prefilled is None:
             if not running > 0 or entry.pages > pages:
                 running = 0  # nobody overtakes the first that does not fit: it would wait for ever
@@ -122,6 +124,11 @@ def _ordered(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
     """``waiting`` in the order in which its tenants are to be served."""
     entries, costs = [e for e, _cost in waiting], [cost for _e, cost in waiting]
     return [waiting[i] for i in fair_order(entries, costs, budgets.served.get(stage, Served()))]
+
+
+def _waiting_for_prefill(entries: Sequence[Entry]) -> int:
+    """Those whose prompts are whole: others wait for their clips."""
+    return sum(e.stage is Stage.ENCODED and not e.awaits for e in entries)
 
 
 def _count(entries: Sequence[Entry], *stages: Stage) -> int:

@@ -7,6 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SchemaOption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEMA_OPTION_UNSPECIFIED: _ClassVar[SchemaOption]
+    SCHEMA_OPTION_UNKNOWN_FORMATS: _ClassVar[SchemaOption]
+    SCHEMA_OPTION_ONE_OF_AS_ANY_OF: _ClassVar[SchemaOption]
+    SCHEMA_OPTION_CLOSED_OBJECTS: _ClassVar[SchemaOption]
+    SCHEMA_OPTION_WHITE_SPACE: _ClassVar[SchemaOption]
+    SCHEMA_OPTION_EXPONENTS: _ClassVar[SchemaOption]
+
 class ConstraintMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CONSTRAINT_MODE_UNSPECIFIED: _ClassVar[ConstraintMode]
@@ -41,6 +50,12 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_END: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+SCHEMA_OPTION_UNSPECIFIED: SchemaOption
+SCHEMA_OPTION_UNKNOWN_FORMATS: SchemaOption
+SCHEMA_OPTION_ONE_OF_AS_ANY_OF: SchemaOption
+SCHEMA_OPTION_CLOSED_OBJECTS: SchemaOption
+SCHEMA_OPTION_WHITE_SPACE: SchemaOption
+SCHEMA_OPTION_EXPONENTS: SchemaOption
 CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode
 CONSTRAINT_MODE_STRICT: ConstraintMode
 CONSTRAINT_MODE_VALIDATE: ConstraintMode
@@ -85,7 +100,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ...) -> None: ...
 
 class Constraint(_message.Message):
-    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "sampling", "scaffold")
+    __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "sampling", "schema_options")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -94,7 +109,7 @@ class Constraint(_message.Message):
     TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    SCAFFOLD_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     choice: Choice
@@ -103,8 +118,8 @@ class Constraint(_message.Message):
     template: Template
     mode: ConstraintMode
     sampling: ConstraintSampling
-    scaffold: bool
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., template: _Optional[_Union[Template, _Mapping]] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ..., sampling: _Optional[_Union[ConstraintSampling, str]] = ..., scaffold: bool = ...) -> None: ...
+    schema_options: _containers.RepeatedScalarFieldContainer[SchemaOption]
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., lark: _Optional[str] = ..., gbnf: _Optional[str] = ..., template: _Optional[_Union[Template, _Mapping]] = ..., mode: _Optional[_Union[ConstraintMode, str]] = ..., sampling: _Optional[_Union[ConstraintSampling, str]] = ..., schema_options: _Optional[_Iterable[_Union[SchemaOption, str]]] = ...) -> None: ...
 
 class Template(_message.Message):
     __slots__ = ("parts",)
@@ -161,12 +176,28 @@ class Image(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ...) -> None: ...
 
 class Video(_message.Message):
-    __slots__ = ("data", "media_id")
+    __slots__ = ("data", "media_id", "sampling")
     DATA_FIELD_NUMBER: _ClassVar[int]
     MEDIA_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     media_id: str
-    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ...) -> None: ...
+    sampling: VideoSampling
+    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ..., sampling: _Optional[_Union[VideoSampling, _Mapping]] = ...) -> None: ...
+
+class VideoSampling(_message.Message):
+    __slots__ = ("fps", "frames", "scene_similarity", "scene_frames", "detail_every")
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SCENE_SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    SCENE_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_EVERY_FIELD_NUMBER: _ClassVar[int]
+    fps: float
+    frames: int
+    scene_similarity: float
+    scene_frames: int
+    detail_every: int
+    def __init__(self, fps: _Optional[float] = ..., frames: _Optional[int] = ..., scene_similarity: _Optional[float] = ..., scene_frames: _Optional[int] = ..., detail_every: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "min_p", "repetition_penalty", "n")
@@ -191,7 +222,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., n: _Optional[int] = ...) -> None: ...
 
 class DiffusionParams(_message.Message):
-    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit", "learned", "guided", "draft_model", "scheduler", "quality", "min_quality")
+    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit", "learned", "guided", "draft_model", "scheduler", "quality", "min_quality", "cfg_scale")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NO_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +249,7 @@ class DiffusionParams(_message.Message):
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     QUALITY_FIELD_NUMBER: _ClassVar[int]
     MIN_QUALITY_FIELD_NUMBER: _ClassVar[int]
+    CFG_SCALE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     block_length: int
     no_cache: NoCache
@@ -244,7 +276,8 @@ class DiffusionParams(_message.Message):
     scheduler: Scheduled
     quality: Quality
     min_quality: float
-    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., draft_model: _Optional[_Union[DraftModel, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduled, _Mapping]] = ..., quality: _Optional[_Union[Quality, str]] = ..., min_quality: _Optional[float] = ...) -> None: ...
+    cfg_scale: float
+    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., draft_model: _Optional[_Union[DraftModel, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduled, _Mapping]] = ..., quality: _Optional[_Union[Quality, str]] = ..., min_quality: _Optional[float] = ..., cfg_scale: _Optional[float] = ...) -> None: ...
 
 class NoCache(_message.Message):
     __slots__ = ()
@@ -407,7 +440,7 @@ class DraftModel(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class VisionParams(_message.Message):
-    __slots__ = ("none", "random", "resize", "cls_attention", "hired", "visionzip", "mustdrop", "tome", "column_attention", "zipvl", "fastv", "redvtp", "keep_ratio", "token_budget", "attention_mass")
+    __slots__ = ("none", "random", "resize", "cls_attention", "hired", "visionzip", "mustdrop", "tome", "column_attention", "fastv", "redvtp", "keep_ratio", "token_budget", "attention_mass", "min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")
     NONE_FIELD_NUMBER: _ClassVar[int]
     RANDOM_FIELD_NUMBER: _ClassVar[int]
     RESIZE_FIELD_NUMBER: _ClassVar[int]
@@ -417,12 +450,15 @@ class VisionParams(_message.Message):
     MUSTDROP_FIELD_NUMBER: _ClassVar[int]
     TOME_FIELD_NUMBER: _ClassVar[int]
     COLUMN_ATTENTION_FIELD_NUMBER: _ClassVar[int]
-    ZIPVL_FIELD_NUMBER: _ClassVar[int]
     FASTV_FIELD_NUMBER: _ClassVar[int]
     REDVTP_FIELD_NUMBER: _ClassVar[int]
     KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BUDGET_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASS_FIELD_NUMBER: _ClassVar[int]
+    MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_MIN_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_MAX_PIXELS_FIELD_NUMBER: _ClassVar[int]
     none: Unpruned
     random: RandomPruner
     resize: Resize
@@ -432,13 +468,16 @@ class VisionParams(_message.Message):
     mustdrop: MustDrop
     tome: ToMe
     column_attention: ColumnAttention
-    zipvl: ZipVl
     fastv: FastV
     redvtp: RedVtp
     keep_ratio: float
     token_budget: int
     attention_mass: float
-    def __init__(self, none: _Optional[_Union[Unpruned, _Mapping]] = ..., random: _Optional[_Union[RandomPruner, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., cls_attention: _Optional[_Union[ClsAttention, _Mapping]] = ..., hired: _Optional[_Union[Hired, _Mapping]] = ..., visionzip: _Optional[_Union[VisionZip, _Mapping]] = ..., mustdrop: _Optional[_Union[MustDrop, _Mapping]] = ..., tome: _Optional[_Union[ToMe, _Mapping]] = ..., column_attention: _Optional[_Union[ColumnAttention, _Mapping]] = ..., zipvl: _Optional[_Union[ZipVl, _Mapping]] = ..., fastv: _Optional[_Union[FastV, _Mapping]] = ..., redvtp: _Optional[_Union[RedVtp, _Mapping]] = ..., keep_ratio: _Optional[float] = ..., token_budget: _Optional[int] = ..., attention_mass: _Optional[float] = ...) -> None: ...
+    min_pixels: int
+    max_pixels: int
+    video_min_pixels: int
+    video_max_pixels: int
+    def __init__(self, none: _Optional[_Union[Unpruned, _Mapping]] = ..., random: _Optional[_Union[RandomPruner, _Mapping]] = ..., resize: _Optional[_Union[Resize, _Mapping]] = ..., cls_attention: _Optional[_Union[ClsAttention, _Mapping]] = ..., hired: _Optional[_Union[Hired, _Mapping]] = ..., visionzip: _Optional[_Union[VisionZip, _Mapping]] = ..., mustdrop: _Optional[_Union[MustDrop, _Mapping]] = ..., tome: _Optional[_Union[ToMe, _Mapping]] = ..., column_attention: _Optional[_Union[ColumnAttention, _Mapping]] = ..., fastv: _Optional[_Union[FastV, _Mapping]] = ..., redvtp: _Optional[_Union[RedVtp, _Mapping]] = ..., keep_ratio: _Optional[float] = ..., token_budget: _Optional[int] = ..., attention_mass: _Optional[float] = ..., min_pixels: _Optional[int] = ..., max_pixels: _Optional[int] = ..., video_min_pixels: _Optional[int] = ..., video_max_pixels: _Optional[int] = ...) -> None: ...
 
 class Unpruned(_message.Message):
     __slots__ = ()
@@ -473,10 +512,6 @@ class ToMe(_message.Message):
     def __init__(self) -> None: ...
 
 class ColumnAttention(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ZipVl(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -15,7 +15,7 @@ class Rule:
     """When a watch turns true and false again. Probabilities are those of the awaited answer among the allowed ones."""
 
     on: float = 0.7  # turns true at this probability or more …
-    off: float = 0.3  # … and false at this or less; what lies between changes nothing
+    off: float = 0.3  # … and false at this or less; between them nothing changes
     frames: int = 1  # frames in a row that must be at ``on``
     interval: float = 0.0  # seconds of the stream between two alerts that it has turned true, at least
     mass: float = 0.5  # probability of all allowed answers, below which a frame is unsure

@@ -25,7 +25,7 @@ from mmserve.video.rows import Buffers
 
 @dataclass(frozen=True)
 class New:
-    """Rows of one frame, or of what else is appended together, that come to stand behind the first ``start`` rows of
+    """Rows of one frame, or of what else is appended together, written after the first ``start`` rows of
     ``buffers``."""
 
     buffers: Buffers
@@ -41,7 +41,7 @@ class New:
 
 @lru_cache(maxsize=256)
 def _sight(rows: int, start: int, device: torch.device) -> Tensor:
-    """Bool ``[R, L]``: what each of ``rows`` behind ``start`` others sees."""
+    """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to."""
     return torch.ones(rows, start + rows, dtype=torch.bool, device=device).tril(start)
 
 

@@ -28,7 +28,7 @@ class Memory:
     positions: str = "renumber"  # renumber | gaps | reanchor
     budget: int = 256  # rows of K/V, the chat's header and carriers included
     host_bytes: int = 64 << 20  # features of frames that are kept for questions about the past
-    carriers: int = 64  # rows at most that stand for old frames, where the policy makes such
+    carriers: int = 64  # rows at most that represent old frames, where the policy makes such
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Streams(Protocol):
     """All streams of one engine."""
 
     def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None) -> Stream:
-        """A stream of its own, each of its frames pruned as ``vision`` says (by default not at all).
+        """A stream of its own, each of its frames pruned by ``vision`` (by default not at all).
 
         ``InvalidArgument``, ``Unimplemented`` where the model cannot keep it so, ``ResourceExhausted`` where the bounds
         of all streams leave no room.

@@ -17,7 +17,7 @@ class Choices:
 
     @property
     def begun(self) -> tuple[Tokens, ...]:
-        """All that may stand before a token of an answer, the shortest first: the empty beginning among them."""
+        """All that may precede a token of an answer, the shortest first: the empty beginning among them."""
         found = {sequence[:length]: None for sequence in self.sequences for length in range(len(sequence))}
         return tuple(sorted(found, key=len))
 

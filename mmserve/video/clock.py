@@ -1,4 +1,4 @@
-"""Moments that a model says, as seconds of its stream's clock.
+"""Moments that an answer names, as seconds of its stream's clock.
 
 A stream labels its frames with whole seconds that repeat: second 13 is labelled "5s:" where they repeat after 8. So
 "at 5 s" in an answer is a label, of which there is one in any 8 seconds, and "3 s ago" counts back from the newest
@@ -18,7 +18,7 @@ _MOMENT = re.compile(r"\bat (?P<label>\d+) s\b|\b(?P<ago>\d+) (?:s|seconds?) ago
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that an answer says: where in its text, and the whole second of the stream's clock.
+    """A moment that an answer names: where in its text, and the whole second of the stream's clock.
 
     ``seconds`` is None where the frames that were asked about have no such moment. ``ambiguous``: whether an older
     frame among them has the same label; ``seconds`` is then the newest one's.
@@ -40,13 +40,13 @@ def labelled(label: int, begin: float, end: float, cycle: int = CYCLE) -> int | 
 
 
 def ago(seconds: int, begin: float, end: float) -> int | None:
-    """The whole second that lies ``seconds`` before the newest frame at ``end``; None where it is before ``begin``."""
+    """The whole second ``seconds`` before the newest frame at ``end``; None where it is before ``begin``."""
     second = math.floor(end) - seconds
     return second if second >= math.floor(begin) else None
 
 
 def moments(answer: str, begin: float, end: float, cycle: int = CYCLE) -> list[Moment]:
-    """The moments that ``answer`` says about frames from ``begin`` to ``end`` (seconds), in the order of the text."""
+    """The moments that ``answer`` names, of frames from ``begin`` to ``end`` (seconds), in the order of the text."""
     found = []
     for match in _MOMENT.finditer(answer):
         name = match.lastgroup or ""
@@ -59,7 +59,7 @@ def moments(answer: str, begin: float, end: float, cycle: int = CYCLE) -> list[M
 
 
 def on_the_clock(answer: str, begin: float, end: float, cycle: int = CYCLE) -> str:
-    """``answer`` with the moments that it says as seconds of the stream's clock ("at 13 s"); unknown ones stay."""
+    """``answer`` with the moments that it names as seconds of the stream's clock ("at 13 s"); unknown ones stay."""
     for moment in reversed(moments(answer, begin, end, cycle)):
         if moment.seconds is not None:
             answer = f"{answer[: moment.start]}at {moment.seconds} s{answer[moment.end :]}"

@@ -44,7 +44,7 @@ class Connection:
         self._acknowledge = True
         self._notice: GoAway | None = None
         self._failed = False
-        self._error: MMServeError | None = None
+        self.error: MMServeError | None = None  # why it is ended
         self.half_closed = False  # the client sends nothing any more
         self.finished: Callable[[bool], bool] = lambda half_closed: False
         self.done = False  # the iteration came to its end
@@ -72,8 +72,12 @@ class Connection:
     def fail(self, error: MMServeError | None) -> None:
         """End it with ``error``, or, with None, without."""
         if not self._failed:
-            self._failed, self._error = True, error
+            self._failed, self.error = True, error
             self.wake()
+
+    async def failed(self) -> None:
+        """Wait until ``fail`` is called."""
+        await self._changes.until(lambda: self._failed)
 
     def wake(self) -> None:
         """Look again for what is to be sent."""
@@ -85,8 +89,8 @@ class Connection:
     async def __anext__(self) -> tuple[int, Numbered | Unnumbered]:
         await self._changes.until(self._has_next)
         if self._failed:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             raise StopAsyncIteration
         if self._acknowledge:
             self._acknowledge = False

@@ -89,16 +89,16 @@ class Hosts:
         self._config = config
         self._threads = Threads(config.video)
         self._lock = threading.Lock()
-        self._hosts: dict[int, Host] = {}
+        self._hosts: dict[Engine, Host] = {}
 
     def find(self, engine: object) -> Host:
         """The host of ``engine``; raises ``Unimplemented`` where its model takes no sessions."""
         if not isinstance(engine, Engine):
             raise Unimplemented("this model takes no video sessions")
         with self._lock:
-            host = self._hosts.get(id(engine))
+            host = self._hosts.get(engine)
             if host is None:
-                host = self._hosts[id(engine)] = Host(engine, self._config, self._threads)
+                host = self._hosts[engine] = Host(engine, self._config, self._threads)
             return host
 
     def takes_sessions(self, engine: object) -> bool:
@@ -112,7 +112,7 @@ class Hosts:
     def forget(self, engine: object) -> None:
         """Stop the streams of an engine that ends."""
         with self._lock:
-            host = self._hosts.pop(id(engine), None)
+            host = self._hosts.pop(engine, None) if isinstance(engine, Engine) else None
         if host is not None:
             host.streams.stop()
 

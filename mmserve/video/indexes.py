@@ -1,4 +1,4 @@
-"""Both directions of a session by their indexes, whatever becomes of its connections: pure bookkeeping."""
+"""Indexes of a session's requests and responses over all of its connections: pure bookkeeping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a stream stands in a prompt: the chat's header, frame after frame with its label, then the question.
+"""The place of a stream in a prompt: the chat's header, frame after frame with its label, then the question.
 
 The same for the frames of a stream, for a clip of them that is prefilled anew, and for what the bundled models are
 taught. Shapes in names: D width of a visual token, R rows of a frame.
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from mmserve.core.request import Amount, Request, TextPart
 from mmserve.decode.blending import reused
-from mmserve.decode.state import Encoded, Past, Span
-from mmserve.encode.visual import VISUAL, ids_of, pruned
+from mmserve.encode.encoded import Encoded, Past, Span
+from mmserve.encode.visual import pruned
+from mmserve.encode.watching import VISUAL, ids_of
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import reuse_of
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
-from mmserve.models.picture import CannotPrepare, Prepared, VisionEncoder
+from mmserve.models.picture import CannotPrepare, Prepared
 from mmserve.prune.base import Pruner
 from mmserve.video.base import Frame, Seen
 from mmserve.video.memory import Kind
@@ -28,7 +29,7 @@ from mmserve.video.rows import Table
 
 
 def streaming_model(model: Model) -> LoadedModel:
-    """``model``, if it can keep streams; ``Unimplemented`` says why it cannot."""
+    """``model``, if it can keep streams; otherwise raises ``Unimplemented`` with the reason."""
     unable = f"model {model.spec.name!r} keeps no streams of video"
     if isinstance(model, CanvasModel):
         raise Unimplemented(f"{unable}: its network keeps its K/V to itself")
@@ -76,14 +77,9 @@ def header_of(model: LoadedModel) -> np.ndarray:
     return np.asarray(ids[: ids.index(model.spec.video_id)], dtype=np.int64)
 
 
-def label_seconds(vision: VisionEncoder, seconds: float) -> float:
-    """The time that a frame's label says, ``seconds`` of the stream's clock."""
-    return seconds % vision.time_period if vision.time_period else seconds
-
-
 @dataclass(frozen=True)
 class Shown:
-    """A frame as rows: ``ids`` (int64 ``[R]``, ``VISUAL`` where a visual token stands), and those tokens ``[k, D]``."""
+    """A frame as rows: ``ids`` (int64 ``[R]``, ``VISUAL`` for each visual token), and those tokens ``[k, D]``."""
 
     seconds: float
     ids: np.ndarray
@@ -111,7 +107,7 @@ def see(model: LoadedModel, frame: Frame, pruner: Pruner | None, amount: Amount 
     vision = model.vision
     assert vision is not None
     try:
-        one = vision.prepare_clip([frame.image], [label_seconds(vision, frame.seconds)])
+        one = vision.prepare_clip([frame.image], [vision.label_seconds(frame.seconds)])
         image = None if vision.frames_are_images else vision.prepare(frame.image)
     except CannotPrepare as error:
         raise InvalidArgument.of("frame", str(error)) from error
@@ -165,18 +161,18 @@ class Branch:
 def question(model: LoadedModel, request: Request, branch: Branch, *, most: int) -> tuple[Encoded, int]:
     """A request's prompt with the branch of a stream in it, and how many of its rows have to be run.
 
-    The header is the stream's own where the chat begins as the stream's does; behind other messages it is run, and the
+    The header is the stream's own where the chat begins as the stream's does; after other messages it is run, and the
     rows of frames are turned to their places there. ``InvalidArgument`` where prompt and answer are more than ``most``
     rows, or more positions than the model has.
     """
-    before, behind = around(model, request)
+    before, after = around(model, request)
     table, own = branch.table, np.array_equal(before, branch.header)
     sinks = len(branch.header)
     kept = table if own else table.take(np.arange(sinks, len(table)))
     front = before[:0] if own else before
     rows = kept.ids.copy()
     rows[kept.visual] = model.spec.video_id or 0
-    ids = np.concatenate([front, rows, behind])
+    ids = np.concatenate([front, rows, after])
     start, end, new = len(front), len(front) + len(kept), request.sampling.max_new_tokens
     if len(ids) + new > min(most, model.spec.max_tokens):
         raise InvalidArgument.of(
@@ -184,9 +180,9 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
             f"a prompt of {len(ids)} tokens, {len(kept)} of them of the stream, and {new} new ones exceed the limit of "
             f"{min(most, model.spec.max_tokens)}; ask for less, or keep less of the stream",
         )
-    places = _places(kept, 0 if own else len(before) - sinks, front, len(behind))
+    places = _places(kept, 0 if own else len(before) - sinks, front, len(after))
     if places is not None and int(places[-1]) + new > model.spec.max_tokens:
-        places = None  # no room behind where they stand: side by side, as after ``renumber``
+        places = None  # no room after their places: numbered from 0, as after ``renumber``
     past = None
     if branch.keys is not None and branch.values is not None:
         skip = 0 if own else sinks
@@ -197,11 +193,11 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     return encoded, len(ids) - spared
 
 
-def _places(kept: Table, shift: int, front: np.ndarray, behind: int) -> np.ndarray | None:
+def _places(kept: Table, shift: int, front: np.ndarray, after: int) -> np.ndarray | None:
     """Where a prompt's rows stand, and its answer begins (int64 ``[prompt + 1]``); None = each where it is."""
     own = kept.places + shift
     last = int(own[-1]) + 1 if len(own) else len(front)
-    places = np.concatenate([np.arange(len(front)), own, last + np.arange(behind + 1)])
+    places = np.concatenate([np.arange(len(front)), own, last + np.arange(after + 1)])
     return None if np.array_equal(places, np.arange(len(places))) else places
 
 

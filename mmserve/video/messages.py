@@ -1,6 +1,6 @@
 """What clients ask of a session, and what it reports: plain data, as ``rpc/video_messages.py`` reads and writes it.
 
-Times are seconds on the session's clock, unless a field says otherwise.
+Times are seconds on the session's clock, unless a field's description differs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where the rows of a stream stand for the rotary embedding, which a model knows up to a limit only."""
+"""Positions of a stream's rows for the rotary embedding, which a model knows up to a limit only."""
 
 from __future__ import annotations
 
 import numpy as np
 
-#: How positions go on: ``renumber``: rows stand side by side from 0, after every eviction anew; ``gaps``: they stay
+#: How positions go on: ``renumber``: rows are numbered from 0, again after every eviction; ``gaps``: they stay
 #: where they are, and evicted rows leave a gap, until the model's limit comes near: then it is closed; ``reanchor``:
 #: as ``gaps``, but near the limit the rows that are kept are run again from 0.
 RULES = ("renumber", "gaps", "reanchor")
@@ -13,7 +13,7 @@ RULES = ("renumber", "gaps", "reanchor")
 def after_eviction(rule: str, places: np.ndarray, first: int) -> np.ndarray:
     """Places (int64 ``[n]``) of the rows that are left of a stream, ``places`` before.
 
-    The first ``first`` rows, sinks and carriers, stand side by side under every rule.
+    The first ``first`` rows, sinks and carriers, are numbered from 0 under every rule.
     """
     if rule == "renumber":
         return np.arange(len(places))

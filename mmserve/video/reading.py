@@ -15,6 +15,9 @@ from mmserve.video.base import Frame
 from mmserve.video.messages import Push, PushImage, PushSegment
 from mmserve.video.overload import pixel_bytes
 
+#: The longest initialisation segment: one is kept as long as its session; they usually have one or two thousand bytes.
+MAX_INIT_BYTES = 256 << 10
+
 
 class PushReader:
     """The frames of one session's pushes, in order; used by one thread at a time.
@@ -43,10 +46,13 @@ class PushReader:
         self._check_after(push.seconds, "push_image.seconds")
         file = MediaFile(push.data, clip=False, name="push_image.data", resize=self._resize)
         [pictures] = self._decoders.map([lambda decode: decode(file)], check)
-        self._end = push.seconds
+        self._end = push.seconds + self._sampler.interval  # as that of an image in ``push_segment``
         return [Frame(push.seconds, pictures.frames[0])]
 
     def _segment(self, push: PushSegment, check: Callable[[], None]) -> list[Frame]:
+        if len(push.init) > MAX_INIT_BYTES:
+            why = f"has {len(push.init)} bytes; an initialisation segment has at most {MAX_INIT_BYTES}"
+            raise InvalidArgument.of("push_segment.init", why)
         if push.init:
             self._init = push.init
         begin = self._end if push.start is None else push.start

@@ -35,14 +35,15 @@ class Registry:
         self._opening = 0
         self._changed = asyncio.Event()  # a session ended, or another drain began
         self._sweeping: asyncio.Task[None] | None = None
-        self._ends_at: float | None = None  # of a drain, on the monotonic clock (seconds)
+        #: Ends of drains on the monotonic clock (seconds), by the engine that is drained; None = all.
+        self._ends: dict[object, float] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def check_room(self, tenant: Tenant) -> None:
         """Raise ``ResourceExhausted`` where ``tenant`` cannot have one more session, ``Unavailable`` in a drain."""
-        if self._ends_at is not None:
+        if None in self._ends:
             raise Unavailable("the server is shutting down; open the session on another one")
         if len(self._sessions) + self._opening >= self._config.max_sessions:
             raise ResourceExhausted(
@@ -88,38 +89,40 @@ class Registry:
             raise NotFound("no session can be resumed with this handle: there is none, or it has ended; open a new one")
         return session
 
-    def notice(self) -> GoAway | None:
-        """What a new connection is told of a drain under way."""
-        if self._ends_at is None:
+    def notice(self, session: Session) -> GoAway | None:
+        """The notice for a new connection of ``session`` while a drain is in progress."""
+        ends = [self._ends[owner] for owner in (None, session.owner) if owner in self._ends]
+        if not ends:
             return None
-        return GoAway(max(0.0, self._ends_at - time.monotonic()), "the server is shutting down")
+        why = "the server is shutting down" if None in self._ends else "the session's model is being replaced"
+        return GoAway(max(0.0, min(ends) - time.monotonic()), why)
 
-    def end_all(self, owner: object) -> None:
-        """End the sessions of an engine that ends."""
-        for session in list(self._sessions.values()):
-            if session.owner is owner:
-                session.end(Unavailable("the session's model is not served any more; open a new session"))
+    async def drain(self, seconds: float, owner: object = None) -> None:
+        """Announce the end to all sessions, or to those of the engine ``owner``; end those left after ``seconds``.
 
-    async def drain(self, seconds: float) -> None:
-        """Announce the end to all sessions, wait until they are closed, and end what is left after ``seconds``.
-
-        May be called again, with a shorter time, while a first call waits.
+        Returns when none of them is left. May be called again, with a shorter time, while a first call waits.
         """
-        self._ends_at = time.monotonic() + seconds
-        if (notice := self.notice()) is not None:
-            for session in self._sessions.values():
+        self._ends[owner] = time.monotonic() + seconds
+        for session in self._of(owner):
+            if (notice := self.notice(session)) is not None:
                 session.go_away(notice)
         self._changed.set()
-        while self._sessions and (seconds := self._ends_at - time.monotonic()) > 0:
+        while self._of(owner) and (seconds := self._ends[owner] - time.monotonic()) > 0:
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
-        if left := list(self._sessions.values()):
-            logger.info("%d sessions are ended: the server is shutting down", len(left))
+        why = "the server is shutting down" if owner is None else "the session's model is not served any more"
+        if left := self._of(owner):
+            logger.info("%d sessions are ended: %s", len(left), why)
         for session in left:
-            session.end(Unavailable("the server is shutting down; open a new session on another one"))
-        if self._sweeping is not None:
+            session.end(Unavailable(f"{why}; open a new session" + (" on another server" if owner is None else "")))
+        if owner is not None:
+            del self._ends[owner]
+        elif self._sweeping is not None:
             self._sweeping.cancel()
+
+    def _of(self, owner: object) -> list[Session]:
+        return [session for session in self._sessions.values() if owner is None or session.owner is owner]
 
     def _ended(self, session: Session) -> None:
         self._sessions.pop(session.handle, None)

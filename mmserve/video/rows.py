@@ -12,7 +12,7 @@ import torch
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
-from mmserve.encode.visual import VISUAL
+from mmserve.encode.watching import VISUAL
 from mmserve.models.base import LoadedModel
 from mmserve.video.memory import Kind
 
@@ -22,9 +22,9 @@ class Table:
     """What each row is; arrays ``[n]`` that are replaced, never changed."""
 
     kind: np.ndarray  # int8, of ``Kind``
-    frame: np.ndarray  # int64: number of the frame; of a carrier the one it stands for; -1 of sinks
+    frame: np.ndarray  # int64: number of the frame; of a carrier the one it represents; -1 of sinks
     seconds: np.ndarray  # float64: of that frame; nan of sinks
-    ids: np.ndarray  # int64, ``VISUAL`` where a visual token stands
+    ids: np.ndarray  # int64, ``VISUAL`` for each visual token
     places: np.ndarray  # int64, for the rotary embedding
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ def sinks(header: np.ndarray) -> Table:
 
 
 def frame_rows(ids: np.ndarray, number: int, seconds: float, place: int) -> Table:
-    """The rows of a frame (int64 ids, ``VISUAL`` where a visual token stands), side by side from ``place``."""
+    """The rows of a frame (int64 ids, ``VISUAL`` for each visual token), side by side from ``place``."""
     kind = np.where(ids == VISUAL, Kind.VISUAL, Kind.LABEL).astype(np.int8)
     n = len(ids)
     return Table(kind, np.full(n, number), np.full(n, seconds), ids, place + np.arange(n))
@@ -97,7 +97,7 @@ class Buffers:
         return cls(keys, values, turned, tokens)
 
     def copy_rows(self, source: Buffers, index: np.ndarray, at: int) -> None:
-        """Take over rows ``index`` (int64) of ``source``, behind one another from row ``at``; not their rotation."""
+        """Take over rows ``index`` (int64) of ``source``, one after another from row ``at``; not their rotation."""
         for name, axis in (("keys", 1), ("values", 1), ("features", 0)):
             mine, theirs = getattr(self, name), getattr(source, name)
             if mine is not None:

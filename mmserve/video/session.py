@@ -14,37 +14,33 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mmserve.core.events import Event, Failed, Finished
-from mmserve.core.request import Request
 from mmserve.core.tenant import Tenant
 from mmserve.errors import (
     Cancelled,
-    DeadlineExceeded,
     FailedPrecondition,
     Internal,
     InvalidArgument,
     MMServeError,
     ResourceExhausted,
-    Unimplemented,
 )
 from mmserve.video import messages as m
-from mmserve.video.alerts import Watch as WatchRule
-from mmserve.video.base import Asked, Frame, Seen, Stream
-from mmserve.video.clock import Moment, moments
+from mmserve.video.base import Frame, Seen, Stream
 from mmserve.video.connection import Changes, Connection
 from mmserve.video.indexes import Requests, Responses, Window
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
-from mmserve.video.standing import Judged, StandingQuestion
-from mmserve.video.surroundings import Noted, Reader, Surroundings
+from mmserve.video.questions import Question, Questions
+from mmserve.video.reported import reported
+from mmserve.video.surroundings import Reader, Surroundings
+from mmserve.video.watches import Watches, Watching
 
 logger = logging.getLogger("mmserve.video")
 
 #: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
 MOST_QUEUED = 1024
-#: How many times ``outbox_bytes`` may wait to be sent, whoever resumes and reads nothing: then the session ends.
+#: How many times ``outbox_bytes`` may wait to be sent, however often it is resumed: above that the session ends.
 _MOST_OUTBOXES = 4
 #: When a client may resume that did not read its responses (seconds).
 _RETRY_AFTER = 0.1
@@ -56,28 +52,6 @@ class _Pushed:
     index: int
     arrived: float
     size: int
-
-
-@dataclass(eq=False)
-class _Question:
-    ask: m.Ask
-    request: Request
-    noted: Noted
-    left: int  # samples that have not finished
-    submitted: bool = False
-    cancelled: bool = False
-    late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
-    asked: Asked | None = None
-    held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
-
-
-@dataclass(eq=False)
-class _Watching:
-    """A standing question of the session."""
-
-    request: m.Watch
-    question: StandingQuestion
-    state: WatchRule
 
 
 class _Closing:
@@ -101,8 +75,8 @@ class Session:
         ended: Callable[[Session], None],
     ) -> None:
         self.handle, self.tenant = handle, tenant
-        self.greeting: Any = None  # what its connections are told first; who opens it sets that
-        self.owner: object = None  # the engine that it is of; the same
+        self.greeting: Any = None  # first response of its connections, set by its opener
+        self.owner: Any = None  # the engine whose stream it has, set by its opener
         self.last_request = time.monotonic()
         self.detached: float | None = self.last_request  # since when it has no connection
         self.error: MMServeError | None = None  # what it ended with
@@ -120,17 +94,16 @@ class Session:
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
         self._taking = False  # whether the first of those that waited is being seen to
         self._appending = 0  # frames that the stream has not seen yet
-        self._under_way = 0  # the same, and those that standing questions are still asked about
-        self._to_judge: deque[tuple[Seen, tuple[_Watching, ...]]] = deque()
-        self._watch_ids: set[str] = set()
-        self._watches: dict[str, _Watching] = {}
+        self._watches = Watches(around, self._report, self._look_again)
         self._calls = asyncio.Lock()  # a stream is called by one thread at a time
-        self._questions: dict[str, _Question] = {}
+        self._questions = Questions(
+            around, lambda *args: self._call(stream.ask, *args), self._report, self._soon, self._look_again
+        )
         self._closing = False
         self._closed = False
         self._failed_push = 0  # index of the last push that was reported
         self._stats = m.Statistics()
-        self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._judge)]
+        self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._watches.judge)]
         for task in self._tasks:
             task.add_done_callback(self._broken)
 
@@ -171,6 +144,11 @@ class Session:
             self._connection.go_away(notice)
 
     @property
+    def _under_way(self) -> int:
+        """Frames that the stream has not seen yet, or that standing questions are still asked about."""
+        return self._appending + self._watches.waiting
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         decoded = not (self._to_decode or self._window.waiting)
@@ -184,9 +162,8 @@ class Session:
         for task in self._tasks:
             task.remove_done_callback(self._broken)
             task.cancel()
-        for question in list(self._questions.values()):
-            self._end_question(question, Cancelled("the session ended"))
-        for held in (self._to_decode, self._waiting, self._to_judge, self._responses):
+        self._questions.end_all(Cancelled("the session ended"))
+        for held in (self._to_decode, self._waiting, self._watches, self._responses):
             held.clear()  # now: a connection whose client does not read keeps the session for as long as it likes
         if not self._closed:
             self._tasks.append(self._loop.create_task(self._close_stream()))
@@ -219,17 +196,15 @@ class Session:
             case m.PushImage() | m.PushSegment():
                 self._push(index, request)
             case m.Ask():
-                self._ask_later(request)
+                if (question := self._questions.begin(request)) is not None:
+                    self._queue(question)
             case m.CancelAsk(question_id):
-                if (question := self._questions.get(question_id)) is not None:
-                    self._cancel(question)
-            case m.Watch(watch_id):
-                if watch_id in self._watch_ids:
-                    raise InvalidArgument.of("watch.watch_id", f"{watch_id!r} is a standing question already")
-                self._watch_ids.add(watch_id)
+                self._questions.cancel(question_id)
+            case m.Watch():
+                self._watches.name(request)
                 self._queue(request)
             case m.Unwatch(watch_id):
-                self._watch_ids.discard(watch_id)
+                self._watches.unname(watch_id)
                 self._queue(request)
             case m.GetStatistics():
                 self._queue(request)
@@ -254,39 +229,6 @@ class Session:
             raise ResourceExhausted(f"more than {MOST_QUEUED} requests wait; a session that sends on is ended")
         self._to_decode.append(item)
 
-    def _ask_later(self, ask: m.Ask) -> None:
-        if ask.question_id in self._questions:
-            raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
-        self._stats = replace(self._stats, questions=self._stats.questions + 1)
-        noted = self._around.noted()
-        try:
-            if len(self._questions) >= self._config.max_questions:
-                limit = f"{self._config.max_questions} ([video] max_questions)"
-                raise ResourceExhausted(f"a session has at most {limit} questions at once; wait for one to be answered")
-            noted.begin()
-            request = ask.request()
-        except Exception as error:  # noqa: BLE001 - one question's failure is its own
-            typed = _typed(error)
-            noted.end(typed)
-            self._report(m.Answer(ask.question_id, typed))
-            return
-        question = _Question(ask, request, noted, request.sampling.n)
-        self._questions[ask.question_id] = question
-        if request.deadline is not None:
-            question.late = self._loop.call_later(request.deadline - time.monotonic(), self._late, question)
-        self._queue(question)
-
-    def _late(self, question: _Question) -> None:
-        if not question.submitted:  # else the engine ends it
-            self._end_question(question, DeadlineExceeded("the deadline passed while the question waited for frames"))
-
-    def _cancel(self, question: _Question) -> None:
-        question.cancelled = True
-        if question.submitted:
-            self._around.cancel(question.request.id)
-        else:
-            self._end_question(question, Cancelled("the question was cancelled"))
-
     # --- decoding, one push after another ---
 
     async def _decode(self) -> None:
@@ -297,6 +239,7 @@ class Session:
                 await self._read(item)
             else:
                 self._waiting.put(item)
+            del item  # else an idle session keeps its last push
             self._changes.notify()
 
     async def _read(self, pushed: _Pushed) -> None:
@@ -306,7 +249,7 @@ class Session:
         try:
             await self._around.work(self._reader.read, pushed.push, take, self._check)
         except Exception as error:  # noqa: BLE001 - one push's failure is its own
-            self._fail_push(pushed.index, _typed(error))
+            self._fail_push(pushed.index, reported(error))
         finally:
             self._window.done(pushed.size)
             self._acknowledge()
@@ -335,6 +278,7 @@ class Session:
             item, self._taking = self._waiting.pop(), True
             self._changes.notify()
             await self._taken(item)
+            del item
             self._taking = False
             self._wake()
 
@@ -345,15 +289,14 @@ class Session:
             return
         await self._changes.until(lambda: not self._appending)
         match item:
-            case _Question():
-                await self._ask(item)
+            case Question():
+                await self._questions.submit(item, frames=self._stats.frames_taken > 0)
             case m.GetStatistics():
                 await self._report_statistics()
             case m.Watch():
-                await self._watch(item)
+                await self._watches.add(item)
             case m.Unwatch(watch_id):
-                if self._watches.pop(watch_id, None) is not None:
-                    self._report(m.WatchState(watch_id, accepted=False))
+                self._watches.remove(watch_id)
             case _Closing():
                 await self._changes.until(lambda: not self._questions and not self._under_way)
                 await self._close_stream()
@@ -364,147 +307,27 @@ class Session:
         try:
             future: Future[Seen] = await self._call(self._stream.append, waiting.frame)
         except Exception as error:  # noqa: BLE001 - the same
-            self._fail_push(waiting.index, _typed(error))
+            self._fail_push(waiting.index, reported(error))
             return
         self._appending += 1
-        self._under_way += 1
-        watches = tuple(self._watches.values())
+        watches = self._watches.asked
         future.add_done_callback(lambda done: self._soon(self._seen, waiting, watches, done))
 
-    def _seen(self, waiting: WaitingFrame, watches: tuple[_Watching, ...], done: Future[Seen]) -> None:
+    def _seen(self, waiting: WaitingFrame, watches: tuple[Watching, ...], done: Future[Seen]) -> None:
         self._appending -= 1
-        self._under_way -= 1
         self._changes.notify()
         if self.over:
             return
         error = Cancelled("the stream was closed") if done.cancelled() else done.exception()
         if error is not None:
-            self._fail_push(waiting.index, _typed(error))
+            self._fail_push(waiting.index, reported(error))
             return
-        if watches:
-            self._under_way += 1
-            self._to_judge.append((done.result(), watches))
+        self._watches.see(done.result(), watches)
         seconds = waiting.frame.seconds
         self._stats = replace(self._stats, frames_taken=self._stats.frames_taken + 1, seconds=seconds)
         ready = time.monotonic() - waiting.arrived
         self._around.metrics.taken(ready)
         self._report(m.FramesTaken(1, 0, seconds, ready))
-
-    async def _ask(self, question: _Question) -> None:
-        if self._questions.get(question.ask.question_id) is not question:
-            return  # cancelled
-        try:
-            if not self._stats.frames_taken:
-                raise FailedPrecondition("no frame has been taken yet; push one before asking")
-            question.submitted = True
-            asked = await self._call(
-                self._stream.ask,
-                question.request,
-                question.ask.scope,
-                lambda event: self._soon(self._answered, question, event),
-            )
-        except asyncio.CancelledError:  # the session ended while the stream was asked
-            self._around.cancel(question.request.id)
-            raise
-        except Exception as error:  # noqa: BLE001 - the same
-            self._end_question(question, _typed(error))
-            return
-        if question.cancelled:  # before the engine knew of it
-            self._around.cancel(question.request.id)
-        question.asked = asked
-        self._report(m.Answer(question.ask.question_id, asked))
-        held, question.held = question.held or [], None
-        for event in held:
-            self._answered(question, event)
-
-    def _answered(self, question: _Question, event: Event) -> None:
-        if question.held is not None:
-            question.held.append(event)
-            return
-        if self._questions.get(question.ask.question_id) is not question:
-            return
-        if isinstance(event, Failed):
-            self._end_question(question, event.error)
-            return
-        question.noted.see(event)
-        self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
-        question.left -= isinstance(event, Finished)
-        if not question.left:
-            self._end_question(question, None)
-
-    def _moments(self, question: _Question, event: Event) -> tuple[Moment, ...]:
-        """The moments of an answer whose time on the session's clock is known."""
-        asked, period = question.asked, self._around.label_period
-        if not isinstance(event, Finished) or asked is None or not period:
-            return ()
-        return tuple(x for x in moments(event.text, asked.begin, asked.end, period) if x.seconds is not None)
-
-    def _end_question(self, question: _Question, error: MMServeError | None) -> None:
-        """The last of a question: its answer is whole, or ``error``, which is reported."""
-        if self._questions.pop(question.ask.question_id, None) is None:
-            return
-        if question.late is not None:
-            question.late.cancel()
-        question.noted.end(error)
-        if error is not None:
-            if question.submitted:
-                self._around.cancel(question.request.id)
-            self._report(m.Answer(question.ask.question_id, error))
-        self._changes.notify()
-
-    # --- standing questions ---
-
-    async def _watch(self, request: m.Watch) -> None:
-        question = StandingQuestion(request.text, request.choices)
-        try:
-            if len(self._watches) >= self._config.max_watches:
-                limit = f"{self._config.max_watches} ([video] max_watches)"
-                raise ResourceExhausted(f"a session has at most {limit} standing questions; remove one first")
-            if self._around.standing is None:
-                raise Unimplemented("this model cannot be asked standing questions")
-            request.rule.check("watch")
-            await self._around.work(self._around.standing.check, question, "watch")
-        except Exception as error:  # noqa: BLE001 - one question's failure is its own
-            self._watch_ids.discard(request.watch_id)
-            self._report(m.WatchState(request.watch_id, accepted=False, error=_typed(error)))
-            return
-        self._watches[request.watch_id] = _Watching(request, question, WatchRule(request.watch_id, request.rule))
-        self._report(m.WatchState(request.watch_id, accepted=True))
-
-    async def _judge(self) -> None:
-        while True:
-            await self._changes.until(lambda: bool(self._to_judge))
-            seen, watches = self._to_judge.popleft()
-            still = [each for each in watches if self._watches.get(each.request.watch_id) is each]
-            if still and self._around.standing is not None:
-                try:
-                    questions = [each.question for each in still]
-                    judged = await self._around.judge(self._around.standing.judge, seen, questions)
-                    for each, found in zip(still, judged, strict=True):
-                        self._judged(each, found, seen.seconds)
-                except Exception as error:  # noqa: BLE001 - the same
-                    for each in still:
-                        self._stop_watch(each, _typed(error))
-            self._under_way -= 1
-            self._changes.notify()
-            self._wake()
-
-    def _judged(self, watching: _Watching, found: Judged, seconds: float) -> None:
-        watch_id = watching.request.watch_id
-        if self._watches.get(watch_id) is not watching:
-            return
-        probability = found.probability(watching.request.wanted)
-        alert = watching.state.update(probability, found.mass, seconds)
-        if alert is not None:
-            self._stats = replace(self._stats, alerts=self._stats.alerts + 1)
-            self._around.metrics.alerted()
-            self._report(m.Alert(watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
-
-    def _stop_watch(self, watching: _Watching, error: MMServeError) -> None:
-        watch_id = watching.request.watch_id
-        if self._watches.pop(watch_id, None) is not None:
-            self._watch_ids.discard(watch_id)
-            self._report(m.WatchState(watch_id, accepted=False, error=error))
 
     # --- the rest ---
 
@@ -517,6 +340,8 @@ class Session:
         self._report(
             replace(
                 self._stats,
+                questions=self._questions.count,
+                alerts=self._watches.alerts,
                 waiting_bytes=self._window.bytes + self._waiting.bytes,
                 kept_rows=of.kept_rows,
                 evicted_rows=of.evicted_rows,
@@ -528,7 +353,7 @@ class Session:
     async def _close_stream(self) -> None:
         try:
             await self._call(self._stream.close)
-        except Exception as error:  # noqa: BLE001 - nobody is left to be told
+        except Exception as error:  # noqa: BLE001 - there is no client any more
             logger.error("a stream could not be closed: %r", error)
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -580,6 +405,11 @@ class Session:
         if self._connection is not None:
             self._connection.wake()
 
+    def _look_again(self) -> None:
+        """What the session's loops and its connection wait for may be there."""
+        self._changes.notify()
+        self._wake()
+
     def _finished(self, half_closed: bool) -> bool:
         """Whether a connection has nothing left to do."""
         if self._closed:
@@ -597,9 +427,3 @@ class Session:
         """A bug here ends this session, and no other."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.end(Internal.logged(error, "a session of video", logger))
-
-
-def _typed(error: BaseException) -> MMServeError:
-    if isinstance(error, MMServeError):
-        return error
-    return Internal.logged(error, "a session of video", logger)

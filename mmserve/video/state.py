@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.encode.visual import VISUAL
+from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
@@ -121,7 +121,7 @@ class StreamState:
         return replace(shown, number=self._seen - 1)
 
     def has_room(self, shown: Shown, beside: int) -> bool:
-        """Whether ``shown`` has room behind ``beside`` rows that are about to come, with nothing evicted for it."""
+        """Whether ``shown`` fits after ``beside`` rows that are about to be written, with nothing evicted for it."""
         coming = beside + len(shown.ids)
         return len(self._table) + coming <= self._memory.budget and not self._is_full(coming)
 
@@ -144,7 +144,7 @@ class StreamState:
 
     @torch.inference_mode()
     def coming(self, shown: Shown, beside: Table | None) -> tuple[Table, New | None]:
-        """The rows that ``shown`` becomes behind those that are kept and ``beside``, and the pass that they need."""
+        """The rows that ``shown`` becomes after those that are kept and ``beside``, and the pass that they need."""
         before = self._table if beside is None else self._table.then(beside)
         table = frame_rows(shown.ids, shown.number, shown.seconds, next_place(before.places))
         return table, self._written(self._buffers, len(before), table, shown.tokens_kD)
@@ -165,7 +165,7 @@ class StreamState:
             self._table = table
 
     def _evict(self, most: int) -> None:
-        """Leave at most ``most`` rows, as the policy says."""
+        """Leave at most ``most`` rows, chosen by the policy."""
         table, old = self._table, self._buffers
         left = self._policy.left(self._rows(), most)
         front = left.keep[: table.take(left.keep).first]  # sinks and carriers
@@ -199,7 +199,7 @@ class StreamState:
             self._table, self._buffers = table, buffers
 
     def _pooled(self, frames: np.ndarray) -> tuple[Table, Tensor | None]:
-        """A carrier for each of ``frames``, and the tokens ``[k, D]`` that stand there: means of theirs."""
+        """A carrier for each of ``frames``, and the tokens ``[k, D]`` of these rows: means of the frames' tokens."""
         table, features = self._table, self._buffers.features
         if not len(frames):
             return table.take(frames), None
@@ -212,7 +212,7 @@ class StreamState:
         return Table(kinds, frames, seconds, ids, places), tokens
 
     def _rows(self) -> Rows:
-        """What the policy is told."""
+        """The policy's input."""
         table, buffers, needs = self._table, self._buffers, self._policy.needs
         norms = features = None
         if "norms" in needs and buffers.keys is not None:

@@ -159,6 +159,11 @@ class EngineStreams:
                 self._thread.start()
         return stream
 
+    @property
+    def stopped(self) -> bool:
+        """Whether all streams are closed, and none can be opened."""
+        return bool(self._refusal)
+
     def held_bytes(self) -> int:
         """Bytes that are set aside for the streams that are open."""
         with self._lock:
@@ -178,7 +183,7 @@ class EngineStreams:
             thread.join()
 
     def hand_in(self, stream: EngineStream, waiting: _Waiting) -> None:
-        """Put a frame behind those of its stream that wait."""
+        """Append a frame to those of its stream that wait."""
         with self._lock:
             if stream.state is None:
                 raise FailedPrecondition("the stream is closed")
@@ -192,7 +197,7 @@ class EngineStreams:
         with self._lock:
             if stream.state is None:
                 return
-            stream.state = None  # whoever uses it now lets go of it soon
+            stream.state = None  # users of it release it soon
             self._streams.remove(stream)
             dropped = list(stream.waiting)
             stream.waiting.clear()
@@ -212,7 +217,7 @@ class EngineStreams:
             raise InvalidArgument.of("diffusion.recompute", "must be 'last': a stream's rows are not run again")
         branch = state.branch(scope)
         encoded, run = question(self.model.model, request, branch, most=self.model.most)
-        self._engine.submit(request, sink, encoded)
+        self._engine.submit(request, sink, encoded, of_session=True)
         return Asked(*branch.times, run)
 
     # --- the streams' thread ---
@@ -282,22 +287,44 @@ class EngineStreams:
                 _fail(waiting, error)
         while coming:
             now, coming = self._together(coming)
-            try:
-                append(model, [c.new for c in now if c.new is not None], self.model.floor)
-            except BaseException as error:  # noqa: BLE001
-                for c in now:
-                    _fail(c.waiting, error)
+            if self._run(now, alone=len(now) == 1):
                 continue
+            for c in now:  # again, each by itself: only the frame that causes the failure must fail
+                self._run(self._together([c])[0], alone=True)
+
+    def _run(self, now: Sequence[_Coming], *, alone: bool) -> bool:
+        """Write the rows of frames and let questions see them; False = nothing is written and it can be repeated.
+
+        An ``alone`` frame fails where that is impossible.
+        """
+        try:
+            append(self.model.model, [c.new for c in now if c.new is not None], self.model.floor)
+        except BaseException as error:  # noqa: BLE001
+            if not alone:
+                logger.warning("a pass of %d frames failed, and is repeated for each of them: %r", len(now), error)
+                return False
             for c in now:
+                _fail(c.waiting, error)
+            return True
+        failed: dict[int, BaseException] = {}  # later rows of such a stream do not follow those that it has
+        for c in now:
+            try:
+                if (before := failed.get(id(c.state))) is not None:
+                    raise before
                 assert c.table is not None
                 c.state.commit(c.table, c.shown)
-                if c.stream.state is None:
-                    _fail(c.waiting, _closed())
-                else:
-                    _done(c.waiting, c.shown.seen)
+            except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
+                failed[id(c.state)] = error
+                _fail(c.waiting, error)
+                continue
+            if c.stream.state is None:
+                _fail(c.waiting, _closed())
+            else:
+                _done(c.waiting, c.shown.seen)
+        return True
 
     def _together(self, coming: list[_Coming]) -> tuple[list[_Coming], list[_Coming]]:
-        """Those frames that one pass takes in, and the others: of a stream, the first, and what has room behind it."""
+        """The frames of the next pass, and the others: of a stream, the first, and those that fit after it."""
         now: list[_Coming] = []
         later: list[_Coming] = []
         beside: dict[int, Table] = {}

@@ -284,6 +284,7 @@ def test_an_unknown_command_in_a_process_exits_with_2() -> None:
     assert (done.returncode, done.stdout) == (2, "") and "invalid choice: 'fly'" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_serving_benchmark_reports_every_pair() -> None:
     small = ("--set", "engine.torch_threads=1")
     done = command("bench", "serving", "--limit", "2", "--repeats", "1", "--json", *small)
@@ -320,6 +321,7 @@ def test_the_constraint_benchmark_names_its_parts(capsys: pytest.CaptureFixture[
     assert "scenes, schemas, search, not on 'json'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_decode_benchmark_sets_a_pair_beside_the_baseline(tmp_path: Path) -> None:
     given = ("--limit", "2", "--tasks", "what", "--commit", "threshold", "--concurrent", "2")
     small = ("--set", "engine.torch_threads=1", "--plot", str(tmp_path / "pairs.png"))
@@ -379,7 +381,20 @@ def test_the_attention_benchmark_tells_what_fewer_and_coarser_keys_do(
 @pytest.mark.parametrize("few", [("--limit", "0"), ("--repeats", "0"), ("--limit", "1", "--repeats", "1")])
 def test_a_benchmark_of_too_little_is_refused(capsys: pytest.CaptureFixture[str], few: tuple[str, ...]) -> None:
     assert main(["bench", "serving", *few]) == 1
-    assert "--limit" in capsys.readouterr().err
+    assert few[0] in capsys.readouterr().err
+
+
+def test_an_answer_is_guided_on_request(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step runs two sequences; a scale out of range is refused with its field."""
+    asked = ["generate", "What is 2 + 3?", "--recompute", "none", "--max-new-tokens", "8", "--json", "--server"]
+    run = []
+    for scale in ("0", "0.5"):
+        assert main([*asked, server.address, "--cfg-scale", scale]) == 0
+        done = one_json(capsys.readouterr().out)
+        run.append(done["recomputed_tokens"] / done["forwards"])
+    assert run[1] == 2 * run[0]
+    assert main([*asked, server.address, "--cfg-scale", "-1"]) == 1
+    assert "diffusion.cfg_scale" in capsys.readouterr().err
 
 
 def test_an_empty_answer_is_said(server: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,16 @@ def zipped() -> bytes:
     return file.getvalue()
 
 
+def test_a_model_of_a_fixed_size_refuses_pixels_over_the_wire(server: Running) -> None:
+    with pytest.raises(InvalidArgument, match="resizes pictures to a size of its own; leave it out") as caught:
+        ask(server, saved(picture(), "PNG"), max_pixels=784)
+    assert [violation.field for violation in caught.value.violations] == ["vision.max_pixels"]
+    with pytest.raises(InvalidArgument) as caught:
+        ask(server, saved(picture(), "PNG"), min_pixels=9, max_pixels=3)
+    assert [violation.field for violation in caught.value.violations] == ["vision.min_pixels"]
+    assert ask(server, saved(picture(), "PNG")).text
+
+
 def ask(server: Running, *images: bytes | str, **options: object):
     return server.client.generate(QUESTION, images=images, max_new_tokens=4, **options)
 

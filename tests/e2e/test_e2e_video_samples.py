@@ -90,7 +90,7 @@ def test_a_camera_is_asked_and_network_addresses_only_where_allowed(
         camera["main"](["http://localhost/", "--server", address])
     assert "--allow localhost" in capsys.readouterr().err
     options = camera["checked"](str(film), [])
-    assert len(list(camera["pictures"](str(film), None, options, 1000.0))) == 60
+    assert len(list(camera["pictures"](str(film), None, options, float("inf")))) == 60
 
 
 def test_an_answer_to_a_schema(address: str, film: Path) -> None:

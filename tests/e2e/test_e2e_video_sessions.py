@@ -19,6 +19,7 @@ from video_client import PATIENCE, picture, sdk, video_server, wait_for
 
 from mmserve.client import AsyncClient, Cancelled, Delta, FailedPrecondition, InvalidArgument, NotFound, VideoSession
 from mmserve.engine import Engine
+from mmserve.video.messages import Alert
 
 OPTIONS = {"max_new_tokens": 8, "tokens": True}
 
@@ -92,6 +93,21 @@ def test_alerts_of_a_standing_question(address: str) -> None:
             session.watch(" ").next(PATIENCE)
 
 
+def broken(alert: Alert) -> None:
+    raise ValueError(alert.seconds)
+
+
+def test_a_callback_that_raises_is_logged_and_the_session_goes_on(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sdk(address) as client, client.video_session(budget=64) as session:
+        session.watch("is it red?", on=1e-6, off=0.0, min_mass=0.0, callback=broken)
+        session.push(picture(0), 0.0)
+        wait_for("the log", lambda: "callback of a standing question raised" in caplog.text)
+        session.push(picture(1), 1.0)
+        assert session.statistics().frames_taken == 2
+
+
 def test_an_exception_ends_the_session_at_once(address: str) -> None:
     with sdk(address) as client:
         with pytest.raises(ZeroDivisionError), client.video_session(budget=64) as session:
@@ -107,6 +123,7 @@ async def _everything(address: str) -> list[str]:
             await session.push(picture(number), float(number))
         first, second = session.stream("question 0", **OPTIONS), session.stream("question 1", **OPTIONS)
         texts = await asyncio.gather(first.result(), second.result())
+        session.watch("is it blue?", on=1e-6, off=0.0, min_mass=0.0, callback=broken)
         alerts = session.watch("is it red?", on=1e-6, off=0.0, min_mass=0.0)
         await session.push(picture(6), 6.0)
         alert = await alerts.next(PATIENCE)

@@ -16,7 +16,7 @@ from helpers import picture
 
 from mmserve import assembly, cli
 from mmserve.assembly import BackgroundServer
-from mmserve.client import AsyncClient, Client, Finished, ImagePart, Message, TextPart, VideoPart
+from mmserve.client import AsyncClient, Client, Finished, ImagePart, Message, TextPart, VideoPart, VideoSampling
 from mmserve.config import ModelConfig
 from mmserve.errors import InvalidArgument, NotFound, Unimplemented
 from mmserve.v1 import generation_pb2 as pb
@@ -150,6 +150,54 @@ def test_command_line(videos: BackgroundServer, tmp_path: Path, capsys: pytest.C
     assert "up to 2 videos of 60 s, 4 frames each" in capsys.readouterr().out
     assert cli.main(["generate", "x", "--video", str(tmp_path / "none.mp4"), "--server", videos.address]) == 1
     assert "none.mp4" in capsys.readouterr().err
+
+
+def test_which_frames_a_request_asks_for(client: Client) -> None:
+    data = clip(frames=60)  # six seconds
+    tokens = {
+        sampling: client.generate("x", videos=[data], video_sampling=sampling, max_new_tokens=4).usage.visual_tokens
+        for sampling in (None, VideoSampling(fps=1), VideoSampling(frames=3), VideoSampling(fps=2, detail_every=2))
+    }
+    assert list(tokens.values()) == [4, 6, 3, 12]
+    parts = (VideoPart(data, VideoSampling(fps=1)), VideoPart(data), TextPart("x"))
+    assert client.generate([Message("user", parts)], max_new_tokens=4).usage.visual_tokens == 6 + 4
+    uploaded = client.generate("x", videos=[client.upload(data)], video_sampling=VideoSampling(fps=1), max_new_tokens=4)
+    assert uploaded.usage.visual_tokens == 6
+
+
+def test_samplings_that_are_refused(client: Client) -> None:
+    asked = VideoSampling(fps=31.0, frames=769, scene_similarity=2.0, scene_frames=65, detail_every=0)
+    with pytest.raises(InvalidArgument) as raised:
+        client.generate("x", videos=[clip()], video_sampling=asked)
+    path = "messages[0].parts[0].video.sampling"
+    found = {violation.field: violation.description for violation in raised.value.violations}
+    assert found == {
+        f"{path}.fps": "must be above 0 and at most 30, not 31.0",
+        f"{path}.frames": "must not be set with fps, scene_similarity or scene_frames: they are other rules",
+        f"{path}.scene_similarity": "must be in [-1, 1], not 2.0",
+        f"{path}.scene_frames": "must be in [1, 64], not 65",
+        f"{path}.detail_every": "must be at least 1",
+    }
+    with pytest.raises(InvalidArgument, match=r"at most 768 \(\[media\] max_sampled_frames of the server\), not 769"):
+        client.generate("x", videos=[clip()], video_sampling=VideoSampling(frames=769))
+    with pytest.raises(InvalidArgument, match="must be above 0"):
+        client.generate("x", videos=[clip()], video_sampling=VideoSampling(fps=float("nan")))
+    with pytest.raises(InvalidArgument, match=r"video_sampling\.frames: cannot be -1"):
+        client.generate("x", videos=[clip()], video_sampling=VideoSampling(frames=-1))
+
+
+def test_the_command_line_names_frames(
+    videos: BackgroundServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "clip.mp4"
+    file.write_bytes(clip(frames=60))
+    asked = ["generate", "x", "--video", str(file), "--max-new-tokens", "4", "--server", videos.address, "--json"]
+    assert cli.main([*asked, "--video-sampling", "fps=1,detail_every=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"]["visual_tokens"] == 6
+    for wrong in ("rate=1", "fps=x", "fps", "fps=1,fps=2"):
+        with pytest.raises(SystemExit):
+            cli.main([*asked, "--video-sampling", wrong])
+        assert "--video-sampling" in capsys.readouterr().err
 
 
 def test_a_model_without_videos_says_so() -> None:

@@ -29,17 +29,14 @@ def scene(seed: int) -> bytes:
 
 def test_pruners_of_the_bundled_model(server: Running) -> None:
     info = server.client.describe()
-    assert info.pruners[0] == "none" and len(info.pruners) == 12
+    assert info.pruners[0] == "none" and len(info.pruners) == 11
     plain = server.client.generate(QUESTIONS[0], images=[scene(1)], max_new_tokens=8)
     assert (plain.usage.visual_tokens, plain.usage.visual_tokens_before) == (81, 81)
     for pruner in info.pruners[1:]:
-        mass = pruner == "zipvl"
-        amount = {"attention_mass": 0.5} if mass else {"keep_ratio": 0.25}
-        less = server.client.generate(QUESTIONS[0], [scene(1)], max_new_tokens=8, pruner=pruner, **amount)
-        assert less.usage.visual_tokens_before == 81 and 1 <= less.usage.visual_tokens <= (80 if mass else 20)
+        less = server.client.generate(QUESTIONS[0], [scene(1)], max_new_tokens=8, pruner=pruner, keep_ratio=0.25)
+        assert less.usage.visual_tokens_before == 81 and 1 <= less.usage.visual_tokens <= 20
         assert plain.usage.prompt_tokens - less.usage.prompt_tokens == 81 - less.usage.visual_tokens
-        amount = dict.fromkeys(amount, 1.0)
-        whole = server.client.generate(QUESTIONS[0], [scene(1)], max_new_tokens=8, pruner=pruner, **amount)
+        whole = server.client.generate(QUESTIONS[0], [scene(1)], max_new_tokens=8, pruner=pruner, keep_ratio=1.0)
         assert (whole.text, whole.usage, whole.forwards) == (plain.text, plain.usage, plain.forwards)
 
 
@@ -57,9 +54,9 @@ def test_a_clip_through_the_client(server: Running) -> None:
         ({"pruner": "random", "keep_ratio": 1.01}, "vision.keep_ratio"),
         ({"pruner": "random", "keep_ratio": float("nan")}, "vision.keep_ratio"),
         ({"pruner": "random", "token_budget": 0}, "vision.token_budget"),
-        ({"pruner": "zipvl", "attention_mass": -1.0}, "vision.attention_mass"),
+        ({"pruner": "cls_attention", "attention_mass": -1.0}, "vision.attention_mass"),
         ({"pruner": "random"}, "vision"),
-        ({"pruner": "zipvl", "keep_ratio": 0.5}, "vision.keep_ratio"),
+        ({"pruner": "tome", "attention_mass": 0.5}, "vision.attention_mass"),
         ({"keep_ratio": 0.5}, "vision.keep_ratio"),
         ({"pruner": "best", "keep_ratio": 0.5}, "vision.pruner"),
         ({"pruner": "random", "token_budget": -1}, "vision.token_budget"),
@@ -86,16 +83,16 @@ def test_the_vision_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = {"lego_link": LegoLink()}
-    for name, value in {"RATIOS": (0.5,), "MASSES": (0.5,), "SCORING_ROUNDS": 2, "REUSING": rules}.items():
+    for name, value in {"RATIOS": (0.5,), "SCORING_ROUNDS": 2, "REUSING": rules}.items():
         monkeypatch.setattr(mmserve.bench.vision, name, value)
     plot = tmp_path / "pruners.png"
     given = ("--limit", "2", "--tasks", "what", "--commit", "threshold", "--set", "engine.torch_threads=1", "--json")
     assert main(["bench", "vision", *given, "--plot", str(plot)]) == 0
     report = json.loads(capsys.readouterr().out)
     whole, *rows = report["rows"]
-    assert (report["bench"], whole["pruner"], whole["visual_tokens"], len(rows)) == ("vision", "none", 81.0, 11)
+    assert (report["bench"], whole["pruner"], whole["visual_tokens"], len(rows)) == ("vision", "none", 81.0, 10)
     for row in rows:
-        assert row["visual_tokens"] == 41 or row["pruner"] in ("resize", "mustdrop", "zipvl")
+        assert row["visual_tokens"] == 41 or row["pruner"] in ("resize", "mustdrop", "hired")
         assert row["kv_bytes"] < whole["kv_bytes"] and 0 <= row["accuracy"] <= 1
         assert (row["scored_by"] == "decoder") == (row["pruner"] in ("fastv", "redvtp"))
     for again in (report["again"], *report["again_reusing"].values()):

@@ -17,7 +17,7 @@ from qwen_checkpoints import KINDS, qwen
 
 from mmserve.core.events import Finished
 from mmserve.core.request import Diffusion, Policy, Request
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.media import decode_image
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel

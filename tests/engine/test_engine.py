@@ -31,7 +31,7 @@ from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.logits import Logits
 from mmserve.decode.recompute import FULL_ATTENTION, RECOMPUTE
 from mmserve.decode.recompute.none import NoCache
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.engine import Engine
 from mmserve.errors import (
     Cancelled,
@@ -271,8 +271,10 @@ def llada(model: LoadedModel, prompt: Encoded, *, new: int, steps: int, block: i
                 h[torch.from_numpy(prompt.image_rows)] = prompt.features
             hidden = model.decoder(h[None], torch.arange(len(x))[None], dense_attention())[0]
             logits = model.decoder.logits(hidden).double()
+            masks = logits[:, model.spec.mask_id].clone()  # never chosen, but in the softmax
             logits[:, list(model.spec.banned_ids)] = -torch.inf
             x0 = logits.argmax(-1)
+            logits[:, model.spec.mask_id] = masks
             confidence = logits.softmax(-1).gather(-1, x0[:, None])[:, 0]
             confidence[~is_mask] = -torch.inf
             confidence[end:] = -torch.inf

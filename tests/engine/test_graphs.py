@@ -27,7 +27,7 @@ from mmserve.core.request import Policy, Request
 from mmserve.decode.forward import row_floor
 from mmserve.decode.graphs import MOST_ROWS, Bucket, CudaCapture, Graphs, Run, graphs_for, obstacle
 from mmserve.decode.logits import padded_rows
-from mmserve.decode.state import DeepStack
+from mmserve.encode.encoded import DeepStack
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore

@@ -22,10 +22,10 @@ from mmserve.core.events import Finished
 from mmserve.core.request import Message, Policy, Request, TextPart
 from mmserve.core.samples import sample_seed
 from mmserve.decode import loop
-from mmserve.decode.embedding import embedded
 from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
 from mmserve.models.base import Attention, LoadedModel
 

@@ -18,8 +18,8 @@ from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import ImagePart, Message, Policy, Request, TextPart
 from mmserve.decode import loop
-from mmserve.decode.embedding import embedded
 from mmserve.decode.repairing import Repairing
+from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel

@@ -21,7 +21,7 @@ from transformers import SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, TextPart, VideoPart, Vision
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
 from mmserve.errors import ConfigError, InvalidArgument

@@ -66,6 +66,13 @@ def mixed(block: int, policies: tuple[Policy, ...], count: int = 14) -> list[Req
     ]
 
 
+def best_but_the_mask(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's most probable token that is not the mask, and its share of the softmax over all, the mask included."""
+    probabilities = logits.softmax(-1)
+    probabilities[:, MASK_ID] = -1.0
+    return probabilities.max(-1)
+
+
 # --- Dream: full attention, logits shifted by one ---
 
 
@@ -80,8 +87,7 @@ def plain_dream(oracle: Qwen, prompt: list[int], new: int, block: int) -> list[i
         here = slice(start, min(start + block, len(row)))
         while (row[here] == MASK_ID).any():
             logits = oracle(input_ids=row[None], attention_mask=torch.zeros(1, 1, len(row), len(row))).logits[0]
-            logits[:, MASK_ID] = -torch.inf
-            sure, token = logits[here.start - 1 : here.stop - 1].softmax(-1).max(-1)
+            sure, token = best_but_the_mask(logits[here.start - 1 : here.stop - 1])
             best = int(sure.masked_fill(row[here] != MASK_ID, -1.0).argmax())
             row[start + best] = token[best]
     return row[len(prompt) :].tolist()
@@ -115,7 +121,7 @@ def test_dream_gives_the_tokens_of_its_plain_loop(
 def test_dream_reads_the_row_left_of_a_mask_even_where_it_was_cached(
     bench: Make, dream: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 13 masks in one block, each step but the full ones runs the masks, what was decoded, and their left ones."""
+    """Each step but the full one runs the block of 13 and, as long as its first position is masked, the one before."""
     b = bench(dream, stages="inline")
     seen: list[tuple[set[int], set[int], set[int], bool]] = []
     original = Passes._over
@@ -128,7 +134,7 @@ def test_dream_reads_the_row_left_of_a_mask_even_where_it_was_cached(
         return made
 
     monkeypatch.setattr(Passes, "_over", watched)
-    done = b.ask(ask("cached", max_new_tokens=13, block=13, recompute=dkv(4)))
+    done = b.ask(ask("cached", max_new_tokens=13, block=13, recompute=Policy(name="dual")))
     assert done.forwards == 13
     added = 0
     for asked, run, masked, everything in seen:
@@ -187,8 +193,7 @@ def plain_sdar(oracle: Any, prompt: list[int], new: int, block: int, sure_at: fl
         open_ = (torch.arange(start, end) >= fixed) & (row[start:end] == MASK_ID)
         while open_.any():
             logits = oracle(input_ids=row[None, :end], attention_mask=block_mask(end, block)).logits[0, start:]
-            logits[:, MASK_ID] = -torch.inf
-            sure, token = logits.softmax(-1).max(-1)
+            sure, token = best_but_the_mask(logits)
             sure = sure.masked_fill(~open_, -1.0)
             chosen = sure == sure.max()
             if sure_at is not None:

@@ -253,10 +253,11 @@ def test_policies_that_take_one_token_a_step_are_low_confidence(
     assert forwards == options["max_new_tokens"] or MASKED in expected[1]
 
 
-@pytest.mark.parametrize("steps", [1, 3, 8, 40])
-def test_confident_of_one_is_low_confidence_on_any_schedule(shared: Bench, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 6, 12, 40])
+def test_confident_of_one_is_low_confidence_where_steps_divide_the_block(shared: Bench, steps: int) -> None:
+    """Where they do not, Dimple spreads the remainder over the steps, and LLaDA puts it first."""
     for recompute in RECOMPUTES:
-        options = {"max_new_tokens": 19, "block": 8, "steps": steps}
+        options = {"max_new_tokens": 24, "block": 8, "steps": steps}
         certain = asked("r", recompute, policy("confident", confidence=1.0), **options)
         assert history(shared, certain) == history(shared, asked("r", recompute, policy("low_confidence"), **options))
 

@@ -23,8 +23,7 @@ Make = Callable[..., Bench]
 
 
 def pruned(request: Request, pruner: str, share: float = 0.5) -> Request:
-    name = "attention_mass" if pruner == "zipvl" else "keep_ratio"
-    return dataclasses.replace(request, vision=Vision(pruner=pruner, amount=Amount(name, share)))
+    return dataclasses.replace(request, vision=Vision(pruner=pruner, amount=Amount("keep_ratio", share)))
 
 
 def told(done: Finished) -> tuple[object, ...]:
@@ -76,7 +75,7 @@ def test_pruned_answers_are_the_same_alone_and_together(bench: Make, model: Load
     assert [told(call.finished()) for call in calls] == expected
     for (_text, _reason, usage, _forwards, _rows), request in zip(expected, requests, strict=True):
         assert usage.visual_tokens_before == 8
-        assert usage.visual_tokens == 4 or request.vision.pruner in ("zipvl", "mustdrop", "resize")
+        assert usage.visual_tokens == 4 or request.vision.pruner in ("mustdrop", "resize")
     assert len({text for text, *_ in expected}) > 4
     together.await_nothing_left()
 
@@ -149,7 +148,7 @@ def test_what_cannot_be_asked_of_a_model_is_refused_at_once(
     blind.vision.get_submodule("tower.embeddings").class_embedding = None  # as a tower that has none
     del blind.vision.get_submodule("tower.embeddings").class_embedding
     made = bench(blind)
-    served = ("none", "random", "resize", "tome", "column_attention", "zipvl", "fastv", "redvtp")
+    served = ("none", "random", "resize", "tome", "column_attention", "fastv", "redvtp")
     assert made.engine.info.pruners == served
     with pytest.raises(Unimplemented, match="has no pruner 'cls_attention'; it has none, random"):
         made.submit(pruned(ask("r"), "cls_attention"))

@@ -227,17 +227,6 @@ def test_a_template_stands_from_the_start_and_its_holes_are_filled(bench: Make, 
     b.await_nothing_left()
 
 
-def test_a_scaffold_is_filled(bench: Make, babbling: CanvasModel) -> None:
-    b: Bench = bench(babbling, watch=False, schedulers=SCHEDULERS)
-    for seed, commit in enumerate(COMMITS[::3]):
-        request = constrained(gemma(f"s{seed}", "a", max_new_tokens=60, commit=commit, seed=seed), SCHEMAS[1])
-        assert request.constraint is not None
-        spec = dataclasses.replace(request.constraint, scaffold=True)
-        [call] = b.submit(dataclasses.replace(request, constraint=spec))
-        check(call, SCHEMAS[1])
-        assert not call.finished().warnings
-
-
 def test_samples_stop_strings_and_log_probabilities(bench: Make, babbling: CanvasModel) -> None:
     b: Bench = bench(babbling, watch=False)
     request = constrained(gemma("n", "a", max_new_tokens=30, snapshots=True, stop=('"row"',)), SCHEMAS[1])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from harness import Bench
@@ -20,8 +21,10 @@ from test_masked_families import BLOCK, TEXTS, Judge, Make, answer, endless, pro
 from test_samples import Samples, several, told
 
 from mmserve.config import SchedulerConfig
+from mmserve.core.canvas import Canvas
 from mmserve.core.request import Policy, Request
 from mmserve.core.samples import samples
+from mmserve.decode.pace import steps_of_whole_block
 from mmserve.decode.sampler import step_generator
 from mmserve.decode.schedulers import Discrete, load_schedulers
 from mmserve.errors import ConfigError, InvalidArgument, Unimplemented
@@ -112,6 +115,43 @@ def test_it_gives_the_tokens_of_diffusers_own_pipeline(
         assert done.forwards == Reseeded.taken
         edits += done.edits
     assert bool(edits) == ("editing_threshold" in numbers)
+
+
+def test_a_first_block_that_the_prompt_begins_is_filled_as_fast_as_any(
+    bench: Make, tmp_path: Path, glm_oracle: Any
+) -> None:
+    """The pipeline sizes all blocks alike. Its sample holds the prompt's part of the first, which greedy steps skip."""
+    given = {"num_inference_steps": 4, "block_length": 8, "threshold": 1.0}
+    pipeline = diffusers.LLaDA2Pipeline(Judge(glm_oracle, 8), diffusers.BlockRefinementScheduler(**given))
+    pipeline.set_progress_bar_config(disable=True)
+    b = bench(endless(load(save_llada2(glm_oracle, tmp_path, block_size=8))), schedulers=schedulers(refine=given))
+    for left in (3, 5, 6):  # open positions of the first block
+        text = TEXTS[0]
+        while len(prompt_of(b, text)) % 8 != 8 - left:
+            text += "?"
+        new = 16 + left
+        expected = pipeline(
+            input_ids=torch.tensor([prompt_of(b, text)]),
+            gen_length=new,
+            num_inference_steps=4,
+            threshold=1.0,
+            editing_threshold=None,
+            sampling_method="greedy",
+            eos_early_stop=False,
+            mask_token_id=MASK_ID,
+            output_type="seq",
+        ).sequences[0]
+        request = ask(text, text, max_new_tokens=new, recompute=BLOCK, commit=scheduler("refine"))
+        [call] = b.submit(request)
+        assert answer(b, call) == expected.tolist()
+        assert call.finished().forwards == -(-left // 2) + 8
+
+
+def test_a_requests_steps_are_shared_as_if_each_block_were_whole() -> None:
+    canvas = Canvas.create(np.zeros(5), new_tokens=19, block_length=8, mask_id=MASK_ID, aligned=True)
+    for start in (5, 8, 16):
+        canvas.block_start = start
+        assert [steps_of_whole_block(canvas, total) for total in (19, 38, 1)] == [8, 8, 1]
 
 
 def test_a_greedy_scheduler_that_is_never_sure_enough_is_low_confidence(bench: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,10 +21,12 @@ from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, TextPart, Vision
 from mmserve.core.tenant import ANONYMOUS
-from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unimplemented
+from mmserve.errors import Cancelled, FailedPrecondition, Internal, InvalidArgument, ResourceExhausted, Unimplemented
 from mmserve.memory import resident, trim
 from mmserve.models.alone import kv_alone
 from mmserve.models.base import Attention, LoadedModel
+from mmserve.video import streams as streams_module
+from mmserve.video.append import append
 from mmserve.video.base import Frame, Memory, Scope
 from mmserve.video.layout import embedded_rows, question
 from mmserve.video.memory import Kind
@@ -91,6 +94,47 @@ def test_how_frames_come_together_changes_no_bit(bench: Make, causal: LoadedMode
         assert told == told1
     together.stop()
     alone.stop()
+
+
+def test_a_pass_that_fails_for_one_stream_fails_no_other(
+    streams: EngineStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of three streams in one pass: those of two have the K/V that they would have by themselves."""
+    broken, *others = (opened(streams, budget=60) for _ in range(3))
+    together = []
+
+    def failing(model: Any, batch: Any, floor: int) -> None:
+        together.append(len(batch))
+        if any(new.buffers is broken.state._buffers for new in batch if new.start >= len(streams.model.header) + 3):
+            raise MemoryError
+        append(model, batch, floor)
+
+    put(broken, frame(0))
+    see, gate = streams_module.see, threading.Event()
+
+    def held(*args: Any) -> Any:
+        assert gate.wait(PATIENCE)
+        return see(*args)
+
+    monkeypatch.setattr(streams_module, "append", failing)
+    monkeypatch.setattr(streams_module, "see", held)
+    [first] = [others[0].append(frame(0))]
+    waiting = [stream.append(frame(i)) for i in (1, 2) for stream in (broken, *others)]
+    gate.set()
+    first.result(PATIENCE)
+    failed, fine = waiting[::3], [each for i, each in enumerate(waiting) if i % 3]
+    for each in failed:
+        assert isinstance(each.exception(PATIENCE), Internal)
+    for each in fine:
+        each.result(PATIENCE)
+    assert max(together) >= 6
+    alone = opened(streams, budget=60)
+    put(alone, frame(1), frame(2))
+    assert all(torch.equal(a, b) for a, b in zip(kept(others[1])[1:], kept(alone)[1:], strict=True))
+    assert broken.stats().frames == 1
+    monkeypatch.setattr(streams_module, "append", append)
+    put(broken, frame(3))
+    assert broken.stats().frames == 2
 
 
 def test_a_question_leaves_the_stream_bit_identical(streams: EngineStreams) -> None:
@@ -373,6 +417,23 @@ def test_without_causal_attention_a_question_runs_the_window(bench: Make, attent
     call.finished()
     assert b.engine.stats().kv_cache.made == made
     assert answer(stream, asked("past", recompute=none), Scope(begin=2, end=3))[1].frames == 2
+    gone(b, streams)
+
+
+def test_block_diffusion_answers_as_a_prompt_with_all_frames_does(bench: Make) -> None:
+    """No K/V are kept: a question runs the rows of the window, and its answer is that of a stream of these frames."""
+    block = Policy(name="block")
+    b = bench(streaming_model(Attention.BLOCK_CAUSAL, 0, default_block_length=4))
+    streams = EngineStreams(b.engine)
+    long, short = opened(streams, budget=40, policy="recall"), opened(streams, budget=40)
+    put(long, *(frame(i) for i in range(30)))
+    put(short, *(frame(i) for i in range(8, 13)))
+    assert long.stats().kv_bytes == 0 < long.stats().evicted_rows
+    past, of_past = answer(long, asked("past", recompute=block), Scope(begin=8, end=12))
+    all_, of_all = answer(short, asked("all", recompute=block))
+    assert (of_past.frames, of_past.begin, of_past.end) == (of_all.frames, of_all.begin, of_all.end) == (5, 8.0, 12.0)
+    assert of_past.recomputed_rows == of_all.recomputed_rows > 5
+    assert len(past) == len(all_) == 6
     gone(b, streams)
 
 

@@ -14,7 +14,7 @@ import jsonschema_rs
 import pytest
 from harness import Bench, Call
 from helpers import ask, sure_above, tiny_model
-from test_constrained import SCHEMAS, constrained, like, outcome
+from test_constrained import SCHEMAS, like, outcome
 from test_policies import COMMITS, RECOMPUTES, policy
 
 from mmserve.core.canvas import MASKED
@@ -235,43 +235,3 @@ def test_a_stop_string_cuts_a_template(bench: Make, models: dict[str, LoadedMode
     [call] = bench(models["full"]).submit(templated(request, "the circle is ", Hole(4)))
     done = call.finished()
     assert (done.reason, done.text, done.holes) == ("stop", "the ", ())
-
-
-ROWS = {"type": "array", "items": SCHEMAS[1], "minItems": 2, "maxItems": 2}
-
-
-def test_scaffolds_save_passes_and_stay_valid(bench: Make, models: dict[str, LoadedModel]) -> None:
-    """Whatever the model says, in a batch as alone."""
-    b, forwards = bench(models["full"]), dict[bool, int]()
-    for scaffold in (False, True):
-        asked = []
-        for i, schema in enumerate((*SCHEMAS, ROWS)):
-            request = constrained(ask(f"{scaffold}{i}", max_new_tokens=56, block=16, temperature=1.0, seed=i), schema)
-            assert request.constraint is not None
-            asked.append(
-                dataclasses.replace(request, constraint=dataclasses.replace(request.constraint, scaffold=scaffold))
-            )
-        calls = b.submit(*asked)
-        for call, schema in zip(calls, (*SCHEMAS, ROWS), strict=True):
-            done = call.finished()
-            assert jsonschema_rs.is_valid(schema, json.loads(done.text)), done.text
-            assert done.reason == "end" and done.holes == ()
-        warned = [any("scaffold" in warning for warning in call.finished().warnings) for call in calls]
-        assert warned == [
-            scaffold and not schema.get("properties") and schema is not ROWS for schema in (*SCHEMAS, ROWS)
-        ]
-        [again] = b.submit(dataclasses.replace(calls[-1].request, id=f"{scaffold} alone"))
-        again.wait()
-        assert outcome(b, again) == outcome(b, calls[-1])
-        forwards[scaffold] = calls[-1].finished().forwards
-    assert forwards[True] < forwards[False]
-
-
-def test_a_next_token_model_warns_of_a_scaffold(bench: Make, models: dict[str, LoadedModel]) -> None:
-    request = constrained(ask("c", max_new_tokens=40, recompute=policy("last")), SCHEMAS[1])
-    assert request.constraint is not None
-    [call] = bench(models["causal"]).submit(
-        dataclasses.replace(request, constraint=dataclasses.replace(request.constraint, scaffold=True))
-    )
-    assert jsonschema_rs.is_valid(SCHEMAS[1], json.loads(call.finished().text))
-    assert [warning for warning in call.finished().warnings if "scaffold" in warning]

@@ -73,6 +73,31 @@ def test_drawn_candidates_are_those_of_the_plain_sampler_with_the_same_noise(sco
         assert not set(fused.tokens.tolist()) & set(BANNED)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("mask", [0, 5])
+@pytest.mark.parametrize("scores", [*PATHS, pytest.param(None, id="plain")])
+def test_the_mask_has_its_part_in_the_figures_and_is_never_chosen(
+    scores: Scores | None, mask: int, temperature: float
+) -> None:
+    """Token 5 is nearly certain, token 0 is like any other; the softmax of LLaDA's code has both."""
+    values, canvas = logits(6), blank(3, 6, 6)
+    values[3, mask] = -torch.inf
+    sampling = Sampling(temperature=temperature, seed=4)
+    without = candidates(values.clone(), canvas.all_masked(), canvas, sampling, BANNED, None, scores)
+    found = candidates(values.clone(), canvas.all_masked(), canvas, sampling, BANNED, None, scores, mask_id=mask)
+    assert found.tokens.tolist() == without.tokens.tolist()
+    whole = values.double().cpu()
+    best = whole.index_fill(-1, torch.tensor(BANNED), -torch.inf).topk(2, -1).values
+    whole[:, [t for t in BANNED if t != mask]] = -torch.inf
+    p = whole.softmax(-1)
+    expected = p.gather(-1, torch.from_numpy(found.tokens)[:, None])[:, 0]
+    np.testing.assert_allclose(found.confidence, expected, rtol=3e-5, atol=1e-12)
+    np.testing.assert_allclose(found.entropy, torch.special.entr(p).sum(-1), rtol=1e-4, atol=3e-5)
+    gap = best[:, 0] - torch.maximum(best[:, 1], whole[:, mask])
+    np.testing.assert_allclose(found.gap, gap, rtol=1e-5, atol=1e-5)
+    assert (found.gap < 0).sum() == (5 if mask == 5 else 0)
+
+
 @runs_kernels
 def test_the_kernel_draws_what_the_reference_draws() -> None:
     values, sampling = logits(16), Sampling(temperature=1.0, seed=7)

@@ -148,9 +148,9 @@ def test_attention_by_block_is_the_attention_summed() -> None:
     torch.testing.assert_close(every, wanted, msg="with all channels nothing is reduced")
 
 
-def test_the_channels_that_count_are_the_largest_of_the_queries() -> None:
+def test_the_channels_that_count_have_the_largest_products() -> None:
     q, k = torch.randn(32, 2, 8), torch.randn(32, 2, 8)
-    q[:, :, 3], q[:, :, 5] = 40, -30
+    q[:, :, 3], k[:, :, 5] = 40, -30
     rows = rows_of(32, block=16)
     only = torch.zeros(8)
     only[[3, 5]] = 1
@@ -160,13 +160,15 @@ def test_the_channels_that_count_are_the_largest_of_the_queries() -> None:
 def test_a_segment_is_judged_by_its_extremes() -> None:
     q, k = torch.randn(32, 1, 4), torch.randn(48, 1, 4)
     rows = Rows(torch.arange(16, 48), 48, None, 16, 16)
+    own = torch.tensor([[False, True, False], [False, False, True]])
     scores = torch.empty(2, 3)
     for b in range(2):
         for c in range(3):
             of, at = q[b * 16 : b * 16 + 16, 0], k[c * 16 : c * 16 + 16, 0]
-            products = [x @ y for x in (of.amax(0), of.amin(0)) for y in (at.amax(0), at.amin(0))]
-            scores[b, c] = max(products) / 2
-    torch.testing.assert_close(estimates.by_segments(q, k, rows)[0], scores.softmax(-1))
+            middle = (of.amax(0) + of.amin(0)) / 2
+            scores[b, c] = max(middle @ at.amax(0), middle @ at.amin(0))
+    others = scores.masked_fill(own, -torch.inf).softmax(-1)
+    torch.testing.assert_close(estimates.by_segments(q, k, rows)[0], (own + others) / 2, msg="its own comes first")
 
 
 @pytest.mark.parametrize("rows", [rows_of(1), rows_of(63), rows_of(100, causal=False, block=64)])

@@ -51,7 +51,7 @@ def model_info(name: str = "echo", **changes: Any) -> ModelInfo:
     return ModelInfo(**{**values, **changes})
 
 
-@dataclass
+@dataclass(eq=False)
 class EchoEngine:
     """Says the text of the last message again, word by word, one thread a request."""
 

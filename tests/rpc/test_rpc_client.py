@@ -14,6 +14,7 @@ from echo_server import EchoEngine, config, served, threaded
 
 from mmserve import client as sdk
 from mmserve.client import AsyncClient, Client, DkvDecode, Threshold
+from mmserve.client.result import to_result
 from mmserve.core.events import Admitted, Delta, Finished, Snapshot
 from mmserve.core.request import ImagePart, Message, Policy, TextPart, VideoPart
 from mmserve.errors import (
@@ -26,7 +27,6 @@ from mmserve.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from mmserve.rpc.result import to_result
 
 PNG = b"\x89PNG and so on"
 
@@ -34,7 +34,7 @@ PNG = b"\x89PNG and so on"
 def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
     events += ["StageTimes", "Usage"]
-    inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart"]
+    inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart", "VideoSampling"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
     commit += ["DraftModel", "Guided", "Scheduler"]
@@ -124,6 +124,7 @@ def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> No
             stop="end",
             steps=4,
             block_length=2,
+            cfg_scale=1.5,
             recompute=DkvDecode(4),
             commit=Threshold(0.5),
         )
@@ -134,7 +135,8 @@ def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> No
     assert (s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop) == (5, 0.5, 0.25, 3, 2**64 - 1, ("end",))
     assert (s.min_p, s.repetition_penalty, first.streaming.tokens) == (0.125, 1.5, True)
     assert (second.sampling.min_p, second.sampling.repetition_penalty, second.streaming.tokens) == (0.0, 1.0, False)
-    assert (first.diffusion.steps, first.diffusion.block_length) == (4, 2)
+    assert (first.diffusion.steps, first.diffusion.block_length, first.diffusion.cfg_scale) == (4, 2, 1.5)
+    assert second.diffusion.cfg_scale == 0
     assert first.diffusion.recompute == Policy(name="dkv_decode", options={"refresh": 4})
     assert first.diffusion.commit == Policy(name="threshold", options={"confidence": 0.5})
     assert second.diffusion.recompute == Policy(name="dkv_decode")

@@ -11,8 +11,16 @@ import pydantic
 import pytest
 from test_rpc_convert import build, wrong
 
+from mmserve.client.outgoing import build_request
+from mmserve.client.result import to_result
 from mmserve.constraint.findings import Finding, as_error
-from mmserve.constraint.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
+from mmserve.constraint.limits import (
+    MAX_CHOICE_BYTES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_REGEX_BYTES,
+    MAX_SCHEMA_BYTES,
+)
 from mmserve.core.constraint import (
     Choice,
     ConstraintMode,
@@ -27,8 +35,6 @@ from mmserve.core.events import ConstraintStats, Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
 from mmserve.rpc.convert import from_response, to_response
-from mmserve.rpc.outgoing import build_request
-from mmserve.rpc.result import to_result
 from mmserve.rpc.status import from_status, to_status
 from mmserve.v1 import generation_pb2 as pb
 
@@ -77,7 +83,7 @@ def test_modes() -> None:
         ({"gbnf": "a" * (MAX_GRAMMAR_BYTES + 1)}, "constraint.gbnf"),
         ({"choice": {}}, "constraint.choice.options"),
         ({"choice": {"options": ["a"] * (MAX_CHOICES + 1)}}, "constraint.choice.options"),
-        ({"choice": {"options": ["a" * MAX_GRAMMAR_BYTES, "b"]}}, "constraint.choice.options"),
+        ({"choice": {"options": ["a" * MAX_CHOICE_BYTES, "b"]}}, "constraint.choice.options"),
     ],
 )
 def test_what_is_wrong_at_first_sight(constraint: dict[str, Any], field: str) -> None:

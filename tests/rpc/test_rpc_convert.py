@@ -19,6 +19,7 @@ from mmserve.core.request import (
     Diffusion,
     ImagePart,
     Message,
+    PixelRange,
     Policy,
     Request,
     Sampling,
@@ -148,6 +149,7 @@ def test_everything_set() -> None:
         ("diffusion.early_commit.entropy_bound.bound", [-1e-9, math.nan, math.inf, -math.inf]),
         ("sampling.min_p", [-0.01, 1.01, math.nan, math.inf, -math.inf]),
         ("sampling.repetition_penalty", [0.0, -1.0, math.nan, math.inf, -math.inf]),
+        ("diffusion.cfg_scale", [-0.01, 100.01, math.nan, math.inf, -math.inf]),
         ("sampling.stop", [["x"] * 17]),
     ],
 )
@@ -368,9 +370,19 @@ def test_pruners_and_their_amounts() -> None:
     for name in (f.name for f in pb.VisionParams.DESCRIPTOR.oneofs_by_name["pruner"].fields if f.name != "none"):
         found = build(vision={name: {}, "token_budget": 7}).vision
         assert found == Vision(pruner=name, amount=Amount("token_budget", 7)) and name in PRUNERS
-    assert build(vision={"zipvl": {}, "attention_mass": 1.0}).vision.amount == Amount("attention_mass", 1.0)
+    assert build(vision={"column_attention": {}, "attention_mass": 1.0}).vision.amount == Amount("attention_mass", 1.0)
     for amount in ({"keep_ratio": 0.0}, {"keep_ratio": 1.5}, {"attention_mass": float("nan")}, {"token_budget": 0}):
         assert wrong(vision={"random": {}, **amount}) == [f"vision.{next(iter(amount))}"]
+
+
+def test_pixels_of_images_and_videos() -> None:
+    named = {"min_pixels": 3, "max_pixels": 9, "video_max_pixels": 1 << 40}
+    assert build(vision=named).vision == Vision(images=PixelRange(3, 9), videos=PixelRange(None, 1 << 40))
+    for name in ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"):
+        assert wrong(vision={name: 0}) == [f"vision.{name}"] == wrong(vision={name: (1 << 64) - 1})
+    assert wrong(vision={"min_pixels": 4, "max_pixels": 3}) == ["vision.min_pixels"]
+    assert wrong(vision={"video_min_pixels": 4, "video_max_pixels": 3}) == ["vision.video_min_pixels"]
+    assert build(vision={"min_pixels": 4, "video_max_pixels": 3}).vision.videos == PixelRange(None, 3)
 
 
 def test_reductions_and_their_numbers() -> None:

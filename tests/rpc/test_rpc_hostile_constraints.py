@@ -29,7 +29,7 @@ def named(name: str, salt: int) -> Hostile:
 
 
 def test_what_no_budget_holds_is_refused_before_it_is_searched(client: Client) -> None:
-    for name in ("long_repeat", "nested_repeats", "long_string", "long_array"):
+    for name in ("long_repeat", "nested_repeats", "long_string", "long_array", "long_gbnf", "long_lark"):
         with pytest.raises(InvalidArgument, match=r"must be at least \d+ for any answer"):
             client.generate("Hello", **named(name, 0).options)
 
@@ -39,7 +39,8 @@ def test_a_small_constraint_is_answered_while_large_ones_are_looked_at(client: C
 
     def ask(salt: int) -> None:
         try:
-            client.generate("Hello", **named("long_gbnf", salt).options)
+            options = [f"{salt} {n:04} and as many letters as that" for n in range(7000)]
+            client.generate("Hello", choices=options, max_new_tokens=2)
         except InvalidArgument:
             ended.append("large")
 

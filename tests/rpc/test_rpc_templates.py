@@ -1,4 +1,4 @@
-"""Templates and scaffolds as messages."""
+"""Templates as messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from test_rpc_constraints import asked
 from test_rpc_convert import wrong
 
 from mmserve.client import Hole
+from mmserve.client.outgoing import build_request
+from mmserve.client.result import to_result
 from mmserve.constraint.limits import MAX_GRAMMAR_BYTES, MAX_HOLES
-from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, JsonSchema, Regex, Template
+from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Regex, Template
 from mmserve.core.constraint import Hole as Gap
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.convert import from_response, to_response
-from mmserve.rpc.outgoing import build_request
-from mmserve.rpc.result import to_result
 from mmserve.v1 import generation_pb2 as pb
 
 TEXT = {"text": "a"}
@@ -32,11 +32,6 @@ def test_a_template_is_carried_over() -> None:
     parts = [TEXT, hole(regex="b+", mode=2), TEXT, {"text": "c"}, hole(7), TEXT, hole(choice={"options": ["d"]})]
     expected = ("a", Gap(3, Regex("b+"), ConstraintMode.VALIDATE), "a", "c", Gap(7), "a", Gap(3, Choice(("d",))))
     assert asked(template={"parts": parts}) == ConstraintSpec(Template(expected))
-
-
-def test_a_scaffold_is_carried_over() -> None:
-    assert asked(json_schema="{}", scaffold=True) == ConstraintSpec(JsonSchema("{}"), scaffold=True)
-    assert asked(json_schema="{}", scaffold=False) == ConstraintSpec(JsonSchema("{}"))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +52,6 @@ def test_a_scaffold_is_carried_over() -> None:
         ({"template": {"parts": [hole(choice={})]}}, ["template.parts[0].hole.constraint.choice.options"]),
         ({"template": {"parts": [hole(mode=1)]}}, ["template.parts[0].hole.constraint"]),
         ({"template": {"parts": [hole(template={})]}}, ["template.parts[0].hole.constraint.template"]),
-        (
-            {"template": {"parts": [hole(json_schema="{}", scaffold=True)]}},
-            ["template.parts[0].hole.constraint.scaffold"],
-        ),
-        ({"regex": "a", "scaffold": True}, ["scaffold"]),
     ],
 )
 def test_what_is_wrong_at_first_sight(constraint: dict[str, Any], fields: list[str]) -> None:
@@ -73,8 +63,6 @@ def test_what_the_sdk_sends() -> None:
     message = build_request("hi", (), deltas=False, snapshots=False, template=parts)
     expected = [TEXT, hole(regex="b+", mode=2), {"text": "c"}, hole(16)]
     assert message.constraint == pb.Constraint(template={"parts": expected})
-    message = build_request("hi", (), deltas=False, snapshots=False, schema={}, scaffold=True)
-    assert message.constraint == pb.Constraint(json_schema="{}", scaffold=True)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +74,6 @@ def test_what_the_sdk_sends() -> None:
         ({"template": ["a", Hole(max_tokens=-1)]}, "template"),
         ({"template": ["a", Hole(regex="a", choices=["b"])]}, "choices"),
         ({"template": ["a", Hole(constraint_mode="strict")]}, "constraint_mode"),
-        ({"scaffold": True}, "scaffold"),
-        ({"regex": "a", "scaffold": True}, "scaffold"),
     ],
 )
 def test_what_the_sdk_refuses_to_send(given: dict[str, Any], field: str) -> None:

@@ -27,6 +27,7 @@ from mmserve.errors import (
 from mmserve.tenants import TenantConfig
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Frame, Seen, StreamStats
+from mmserve.video.reading import MAX_INIT_BYTES
 from mmserve.video.streams import EngineStream
 
 INVALID, PRECONDITION, EXHAUSTED, CANCELLED = 3, 9, 8, 1
@@ -98,6 +99,24 @@ def test_segments_and_images_become_frames_on_one_clock(raw: Raw) -> None:
     raw.send(ask=ask("all", everything=pb.Everything()))
     asked = raw.wait("answer", lambda a: a.HasField("asked")).asked
     assert (asked.frames, asked.begin_seconds, asked.end_seconds) == (5, 10.0, 20.0)
+
+
+def test_a_segment_without_start_begins_where_the_image_before_it_ends(raw: Raw) -> None:
+    """An image lasts as long as the sampler's interval, as one that is pushed as a segment does."""
+    raw.send(push_image=image(1, 20.0))
+    raw.send(push_segment=pb.PushSegment(data=clip(frames=20, rate=10)))
+    raw.wait_taken(3)
+    raw.send(ask=ask("all", everything=pb.Everything()))
+    asked = raw.wait("answer", lambda a: a.HasField("asked")).asked
+    assert (asked.frames, asked.begin_seconds, asked.end_seconds) == (3, 20.0, 22.0)
+    assert not any(r.HasField("push_failed") for r in raw.responses)
+
+
+def test_an_initialisation_segment_is_bounded(raw: Raw) -> None:
+    """It is kept as long as its session, beside what the session's memory may hold."""
+    raw.send(push_segment=pb.PushSegment(data=clip(), init=bytes(MAX_INIT_BYTES + 1)))
+    failed = raw.wait("push_failed")
+    assert failed.error.code == INVALID and "push_segment.init" in failed.error.message
 
 
 @pytest.mark.parametrize(
@@ -385,6 +404,9 @@ async def _drained(config: Config, engine: Engine) -> tuple[Raw, Raw]:
         for raw in (closing, staying):
             notice = await asyncio.to_thread(raw.wait, "go_away")
             assert 0 < notice.time_left_seconds <= 1.5 and notice.reason
+        closing.send(push_image=image(1))
+        closing.send(ask=ask("after the notice"))
+        await asyncio.to_thread(closing.answer, "after the notice")
         with pytest.raises(Unavailable):
             raise await asyncio.to_thread(Raw.opened(address).failure)
         await asyncio.to_thread(closing.close)
@@ -410,7 +432,8 @@ def test_frames_that_come_too_fast_are_dropped_as_chosen_and_reported(monkeypatc
         for raw in (oldest, thin):  # one is with the stream, two wait
             wait_for("seven dropped", lambda raw=raw: sum(r.frames_taken.dropped for r in list(raw.responses)) == 7)
         wait_for("ten taken in", lambda: max(r.acknowledged.index for r in block.responses) == 10)
-        assert [r for r in block.responses if r.HasField("acknowledged")][-1].acknowledged.credit.pushes == 3
+        credits = lambda: [r.acknowledged.credit.pushes for r in list(block.responses) if r.HasField("acknowledged")]  # noqa: E731
+        wait_for("credit for those that were decoded", lambda: credits()[-1] == 3)
         gate.set()
         for raw, seen in ((block, 10), (oldest, 3), (thin, 3)):
             raw.send(ask=ask("q", everything=pb.Everything()))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,14 +14,19 @@ from typing import Any
 import grpc
 import pytest
 from clips import clip
-from video_client import PATIENCE, Raw, ask, image, sdk, video_server, wait_for
+from echo_server import served
+from video_client import PATIENCE, Raw, ask, image, sdk, video_engine, video_server, wait_for
 
+from mmserve.config import Config
 from mmserve.core.request import Request
-from mmserve.errors import DeadlineExceeded, ResourceExhausted
+from mmserve.engine import Engine
+from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from mmserve.rpc import status
 from mmserve.rpc import video as rpc_video
 from mmserve.rpc.room import Room
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import session as sessions
+from mmserve.video.connection import Connection
 from mmserve.video.messages import Numbered
 from mmserve.video.reading import PushReader
 from mmserve.video.streams import EngineStream, EngineStreams
@@ -224,3 +232,115 @@ def test_a_session_that_ended_holds_nothing_while_its_connection_is_not_read(mon
             wait_for("the end", lambda: session.over)
             assert not len(session._waiting) and not session._waiting.bytes and not session._responses.pending
         raw.cut()
+
+
+@pytest.mark.parametrize(
+    "window",
+    [pytest.param(0, marks=pytest.mark.slow, id="status not read"), pytest.param(1024, id="write blocked")],
+)
+def test_a_connection_that_is_ended_and_never_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    connections: list[weakref.ref[Connection]] = []
+    attach = sessions.Session.attach
+
+    def noted(session: sessions.Session, received: int | None = None) -> Connection:
+        connection = attach(session, received)
+        connections.append(weakref.ref(connection))
+        return connection
+
+    def ended() -> bool:
+        time.sleep(0.3)  # collecting is slow, and takes the time of the server's thread
+        gc.collect()
+        return connections[0]() is None
+
+    monkeypatch.setattr(sessions.Session, "attach", noted)
+    monkeypatch.setattr(rpc_video, "_UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(status, "UNREAD_SECONDS", 0.2)
+    with video_server({"outbox_bytes": 500_000 if window else 30_000}) as (address, _):
+        raw = Raw(address, pb.SessionRequest(configure=pb.ConfigureSession()), reading=False, window=window)
+        for index in range(1, 2500):  # each is refused in a response of its own: more than the sockets hold
+            wrong = ask(f"q{index}")
+            wrong.request.sampling.temperature = -1
+            raw.send(index, ask=wrong)
+        wait_for("the connection", lambda: connections)
+        wait_for("the end of its handler", ended)
+        raw.read()  # a client that reads at last still gets the status
+        with pytest.raises(ResourceExhausted, match="outbox_bytes"):
+            raise raw.failure()
+
+
+async def _replaced(config: Config, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_stream, opening, gate = EngineStreams.open, threading.Event(), threading.Event()
+
+    def late(streams: EngineStreams, *args: Any) -> Any:
+        stream = open_stream(streams, *args)
+        opening.set()
+        assert gate.wait(PATIENCE)
+        return stream
+
+    async with served(engine, config) as server:  # type: ignore[arg-type]
+        address = f"127.0.0.1:{server.port}"
+        early = Raw.opened(address)
+        early.send(push_image=image(0))
+        await asyncio.to_thread(early.wait_taken, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineStreams, "open", late)
+            raw = Raw.opened(address)
+            assert await asyncio.to_thread(opening.wait, PATIENCE)
+            leaving = asyncio.create_task(server._leave(engine, 20.0))
+            assert (await asyncio.to_thread(early.wait, "go_away")).time_left_seconds > 1
+            early.send(ask=ask("the last one"))
+            await asyncio.to_thread(early.answer, "the last one")
+            await asyncio.to_thread(early.close)
+            await leaving
+            gate.set()
+            with pytest.raises(Unavailable):
+                raise await asyncio.to_thread(raw.failure)
+        assert not len(server.sessions)
+
+
+def test_sessions_of_a_model_that_is_replaced_are_ended_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open ones get a notice and may ask until they are closed; one that is being opened is refused."""
+    config, engine = video_engine()
+    asyncio.run(_replaced(config, engine, monkeypatch))
+
+
+def test_a_watch_that_is_refused_does_not_free_the_id_of_its_successor(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ask, remove and ask again with one id before the first is looked at: a third one is still refused."""
+    raw = Raw.opened(address)
+    with held(monkeypatch, PushReader, "read") as began:
+        raw.send(push_image=image(0))
+        assert began.wait(PATIENCE)
+        raw.send(watch=pb.Watch(watch_id="w", text="", yes_no=pb.YesNo()))
+        raw.send(unwatch=pb.Unwatch(watch_id="w"))
+        raw.send(watch=pb.Watch(watch_id="w", text="is it red?", yes_no=pb.YesNo()))
+    raw.wait("watch_state", lambda state: state.HasField("accepted"))
+    states = [r.watch_state.WhichOneof("state") for r in raw.responses if r.HasField("watch_state")]
+    assert states == ["error", "accepted"]
+    raw.send(watch=pb.Watch(watch_id="w", text="is it blue?", yes_no=pb.YesNo()))
+    with pytest.raises(InvalidArgument, match="is a standing question already"):
+        raise raw.failure()
+
+
+def test_reports_of_failed_pushes_do_not_hold_what_was_pushed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept until the client confirms them: otherwise a client that never does holds all bytes it ever sent."""
+    read, pushed = PushReader.read, []
+
+    def noted(reader: PushReader, push: Any, *rest: Any) -> None:
+        pushed.append(weakref.ref(push))
+        read(reader, push, *rest)
+
+    monkeypatch.setattr(PushReader, "read", noted)
+    raw = Raw.opened(address)
+    for number in range(3):
+        raw.send(push_segment=pb.PushSegment(data=bytes(100_000), start_seconds=number))
+    wait_for("three reports", lambda: sum(r.HasField("push_failed") for r in list(raw.responses)) == 3)
+
+    def gone() -> bool:
+        time.sleep(0.1)
+        gc.collect()
+        return len(pushed) == 3 and not any(ref() for ref in pushed)
+
+    wait_for("the pushes to be gone", gone)
+    raw.close()

@@ -76,10 +76,18 @@ def wait_for(what: str, condition: Callable[[], Any]) -> Any:
 
 
 class Raw:
-    """One connection of a session, request by request. ``reading``: whether responses are read as they come."""
+    """One connection of a session, request by request. ``reading``: whether responses are read as they come.
 
-    def __init__(self, address: str, first: pb.SessionRequest, token: str = "", *, reading: bool = True) -> None:
-        self.channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+    ``window``: bytes of unread responses that the server may send, 0 = as many as gRPC finds fit.
+    """
+
+    def __init__(
+        self, address: str, first: pb.SessionRequest, token: str = "", *, reading: bool = True, window: int = 0
+    ) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        if window:
+            options += [("grpc.http2.lookahead_bytes", window), ("grpc.http2.bdp_probe", 0)]
+        self.channel = grpc.insecure_channel(address, options)
         self._out: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._out.put(first)
         metadata = (("authorization", f"Bearer {token}"),) if token else ()

@@ -17,6 +17,29 @@ POLICIES = ("prune", "kv/reduction", "kv/reuse", "decode/recompute", "decode/com
 #: Files of a policy package that are not policies: the protocol, and the table of names.
 SHARED = ("base.py", "__init__.py")
 
+#: Packages and modules of mmserve from the lowest floor up: each imports its own floor and those below. The engine's
+#: floor is the stages, their workers and the loop.
+FLOORS = (
+    ("errors",),
+    ("core", "v1", "memory", "priority"),
+    ("tenants",),
+    ("config",),
+    ("prune", "schedule", "observe", "transfer"),
+    ("models",),
+    ("kv",),
+    ("constraint",),
+    ("encode",),
+    ("decode",),
+    ("engine", "stages", "decoders", "capabilities", "defaults", "record", "worker", "workers"),
+    ("video",),
+    ("rpc", "settle"),
+    ("client",),
+    ("assembly", "check"),
+    ("reference",),
+    ("tune", "train_filter"),
+    ("bench", "cli", "__main__"),
+)
+
 
 def _module(path: Path) -> str:
     base = KERNELS if KERNELS in path.parents else ROOT
@@ -61,6 +84,21 @@ def test_the_reader_of_imports_sees_every_form() -> None:
     assert {"torch.nn", "grpc", "grpc.aio", "mmserve.core", "mmserve.core.plan", "mmserve.kv.pool"} <= seen
     assert _within("torch.nn", ("torch",))
     assert not _within("torchvision", ("torch",))
+
+
+def test_no_floor_imports_a_higher_one() -> None:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    offences = set[str]()
+    for path in _files(PACKAGE):
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        assert own in floor, f"mmserve.{own} has no floor: put it into FLOORS"
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] == "mmserve" and len(parts) > 1 and floor.get(parts[1], -1) > floor[own]:
+                offences.add(f"{_module(path)} imports mmserve.{parts[1]}")
+    assert offences == set()
 
 
 @pytest.mark.parametrize("folder", ["core", "schedule"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import jsonschema_rs
 import pytest
 from grammars import accepts, compact, schema_matcher
 
-from mmserve.bench import search
+from mmserve.bench import schema_suites, search
 from mmserve.bench.schemas import SCHEMAS, Wanted
+from mmserve.errors import ConfigError
 from mmserve.reference.images import schema_asked
 from mmserve.reference.tasks import sample
 
@@ -63,3 +67,39 @@ def test_the_schema_asked_for_takes_the_answer_and_nothing_with_other_fields() -
             assert not jsonschema_rs.is_valid(schema, {k: v for k, v in answer.items() if k != name})
         assert not jsonschema_rs.is_valid(schema, {**answer, "more": 1})
     assert len(asked) > 20
+
+
+def _suites(folder: Path, **options: Any) -> dict[str, Any]:
+    given = {"data": folder, "sample": 0, "seed": 0, "repeats": 2, "mode": "strict", **options}
+    return schema_suites.run(argparse.Namespace(**given), lambda text: None)
+
+
+def test_public_suites_are_read_and_counted(tmp_path: Path) -> None:
+    integer = {"type": "integer", "minimum": 3}
+    pair = {"type": "object", "properties": {"a": {"type": "number"}, "b": {}}, "additionalProperties": False}
+    tests = [{"data": 5, "valid": True}, {"data": 1e30, "valid": True}, {"data": 2, "valid": False}]
+    (tmp_path / "draft4").mkdir()
+    for name, content in {
+        "one.json": {"schema": integer, "tests": tests},
+        "two.json": {"schema": {"type": "array", "uniqueItems": True}, "tests": [{"data": [], "valid": True}]},
+        "draft4/minimum.json": [
+            {"schema": integer, "tests": tests[:1]},
+            {"schema": {"minimum": 3, "exclusiveMinimum": True}, "tests": [{"data": 3, "valid": False}]},
+        ],
+        "three.json": {"schema": pair, "tests": [{"data": {"b": 1, "a": 1e-7}, "valid": True}]},
+        "other.json": [1, 2],
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    rows = {row["task"]: row for row in _suites(tmp_path)["rows"]}
+    found, suite = rows["MaskBench"], rows["JSON-Schema-Test-Suite"]
+    assert (found["schemas"], found["admitted"], found["refusals"]) == (3, 2, {"uniqueItems": 1})
+    assert (found["valid"], found["valid_rejected"], found["invalid"], found["invalid_accepted"]) == (3, 1, 1, 0)
+    assert found["valid_respelled"] == 1
+    assert (suite["schemas"], suite["admitted"], suite["invalid_accepted"]) == (2, 2, 0)
+    assert suite["answers"] > 0 and suite["answers_invalid"] == 0
+    assert [row["schemas"] for row in _suites(tmp_path, sample=1)["rows"]] == [1, 1]
+
+
+def test_a_folder_without_suites_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no schemas with instances"):
+        _suites(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmserve.bench import video_accuracy
+from mmserve.bench import video_accuracy, video_files
 from mmserve.bench.measures import at_least, at_most, percentile, stated
 from mmserve.bench.video import run
 from mmserve.bench.video_clips import clips_of, drawn_clip, frame_at
@@ -114,3 +114,14 @@ def test_memory_over_time_is_drawn(tmp_path: Path) -> None:
 def test_an_unknown_section_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing"):
         run(argparse.Namespace(tasks="nothing"), lambda _text: None)
+
+
+def test_a_small_file_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way runs, and they give one answer; times of so little are not looked at."""
+    monkeypatch.setattr(video_files, "SIZE", (64, 48))
+    arguments = argparse.Namespace(tasks="files", model=None, seconds=10.0, repeats=1, plot=None)
+    report = run(arguments, lambda _text: None)
+    [row] = report["rows"]
+    assert set(row["wall_seconds"]) == {"end to end", "one after the other", "decode", "encode", "prefill"}
+    assert row["same_answer"] and 0 < row["decoded_bytes_at_most"] <= 4 * 64 * 48 * 10
+    assert report["measures"][0]["name"] == "files: end to end over the dearest stage alone"

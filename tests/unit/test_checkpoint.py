@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def test_round_trip(tmp_path: Path, shard_bytes: int | None) -> None:
     assert set(checkpoint.weights.names) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert torch.equal(checkpoint.weights.tensor(name, tensor.shape, torch.float32, CPU), tensor)
-    assert checkpoint.weights.warn_unread() == []
+    checkpoint.weights.check_all_read()
     if shard_bytes is not None:
         index = read_json(tmp_path / INDEX)
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in TENSORS.values())
@@ -66,13 +65,19 @@ def test_fill_ties_and_freezes(tmp_path: Path) -> None:
     assert not any(p.requires_grad for p in module.parameters())
 
 
-def test_left_over_tensors_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_checkpoint(tmp_path, {}, {"a": torch.ones(1), "rotary.inv_freq": torch.ones(1), "b": torch.ones(1)})
+def test_left_over_tensors_are_refused(tmp_path: Path) -> None:
+    left = {f"layers.{i:02d}.extra": torch.ones(1) for i in range(12)}
+    write_checkpoint(tmp_path, {}, {"a": torch.ones(1), "rotary.inv_freq": torch.ones(1), **left})
     weights = Weights(tmp_path)
     weights.tensor("a", shape(1), torch.float32, CPU)
-    with caplog.at_level(logging.WARNING):
-        assert weights.warn_unread() == ["b"]
-    assert "1 tensors are not used: b" in caplog.text
+    message = r"12 tensors are not used: layers\.00\.extra, .* and 2 more\. .*unused_tensors under \[\[models\]\]"
+    with pytest.raises(ConfigError, match=message):
+        weights.check_all_read()
+    weights.leave("layers.0?.*")
+    with pytest.raises(ConfigError, match=r"2 tensors are not used: layers\.10\.extra, layers\.11\.extra\. The"):
+        weights.check_all_read()
+    weights.leave("*.extra")
+    weights.check_all_read()
 
 
 def test_dtype_of_a_checkpoint(tmp_path: Path) -> None:

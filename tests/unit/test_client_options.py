@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmserve.client import AsyncClient, Client, Options
-from mmserve.rpc.outgoing import build_request
+from mmserve.client.outgoing import build_request
 
 METHODS = [Client.generate, Client.stream, AsyncClient.generate, AsyncClient.stream]
 

@@ -24,9 +24,9 @@ import typing_extensions
 from grammars import schema_matcher, sentence
 from pydantic import BaseModel, ConfigDict, Field, Json, StringConstraints, TypeAdapter
 
+from mmserve.client.outgoing import build_request
+from mmserve.client.schemas import reader, schema_text
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.outgoing import build_request
-from mmserve.rpc.schemas import reader, schema_text
 
 Decimal = decimal.Decimal
 
@@ -293,7 +293,7 @@ def test_without_pydantic_mappings_and_text_work_and_types_say_what_is_missing()
     code = """
 import sys
 sys.modules["pydantic"] = None
-from mmserve.rpc.schemas import reader, schema_text
+from mmserve.client.schemas import reader, schema_text
 assert schema_text('{"type": "integer"}') == schema_text({"type": "integer"}) == '{"type": "integer"}'
 assert reader({"type": "integer"})("3") == 3
 try:
@@ -302,7 +302,7 @@ except TypeError as error:
     assert "pip install pydantic" in str(error)
 else:
     raise AssertionError
-assert "mmserve.rpc.python_types" not in sys.modules
+assert "mmserve.client.python_types" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -19,9 +19,9 @@ import pytest
 from harness import PATIENCE, eventually
 
 from mmserve.constraint import child as child_module
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.child import Child
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.process import Compiler
 from mmserve.constraint.vocabulary import BYTES
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintSpec, JsonSchema, Regex

@@ -100,8 +100,11 @@ def test_of_a_choice_it_is_the_longest_option() -> None:
 
 
 def test_of_a_grammar_of_ones_own_it_is_not_known() -> None:
-    assert grammar(Lark('start: "a"')).longest is None
-    assert grammar(Gbnf('root ::= "a"')).longest is None
+    """Where it refers to itself; else it is one expression."""
+    assert grammar(Lark('start: "a" start | "b"')).longest is None
+    assert grammar(Gbnf('root ::= "a" root | "b"')).longest is None
+    assert grammar(Lark('start: "a" b? | "é"\nb: "b"{3}')).longest == 4
+    assert grammar(Gbnf('root ::= "a" b? | "é"\nb ::= "b"{3}')).longest == 4
 
 
 def test_it_comes_through_the_wire() -> None:

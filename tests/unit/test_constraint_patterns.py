@@ -6,11 +6,13 @@ import re
 
 import jsonschema_rs
 import pytest
-from grammars import accepts, compact, matcher, schema_matcher
+from grammars import accepts, compact, enforced, matcher, schema_matcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.constraint import charsets
+from mmserve.constraint.complements import complement
+from mmserve.constraint.derivatives import matches
 from mmserve.constraint.excluded import all_but
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.pattern import BadPattern, searched, whole
@@ -67,9 +69,27 @@ def test_classes_are_ecmascripts(pattern: str, taken: str, refused: str) -> None
     assert not accepts(at, compact(refused))
 
 
-BAD = ["(", ")", "a)", "[", "[a", "a**", "*a", "a{2,1}", "a{", "{1}", "\\", "\\k", "\\1", "(?i)a", "(?=a)", "(?!a)"]
-BAD += ["(?<=a)", "(?<!a)", "\\b", "\\p{L}", "[z-a]", "[[:alpha:]]", "[a&&b]", "a^", "a$b", "(^a|b)c", "[]", "[^]"]
+BAD = ["(", ")", "a)", "[", "[a", "a**", "*a", "a{2,1}", "a{", "{1}", "\\", "\\k", "\\1", "(?m)a", "(?=a)", "(?!a)"]
+BAD += [
+    "(?<=a)",
+    "(?<!a)",
+    "\\b",
+    "\\p{Wide}",
+    "\\p{L",
+    "\\p",
+    "(?i",
+    "(?P=a)",
+    "[z-a]",
+    "[[:alpha:]]",
+    "[a&&b]",
+    "a^",
+    "a$b",
+    "(^a|b)c",
+    "[]",
+    "[^]",
+]
 BAD += ["\\ud800", "\\u{110000}", "\\x4", "a{100001}", "((a{1000}){1000})", "(" * 500, "^*", "a++", "[\\d-z]"]
+BAD += ["\\p{Wide}", "\\p{L", "\\p", "(?i", "(?P=a)", "(?x)a", "(?i)*"]
 
 
 @pytest.mark.parametrize("pattern", BAD)
@@ -140,9 +160,56 @@ def test_lark_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['start: "a" <|eos|>', "start: @x", "start: %json {}", "%import common.INT\nstart: INT"]
+    "text",
+    [
+        'start: "a" <|eos|>',
+        "start: @x",
+        "start: %lark { start: /a/ }",
+        "%import .file.INT\nstart: INT",
+        "%import python.INT\nstart: INT",
+        "%declare INT\nstart: INT",
+    ],
 )
 def test_lark_reaches_nothing_else(text: str) -> None:
     with pytest.raises(Refused) as caught:
         matcher(Lark(text))
     assert re.fullmatch(r"/\d+", caught.value.findings[0].pointer)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^[^\\]+$", r'^[^"]+$', r'^[^\\"]*$', r"^[\x00-\x1f]+$", r"^[^\\\n]*$", r"^[^a]$", r"^[^\\]{2}$"]
+)
+def test_what_a_class_leaves_out_is_not_let_through_as_an_escape(pattern: str) -> None:
+    at, judge = (
+        schema_matcher({"type": "string", "pattern": pattern}),
+        jsonschema_rs.validator_for({"pattern": pattern}),
+    )
+    for text in ["\\", '"', "\n", "a", "\\\\", '""', 'a"', "a\\", "\t\b"]:
+        assert accepts(at, compact(text)) is judge.is_valid(text), text
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(patterns, st.lists(texts, min_size=4, max_size=8))
+def test_the_complement_of_a_pattern_matches_the_other_strings(pattern: str, strings: list[str]) -> None:
+    other = complement(searched(pattern))
+    judge = jsonschema_rs.validator_for({"pattern": pattern})
+    for text in strings:
+        if other is not None:
+            assert matches(searched(other), text) is not judge.is_valid(text), text
+
+
+def test_strings_without_a_pattern_and_names_with_one_of_a_few_are_enforced() -> None:
+    enforced({"type": "string", "not": {"pattern": "^[0-9a-f]{4}-[0-9]+$"}}, ["", "12af-", "x"], ["12af-7", 1])
+    enforced({"type": "string", "not": {"pattern": "//"}}, ["a/b"], ["a//b"])
+    names = {"type": "object", "not": {"propertyNames": {"not": {"enum": ["a", "b"]}}}}
+    enforced(names, [{"a": 1}, {"b": 1, "c": 1}], [{}, {"c": 1}])
+    assert complement(searched("(ab|cd){60}")) is None, "too many states"
+
+
+def test_names_beside_patterns_of_names_are_enforced() -> None:
+    own = {"patternProperties": {"^a[0-9]$": {"type": "integer"}}, "type": "object"}
+    same = {**own, "propertyNames": {"pattern": "^a[0-9]$"}}
+    enforced(same, [{"a1": 1}, {}], [{"a1": "x"}, {"b": 1}])
+    wider = {**own, "propertyNames": {"pattern": "^a"}, "additionalProperties": False}
+    enforced(wider, [{"a1": 1}], [{"a": 1}, {"b": 1}])
+    enforced({"type": "object", "propertyNames": {"not": {"pattern": "x"}}}, [{"a": 1}], [{"ax": 1}])

@@ -20,6 +20,7 @@ from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 from mmserve.decode.constrained.shared import SharedPlaces
+from mmserve.decode.constraint.base import Matcher
 from mmserve.decode.constraint.matcher import Grammar
 from mmserve.decode.constraint.witness import Outcome, Witness, admit, choose, follow, improve
 from mmserve.decode.paths.completion import completes
@@ -115,6 +116,30 @@ def test_places_that_are_too_many_are_forgotten_and_nothing_changes(monkeypatch:
         sizes.append(places.size)
     assert told(found) == alone("payment", 0, SIZE)
     assert 0 in sizes and 0 < max(sizes) <= limit
+
+
+def test_the_parser_of_searches_is_made_once_whatever_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compile a large grammar anew takes half a second, for which all requests of a decode batch would wait."""
+    monkeypatch.setattr("mmserve.decode.paths.places.LIMIT", 200_000)
+    made, forgotten = list[int](), list[int]()
+
+    def parser() -> Matcher:
+        made.append(1)
+        return grammar("payment").apart().start()
+
+    places = Places(language().lexicon, grammar("payment").kinds, parser)
+    forget = places._forget
+
+    def counted() -> None:
+        forgotten.append(1)
+        forget()
+
+    monkeypatch.setattr(places, "_forget", counted)
+    grown = iter(range(0, 1 << 40, 20 << 20))  # as the parser of a large grammar grows in searches
+    monkeypatch.setattr("mmserve.decode.paths.places.resident", lambda: next(grown))
+    assert told(steps("payment", 0, SIZE, lambda: places)) == alone("payment", 0, SIZE)
+    assert len(forgotten) > 1
+    assert len(made) == 1
 
 
 def test_threads_that_share_places_find_what_they_find_alone() -> None:

@@ -13,10 +13,10 @@ from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint import worker
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import Begun, First
 from mmserve.constraint.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import Grammar
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.process import Compiler
 from mmserve.constraint.service import Grammars

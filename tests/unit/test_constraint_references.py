@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from grammars import accepts, enforced, schema_matcher
 
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.resources import located
-from mmserve.constraint.scaffold import scaffold
 from mmserve.constraint.uris import resolved
 
 DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{n}/schema#" for n in (4, 7))
@@ -250,12 +248,11 @@ def test_a_pointer_keeps_its_escapes() -> None:
     assert located(schema)["$ref"] == "#/$defs/50%25~1~0"
 
 
-def test_a_scaffold_follows_anchors() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"$ref": "#flag"}},
-        "required": ["a"],
-        "$defs": {"f": {"$anchor": "flag", "type": "boolean"}},
-    }
-    text, hole, end = scaffold(json.dumps(schema))
-    assert (text, end) == ('{"a":', "}") and "boolean" in repr(hole)
+def test_a_uri_of_two_schemas_harms_nothing_where_no_reference_depends_on_it() -> None:
+    named = {"$id": "http://a.b/r", "type": "integer"}
+    schema = {"type": "object", "properties": {"p": named, "q": named}, "required": ["p"]}
+    at = schema_matcher(schema)
+    assert accepts(at, '{"p":1,"q":2}') and not accepts(at, '{"p":"1"}')
+    inner = {"$id": "http://a.b/r", "items": {"$ref": "#/$defs/y"}, "$defs": {"y": INTEGER}}
+    with pytest.raises(Refused, match="another schema's URI"):
+        schema_matcher({"properties": {"p": inner, "q": inner}})

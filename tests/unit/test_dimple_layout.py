@@ -89,9 +89,8 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(both: tuple[Dimp
         theirs = made.logits(x, whole, seen)[len(prompt) - 1 : -1]
         ours, _rows = served_logits(model, request, left)
         assert (ours - theirs).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max())), name
-        if name != "zipvl":
-            [all_of_it] = encode([pruned(request, name, Amount("keep_ratio", 1))])
-            assert np.array_equal(all_of_it.ids, full.ids)
+        [all_of_it] = encode([pruned(request, name, Amount("keep_ratio", 1))])
+        assert np.array_equal(all_of_it.ids, full.ids)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tokenizers import normalizers
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
-from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel

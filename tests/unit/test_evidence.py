@@ -56,8 +56,9 @@ def test_evidence_is_what_eager_attention_says(tmp_path: Path, kind: str, select
         expected = {
             Evidence.CLS_ROW: out.attentions[at][i, :, 0].mean(0)[first:],
             Evidence.FIRST_CLS_ROW: out.attentions[0][i, :, 0].mean(0)[first:],
+            Evidence.LAST_CLS_ROW: out.attentions[-1][i, :, 0].mean(0)[first:],
             Evidence.COLUMN_MEANS: out.attentions[at][i].mean((0, 1))[first:],
-            Evidence.KEYS: keys[at][i, first:],
+            Evidence.KEYS: keys[at][i, first:].unflatten(-1, (made.tower.config.num_attention_heads, -1)).mean(1),
             Evidence.FIRST_FEATURES: out.hidden_states[1][i, first:],
         }
         for one in wanted:

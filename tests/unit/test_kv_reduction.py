@@ -13,9 +13,10 @@ from plain_reduction import Plain, Rule, expected_attention, heavy_hitters, sink
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Policy, Request
-from mmserve.decode.embedding import embedded
 from mmserve.decode.loop import DiffusionDecoder
-from mmserve.decode.state import Decoding, Encoded, Prefilling
+from mmserve.decode.state import Decoding, Prefilling
+from mmserve.encode.embedding import embedded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for

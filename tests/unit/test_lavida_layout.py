@@ -122,7 +122,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     )
     [full] = encode([request])
     names = pruners_for(model.vision.evidence)[1:]
-    assert set(names) == {"random", "resize", "tome", "column_attention", "zipvl"}
+    assert set(names) == {"random", "resize", "tome", "column_attention"}
     for name in names:
         [left] = encode([pruned(request, name)])
         assert left.places is not None and len(left.ids) < len(full.ids), name
@@ -134,9 +134,8 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
         ours, rows = served_logits(model, request, left)
         theirs = plain_logits(made, prompt, request.sampling.max_new_tokens, model.spec.mask_id, left.places)[rows]
         assert (ours - theirs).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max())), name
-        if name != "zipvl":
-            [whole] = encode([pruned(request, name, Amount("keep_ratio", 1))])
-            assert np.array_equal(whole.ids, full.ids) and whole.places is None
+        [whole] = encode([pruned(request, name, Amount("keep_ratio", 1))])
+        assert np.array_equal(whole.ids, full.ids) and whole.places is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

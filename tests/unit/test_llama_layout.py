@@ -256,7 +256,8 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
     second = load(tmp_path)
     assert isinstance(second.vision, LlavaVision)
     for one, two in ((first.decoder, second.decoder), (first.vision, second.vision)):
-        expected = dict(one.named_parameters())
+        # what is exported ends with the layer that is looked at: ``later`` is not there, and `mustdrop` not offered
+        expected = {name: each for name, each in one.named_parameters() if not name.startswith("later.")}
         assert expected.keys() == dict(two.named_parameters()).keys()
         for name, parameter in two.named_parameters():
             assert torch.equal(parameter, expected[name]), name

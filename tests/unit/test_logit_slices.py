@@ -18,7 +18,7 @@ from mmserve.decode.commit import Candidates
 from mmserve.decode.logits import by_slices
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.sampler import candidates
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import LoadedModel

@@ -94,10 +94,29 @@ def test_confident_takes_all_above_it_or_else_what_the_schedule_says(
     candidates = proposal(canvas, data.draw(confidences(size)))
     limit = np.float32(confidence)
     above = {int(p) for p, c in zip(candidates.positions, candidates.confidence, strict=True) if c > limit}
-    due = set(ranked(candidates)[: block_counts(size, size, steps)[0][0]])
+    due = set(ranked(candidates)[: max(1, size // min(steps or size, size))])
     assert chosen_by(Confident(confidence=confidence, steps=steps), canvas, candidates) == (
-        above if above and len(due) < size else due
+        above if above and min(steps or size, size) > 1 else due
     )
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.data())
+def test_confident_lags_behind_its_grid_by_no_step_that_is_not_sure(size: int, steps: int, data: st.DataObject) -> None:
+    """After a step without a sure candidate no more is masked than the grid says; one that is ahead takes one."""
+    canvas, policy, steps = blank(2, size, size), Confident(confidence=0.5, steps=steps), min(steps, size)
+    while canvas.block_start < canvas.size:
+        masked = canvas.block_masked()
+        sure = data.draw(st.integers(0, len(masked)))
+        candidates = proposal(canvas, np.where(np.arange(len(masked)) < sure, 0.9, 0.1))
+        canvas.count_forward()
+        taken = policy.choose(canvas, candidates)
+        left = size * (1 - canvas.block_step / steps)
+        if not sure or canvas.block_step == steps:
+            assert taken.any() and len(masked) - taken.sum() <= math.ceil(left - 1e-9)
+        else:
+            assert taken.sum() == sure
+        assert canvas.block_step <= steps
+        canvas.commit(candidates.positions[taken], candidates.tokens[taken])
 
 
 # --- entropy bound ---
@@ -245,10 +264,10 @@ def test_mistakes_are_counted_where_little_decides() -> None:
 
 
 @given(st.integers(0, 14), st.integers(1, 20), st.sets(st.integers(2, 11), max_size=8), st.data())
-def test_an_answer_region_is_judged_by_its_open_positions_and_commits_all(
+def test_an_answer_region_is_judged_by_all_its_positions_and_commits_all(
     start: int, length: int, final: set[int], data: st.DataObject
 ) -> None:
-    """Twelve new tokens in blocks of four; ``final`` are so already."""
+    """Twelve new tokens in blocks of four; ``final`` are so already, and a pass shows the gaps of some of them."""
     assume(start < 12)
     canvas = blank(2, 12, 4)
     canvas.count_forward()
@@ -256,19 +275,35 @@ def test_an_answer_region_is_judged_by_its_open_positions_and_commits_all(
         canvas.commit(np.array(sorted(final)), np.zeros(len(final), np.int64))
         canvas.count_forward()
     masked = canvas.all_masked()
-    gaps = data.draw(hnp.arrays(np.float32, len(masked), elements=st.sampled_from([0.0, 2.0, 10.0])))
-    candidates = proposal(canvas, gap=gaps, positions=masked)
     shown: list[list[int]] = []
     policy = early(shown, early=4.0, middle=4.0, late=4.0, answer_start=start, answer_length=length)
     assert policy.whole_canvas
-    taken = chosen_by(policy, canvas, candidates)
-    answer = [float(g) for p, g in zip(masked, gaps, strict=True) if 2 + start <= p < 2 + start + length]
-    if not answer or sum(answer) / len(answer) >= 4.0:
+    regarded = policy.regarded(canvas)
+    answer = list(range(2 + start, min(2 + start + length, 14)))
+    assert regarded.tolist() == [p for p in answer if p in final]
+    run = data.draw(st.sets(st.sampled_from(regarded.tolist()))) if len(regarded) else set()
+    positions = np.array(sorted({*masked.tolist(), *run}))
+    gaps = data.draw(hnp.arrays(np.float32, len(positions), elements=st.sampled_from([0.0, 2.0, 10.0])))
+    taken = chosen_by(policy, canvas, proposal(canvas, gap=gaps, positions=positions))
+    of_answer = [float(g) for p, g in zip(positions.tolist(), gaps, strict=True) if p in answer]
+    if of_answer and sum(of_answer) / len(of_answer) >= 4.0:
         assert taken == set(masked.tolist())
     else:
         block = canvas.block_masked().tolist()
-        assert shown == [block], "the base sees its block and no more"
+        assert shown == [block], "the base sees the open positions of its block and no more"
         assert taken == {block[0]}
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.5])
+def test_a_final_answer_is_sure_only_if_no_mistake_is_expected_of_it(mistakes: float) -> None:
+    """The mean of no gap is no mean; of no open position, none is expected to be wrong."""
+    canvas = blank(2, 8, 4)
+    canvas.count_forward()
+    canvas.commit(np.array([2, 3]), np.zeros(2, np.int64))
+    canvas.count_forward()
+    policy = early([], mistakes=mistakes, **NEVER, answer_length=2)
+    everything = proposal(canvas, positions=canvas.all_masked(), gap=np.full(6, 50.0))
+    assert chosen_by(policy, canvas, everything) == (set(range(4, 10)) if mistakes else {4})
 
 
 def test_without_an_answer_region_only_the_block_is_committed() -> None:

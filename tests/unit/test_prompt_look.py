@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount, Request, Vision
-from mmserve.decode.embedding import embedded
-from mmserve.decode.state import Encoded
+from mmserve.encode.embedding import embedded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.models.attended import Onlooker, shown_by
 from mmserve.models.base import Attention, LoadedModel

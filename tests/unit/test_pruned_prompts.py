@@ -27,8 +27,8 @@ from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
-from mmserve.decode.state import Encoded
 from mmserve.encode.cache import EncoderCache
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.kv.prefix import page_keys
@@ -47,8 +47,7 @@ FILE = clip(frames=12, rate=4)
 
 
 def pruned(request: Request, pruner: str, amount: Amount | None = None) -> Request:
-    by_default = Amount("attention_mass" if pruner == "zipvl" else "keep_ratio", 0.5)
-    return replace(request, vision=Vision(pruner=pruner, amount=amount or by_default))
+    return replace(request, vision=Vision(pruner=pruner, amount=amount or Amount("keep_ratio", 0.5)))
 
 
 def show(*parts: Part, name: str = "r") -> Request:
@@ -138,7 +137,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     check_foreseen(model)
     names = pruners_for(model.vision.evidence | shown_by(model))[1:]
     judged_late = {Attention.CAUSAL: 1, Attention.FULL: 2, Attention.PREFIX: 0}[model.spec.attention]
-    assert len(names) == (9 if layout not in CLASSLESS else 5) + judged_late
+    assert len(names) == (8 if layout not in CLASSLESS else 4) + judged_late
     for name in names:
         [full], [left] = encode([request]), encode([pruned(request, name)])
         assert len(left.ids) < len(full.ids), name

@@ -18,7 +18,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.media import decode_image
 from mmserve.models.base import LoadedModel
@@ -48,8 +48,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def pruned(request: Request, pruner: str) -> Request:
-    amount = Amount("attention_mass" if pruner == "zipvl" else "keep_ratio", 0.5)
-    return replace(request, vision=Vision(pruner=pruner, amount=amount))
+    return replace(request, vision=Vision(pruner=pruner, amount=Amount("keep_ratio", 0.5)))
 
 
 def encoded(model: LoadedModel, request: Request) -> Encoded:
@@ -99,7 +98,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(both: tuple[Qwen
     request = replace(ask("r", max_new_tokens=6), messages=(Message("user", tuple(PARTS)),))
     inputs, full = made.inputs(request, model.tokenizer), encoded(model, request)
     names = pruners_for(model.vision.evidence)[1:]
-    assert names == ("random", "resize", "tome", "column_attention", "zipvl")
+    assert names == ("random", "resize", "tome", "column_attention")
     for name in names:
         left = encoded(model, pruned(request, name))
         rows = rows_left(full, left)

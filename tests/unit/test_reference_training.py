@@ -42,7 +42,8 @@ def run_in(folder: Path, recipe: Recipe) -> Run:
     return Run(recipe, folder, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("objective", ["diffusion", pytest.param("causal", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["diffusion", "causal"])
 def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_path, objective):
     recipe = replace(TINY, objective=objective)
     whole = run_in(tmp_path / "whole", recipe)

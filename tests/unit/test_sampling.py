@@ -81,7 +81,7 @@ def test_scenes_begin_where_frames_stop_being_alike(cuts: list[int]) -> None:
     frames = [(0.5 * i, plain(scene, i)) for i, scene in enumerate(scenes)]
     borders = [0, *cuts, len(frames)]
     pieces = [frames[a:b] for a, b in pairwise(borders)]
-    found = chosen(Scene(rate=2.0, frames=4), pieces)
+    found = chosen(Scene(rate=2.0, frames=4, similarity=0.9), pieces)
     assert [round(2 * frame.seconds) for frame in found] == [0, 1, 2, 4, 12, 13, 14, 15, 16, 17, 19]
     assert [round(2 * frame.seconds) for frame in found if frame.detail] == [0, 12, 15]
 

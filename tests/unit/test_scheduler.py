@@ -328,3 +328,19 @@ def test_requests_that_each_need_all_pages_take_turns(seed: int) -> None:
     jobs = [Job(Entry(f"r{i}", Stage.QUEUED, tokens=100, pages=10, rows=100), 0, 3) for i in range(6)]
     order = simulate(jobs, budgets(handover=1, max_running=1), 10, seed)
     assert order["prefill"] == order["decode"] == [f"r{i}" for i in range(6)]
+
+
+def test_a_prompt_whose_clip_is_still_read_waits_and_keeps_nobody_waiting() -> None:
+    """Neither the place of another that waits for prefill, nor the turn; what it holds counts."""
+    limits = Budgets(
+        idle=frozenset({"tokenize", "encode", "prefill"}), free_pages=2, handover=2, max_running=2, encode_batch=8,
+        prefill_tokens=64, decode_tokens=64, chunked=True,
+    )  # fmt: skip
+    reading = [Entry(f"r{i}", Stage.ENCODED, 60, 700, 50, prefilled=64 if i else None, awaits=True) for i in range(2)]
+    ready = Entry("ready", Stage.ENCODED, tokens=16, pages=1)
+    plan = schedule([*reading, ready, Entry("text", Stage.QUEUED), Entry("l", Stage.LOADED, 1)], limits)
+    assert (plan.prefill, plan.tokenize, plan.encode) == (("ready",), ("text",), ("l",))
+    full = schedule([reading[1], dataclasses.replace(reading[1], id="other"), ready], limits)
+    assert full.prefill == (), "both places are held by those that are read"
+    come = schedule([dataclasses.replace(reading[1], awaits=False), ready], limits)
+    assert come.prefill[0] == "r1"

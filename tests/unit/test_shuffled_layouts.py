@@ -23,9 +23,9 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
 from mmserve.config import MediaConfig
 from mmserve.core.request import Amount, Message, TextPart, VideoPart
-from mmserve.decode.state import Encoded
+from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
-from mmserve.encode.video import decode_video
+from mmserve.encode.video import Clip, decode_video
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.checkpoint import write_json
@@ -88,8 +88,9 @@ def test_evidence_is_eager_attention_over_squares(tmp_path: Path, kind: str) -> 
         expected = {
             Evidence.CLS_ROW: out.attentions[-1][i, :, 0].mean(0)[first:],
             Evidence.FIRST_CLS_ROW: out.attentions[0][i, :, 0].mean(0)[first:],
+            Evidence.LAST_CLS_ROW: out.attentions[-1][i, :, 0].mean(0)[first:],
             Evidence.COLUMN_MEANS: out.attentions[-1][i].mean((0, 1))[first:],
-            Evidence.KEYS: keys[0][i, first:],
+            Evidence.KEYS: keys[0][i, first:].unflatten(-1, (tower.config.num_attention_heads, -1)).mean(1),
             Evidence.FIRST_FEATURES: out.hidden_states[1][i, first:],
         }
         assert grid.look.evidence.keys() == wanted
@@ -117,7 +118,7 @@ def test_hired_knows_the_whole_view_wherever_it_stands() -> None:
     tiles = [look([0.1] * 4, Part(0, 1, 0, 0.5)), look([0.1] * 4, Part(0, 1, 0.5, 1))]
     whole = look([0.6, 0.2, 0.1, 0.1], None)
     last, first = (Hired().plans(looks, Amount("token_budget", 8)) for looks in ([*tiles, whole], [whole, *tiles]))
-    assert [len(plan.places) for plan in last] == [3, 1, 4]
+    assert [len(plan.places) for plan in last] == [2, 2, 4]
     assert [plan.places.tolist() for plan in [last[2], *last[:2]]] == [plan.places.tolist() for plan in first]
 
 
@@ -153,15 +154,18 @@ def check_clip(made: Checkpoint, model: LoadedModel, text: str, pixels: torch.Te
 
 
 def test_a_clip_of_smolvlm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three seconds, a frame of each, as the processor writes them; frames are images that are not cut."""
+    """Three frames from the first to the last of three seconds, as the processor takes and writes them; frames are
+    images that are not cut."""
     made = smolvlm(tmp_path)
     model = load(tmp_path)
-    frames = decode_video(FILE, MediaConfig(), frames=3)
+    every = decode_video(FILE, MediaConfig(), frames=12)
+    chosen = np.linspace(0, 11, 3, dtype=int).tolist()
+    frames = Clip(tuple(every.frames[i] for i in chosen), tuple(every.seconds[i] for i in chosen))
     images = copy.deepcopy(made.processor.image_processor)
     images.do_image_splitting, images.size = False, {"longest_edge": SIDE}
     pixels = images([list(frames.frames)], return_tensors="pt")["pixel_values"]
     monkeypatch.setattr(processing_smolvlm, "num2words", {3: "three"}.__getitem__)
-    metadata = SimpleNamespace(fps=4, timestamps=frames.seconds, duration=None)
+    metadata = SimpleNamespace(fps=4, timestamps=frames.seconds, duration=3.0)
     row = made.processor.replace_video_token({"pixel_values": pixels, "video_metadata": [metadata]}, 0)
     template = processing_smolvlm.DEFAULT_CHAT_TEMPLATE
     text = made.processor.tokenizer.apply_chat_template(

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmserve.client.video_state import SessionState, configuration
+from mmserve.client.video_requests import configuration
+from mmserve.client.video_state import SessionState
 from mmserve.core.events import Delta, Finished, Snapshot, StageTimes, Usage
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb

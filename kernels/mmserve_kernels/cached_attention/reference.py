@@ -6,7 +6,7 @@ K head size; R rows, or requests of a batch of fixed size, W pages of each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,6 +121,8 @@ def cached_attention(
     attend = _attends(q_THK, k_PSGK, v_PSGK, ragged, share, lse_TH)
     if len(ragged.pieces) == 1 and share == 1:
         return attend(ragged.pieces[0], 0, q_THK.transpose(0, 1).unsqueeze(0)).transpose(1, 2).reshape(q_THK.shape)
+    if len(ragged.pieces) == len(q_THK) and max(ragged.piece_rows) == 1 and lse_TH is None:
+        return _single_rows(q_THK, k_PSGK.shape[2], ragged.pieces, attend)
     out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     start = 0
     # Views of all pieces in one call, and each result to its place while it is near: of many small requests, a
@@ -131,6 +133,19 @@ def cached_attention(
         out_1GRUK.copy_(made.view(out_1GRUK.shape))
         start += piece.rows
     return out_THK
+
+
+def _single_rows(
+    q_THK: Tensor, groups: int, pieces: Sequence[Piece], attend: Callable[[Piece, int, Tensor], Tensor]
+) -> Tensor:
+    """Attention ``[T, H, K]`` of pieces of one row each: a step of next-token decoding.
+
+    Results are joined in one call, not copied to their places one by one: 16 requests of some 90 positions, 6 layers of
+    6 heads of 48, took 5.0 ms of processor time, not 5.7, and 4 took 1.7, not 1.8.
+    """
+    own = q_THK.unflatten(1, (groups, -1)).unsqueeze(1).unbind(0)
+    made = [attend(piece, row, q_1GUK) for row, (piece, q_1GUK) in enumerate(zip(pieces, own, strict=True))]
+    return torch.cat(made).reshape(q_THK.shape)
 
 
 def _by_group(x_THK: Tensor, share: int) -> Tensor:

@@ -41,10 +41,13 @@ class Rows:
         """int64 ``[R]``: positions below it are seen."""
         return torch.full_like(self.positions, self.length) if self.limit is None else self.limit
 
+    def seen_below(self) -> Tensor:
+        """int64 ``[B]``: positions below it are seen by some row of the block."""
+        return _by_block(self.limits(), self.q_block).amax(1)
+
     def visible(self) -> Tensor:
         """Boolean ``[B, C]``: blocks of which some row sees a position."""
-        highest = _by_block(self.limits(), self.q_block).amax(1)
-        return self.block_starts() < highest[:, None]
+        return self.block_starts() < self.seen_below()[:, None]
 
     def seen_by_all(self) -> Tensor:
         """Boolean ``[B, C]``: blocks of which every row sees a position."""

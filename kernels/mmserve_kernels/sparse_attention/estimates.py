@@ -17,6 +17,9 @@ from mmserve_kernels.attention_scores.reference import weights
 from mmserve_kernels.sparse_attention import builders
 from mmserve_kernels.sparse_attention.builders import Rows
 
+#: How much of CritiPrefill's estimate is that of the layer before.
+_BEFORE = 0.25
+
 
 def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: float = 1.0, least: int = 1) -> Tensor:
     """Boolean mask ``[A, B, C]`` of the blocks with the largest estimates: at most ``density`` of those that a block of
@@ -39,8 +42,11 @@ def densest(estimate_ABC: Tensor, rows: Rows, *, density: float = 1.0, mass: flo
 
 
 def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
-    """``[H, B, C]``: what the columns and diagonals through a block give it, as some rows' attention shows them
-    (MInference, arXiv 2407.02490).
+    """``[H, B, C]``: the attention expected of a block by the columns and diagonals through it, as some rows show them.
+
+    MInference (arXiv 2407.02490; ``vertical_and_slash_kernel`` of microsoft/MInference) takes, in each head, numbers of
+    columns and of diagonals that were found ahead of time, and always the first columns and the nearest diagonals; here
+    blocks are taken by what their lines weigh, to a density or a share, and none is always taken.
 
     A weight is its column's or its diagonal's, whichever has the larger mean, so that none counts twice: a first
     position that everyone looks at is no diagonal. Every position of a line is expected to weigh what the line's
@@ -72,8 +78,12 @@ def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
 
 
 def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.1) -> Tensor:
-    """``[H, B, C]``: attention among means of blocks, and columns and diagonals in the heads in which that is far from
-    what some rows say (FlexPrefill, arXiv 2502.20766; see ``query_aware``)."""
+    """``[H, B, C]``: attention among means of blocks, or ``by_lines`` in heads in which that is far from the attention.
+
+    Which heads is decided as in FlexPrefill (arXiv 2502.20766; ``get_active_blocks`` of bytedance/FlexPrefill): by the
+    root of the Jensen-Shannon divergence of the two for the last rows. FlexPrefill then takes blocks until all rows
+    together hold a share, and whole columns and diagonals; here each block of rows has its own share or density.
+    """
     probes = _probes(rows)
     weights_HRL, _positions = builders._probed(q_RHK, k_LGK, rows, probes)
     means_CGK = builders._means(k_LGK, rows.kv_block)
@@ -84,19 +94,31 @@ def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.
     return torch.where(trusted[:, None, None], estimate_HBC, by_lines(q_RHK, k_LGK, rows))
 
 
-def by_segments(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
-    """``[H, B, C]``: attention among representatives, the largest and the smallest of each channel in a segment of
-    queries and in a block of keys; of the four products the largest counts (CritiPrefill, arXiv 2409.12490, without
-    what it mixes in from the layer before)."""
-    queries_GUBK = [x.transpose(0, 1).unflatten(0, (k_LGK.shape[1], -1)) for x in _bounds(q_RHK, rows.q_block)]
-    keys_G1KC = [x.permute(1, 2, 0)[:, None] for x in _bounds(k_LGK, rows.kv_block)]
-    products = torch.stack([q @ k for q in queries_GUBK for k in keys_G1KC]).amax(0).flatten(0, 1)
-    return _softmax(products * q_RHK.shape[-1] ** -0.5, rows)
+def by_segments(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, before_GBC: Tensor | None = None) -> Tensor:
+    """``[G, B, C]``: attention among the bounds of segments of queries and of blocks of keys (CritiPrefill, arXiv
+    2409.12490; ``cache_profilling`` of 66RING/CritiPrefill).
+
+    Of a segment the middle of its largest and smallest channels counts, by its product with a block's largest or
+    smallest channels, whichever is larger; unscaled, and averaged over the heads that share keys. A quarter of the
+    estimate is ``before_GBC``, that of the layer before, where it is given. A segment's own blocks are always taken and
+    have half of the estimate or more.
+    """
+    middle_BHK = torch.stack(_bounds(q_RHK, rows.q_block)).mean(0)
+    middle_GUBK = middle_BHK.transpose(0, 1).unflatten(0, (k_LGK.shape[1], -1))
+    high, low = (middle_GUBK @ x.permute(1, 2, 0)[:, None] for x in _bounds(k_LGK, rows.kv_block))
+    own_BC = builders.sink_and_window(rows, 0, 1)[0]
+    others_GBC = torch.maximum(high, low).mean(1).masked_fill(~rows.visible() | own_BC, -torch.inf).softmax(-1)
+    estimate_GBC = (own_BC + others_GBC.nan_to_num(0)) / 2
+    return estimate_GBC if before_GBC is None else _BEFORE * before_GBC + (1 - _BEFORE) * estimate_GBC
 
 
 def by_bounds(q_RHK: Tensor, low_CGK: Tensor, high_CGK: Tensor, rows: Rows) -> Tensor:
     """``[G, B, C]``: the most that a row may attend to a page, by the smallest and the largest of its keys, channel by
-    channel (Quest, arXiv 2406.10774), over the rows of a block and the query heads that share the keys."""
+    channel (Quest, arXiv 2406.10774; ``evaluation/quest_attention.py`` of mit-han-lab/Quest).
+
+    Quest chooses in each query head, and leaves the first two layers dense; here the rows of a block and the query
+    heads that share keys choose together, in every layer.
+    """
     q_GMK = _by_group(q_RHK, low_CGK.shape[1])
     up, down = q_GMK.clamp_min(0), q_GMK.clamp_max(0)
     most_GMC = up @ high_CGK.float().permute(1, 2, 0) + down @ low_CGK.float().permute(1, 2, 0)
@@ -104,12 +126,19 @@ def by_bounds(q_RHK: Tensor, low_CGK: Tensor, high_CGK: Tensor, rows: Rows) -> T
 
 
 def by_channels(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, channels: int) -> Tensor:
-    """``[G, B, C]``: attention computed from the ``channels`` of a head that are largest in a block's queries
-    (DoubleSparse, arXiv 2408.07092, which fixes them ahead of time from a calibration set)."""
+    """``[G, B, C]``: attention computed from the ``channels`` with the largest mean products of queries and keys.
+
+    DoubleSparse (arXiv 2408.07092; andy-yang-1/DoubleSparse) fixes these channels ahead of time from a calibration set
+    (``config/offline_calibration.py``) and then takes single tokens in each query head; here the channels are those of
+    the request's own rows and of the keys that they see, and blocks are taken by the heads that share keys.
+    """
     groups = k_LGK.shape[1]
     q_GMK = _by_group(q_RHK, groups)
     share = q_RHK.shape[1] // groups
-    sizes = _sum_of_blocks(q_GMK.abs().unflatten(1, (-1, share)).sum(2), rows.q_block)  # [G, B, K]
+    queries_GBK = _sum_of_blocks(q_GMK.abs().unflatten(1, (-1, share)).sum(2), rows.q_block)
+    places = torch.arange(rows.length, device=k_LGK.device)
+    seen_BL = (places < rows.seen_below()[:, None]).float()
+    sizes = queries_GBK * (seen_BL @ k_LGK.float().abs().transpose(0, 1))
     kept = sizes.topk(min(channels, sizes.shape[-1]), -1).indices
     heavy_GBK = torch.zeros_like(sizes).scatter_(-1, kept, 1.0)
     reduced = q_GMK * heavy_GBK.repeat_interleave(rows.q_block * share, 1)[:, : q_GMK.shape[1]]
@@ -117,8 +146,9 @@ def by_channels(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, channels: int) -> T
 
 
 def by_attention(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
-    """``[G, B, C]``: the attention itself, as the layers see it that choose for those behind them (TidalDecode, arXiv
-    2410.05076, which keeps tokens where this keeps blocks of them)."""
+    """``[G, B, C]``: the attention itself, as in the layers of TidalDecode (arXiv 2410.05076; DerrickYLJ/TidalDecode)
+    that choose for those after them; TidalDecode takes single tokens in each query head, this takes blocks of them by
+    the heads that share keys."""
     return _attention(_by_group(q_RHK, k_LGK.shape[1]), k_LGK, rows, q_RHK)
 
 
@@ -152,10 +182,6 @@ def _shares(x_ABC: Tensor, rows: Rows) -> Tensor:
     """Of what is seen, each block's share of the whole."""
     seen = x_ABC.masked_fill(~rows.visible(), 0)
     return seen / seen.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _softmax(scores_ABC: Tensor, rows: Rows) -> Tensor:
-    return scores_ABC.masked_fill(~rows.visible(), -torch.inf).softmax(-1).nan_to_num(0)
 
 
 def _bounds(x_RHK: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeGuard, runtime_checkable
@@ -31,11 +32,19 @@ class Candidates:
     gap: np.ndarray | None  # float32 [n], highest logit minus the second highest
     entropy: np.ndarray | None  # float32 [n], of the untempered softmax, in nats
 
-    def where(self, kept: np.ndarray) -> Candidates:
-        """The candidates where bool ``kept [n]``."""
+    def where(self, kept: np.ndarray | slice) -> Candidates:
+        """The candidates where bool ``kept [n]``, or of a slice."""
         gap = None if self.gap is None else self.gap[kept]
         entropy = None if self.entropy is None else self.entropy[kept]
         return Candidates(self.positions[kept], self.tokens[kept], self.confidence[kept], gap, entropy)
+
+    def split(self, counts: Sequence[int]) -> list[Candidates]:
+        """The first ``counts[0]`` candidates, those that follow, and so on."""
+        made, start = [], 0
+        for count in counts:
+            made.append(self.where(slice(start, start + count)))
+            start += count
+        return made
 
     def and_then(self, other: Candidates) -> Candidates:
         """These and, behind them, ``other``."""
@@ -122,7 +131,9 @@ class Commit(Protocol):
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         """Bool ``[n]``: the candidates that become final, at least one of them.
 
-        ``canvas.block_step`` counts the forward passes made for the block, the one behind the candidates included.
+        Positions that are final already are among the candidates only of policies that ask for them (``whole_block``,
+        ``Partial.regarded``). ``canvas.block_step`` counts the forward passes made for the block, the one that gave the
+        candidates included.
         """
         ...
 
@@ -174,8 +185,12 @@ class Proposing(Protocol):
 class Partial(Protocol):
     """A commit policy of the whole canvas that mostly chooses from a part of it: the rest need not be scored before."""
 
+    def regarded(self, canvas: Canvas) -> np.ndarray:
+        """Final positions (int64, ascending) of which it wants candidates too, if their logits are computed anyway."""
+        ...
+
     def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
-        """Bool ``[n]``: which of the masked ``positions`` it looks at in any case."""
+        """Bool ``[n]``: which of ``positions``, masked or regarded, it looks at in any case."""
         ...
 
     def enough(self, canvas: Canvas, candidates: Candidates) -> bool:

@@ -1,11 +1,14 @@
 """Prophet's early commit (arXiv 2508.19982; pixeli99/Prophet, generate_earlyexit.py), over any other policy.
 
 When the model is sure enough of the answer, everything that is left is committed at once. Sure is measured by the mean
-gap between the two highest logits over the answer's positions; how sure it must be falls as decoding goes on. A mean
-is high where most of an answer is plain and one figure of it is not, as in a sum: ``mistakes`` is a measure of our own
-that minds the worst positions most. The reference knows five answer positions and one request at a time; here the
-answer region comes from the request, or is the current block, and each request decides for itself. What stands behind
-an end of text is no part of an answer: that padding is sure long before the answer is, and there is more of it.
+gap between the two highest logits over all of the answer's positions, final ones included; how sure it must be falls as
+decoding goes on. The reference knows five answer positions, one request at a time and no cache. Here the answer region
+comes from the request, or is the current block, each request decides for itself, final positions that a recompute
+policy leaves out of a pass are not part of its mean, and nothing after an end of text is: that padding is sure long
+before the answer is, and there is more of it.
+
+A mean is high where most of an answer is plain and one figure of it is not, as in a sum: ``mistakes`` is a measure of
+our own that weighs the worst open positions most.
 
 Where the answer begins the reference knows because it writes the words in front of it onto the canvas itself. Here they
 are looked for among the tokens that the model has made final; among candidates they might yet go away or move. They are
@@ -36,11 +39,11 @@ class EarlyCommit(Undrafted):
     With ``answer_after``, the answer's positions are the ``answer_length`` behind the first token by which final tokens
     of the answer, next to one another, spell that text; with a length of 0, those of the current block behind it. Until
     it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
-    A position of the answer that is final already is not in doubt: only masked ones count, and an answer without any
-    is sure, unless all of it stood there before the first pass.
+    The mean is over the answer's positions whose logits the pass has, all masked ones among them; an answer that is
+    final is sure only if their gaps are, and one that stood there before the first pass never is.
     ``ends``: tokens that end an answer; nothing behind the first of them in it, final or proposed, counts.
-    ``mistakes``: where above 0, it is sure instead when no more tokens than that are expected to be wrong, at any
-    time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).
+    ``mistakes``: where above 0, it is sure instead when no more of the masked positions than that are expected to be
+    wrong, at any time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).
     ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
     """
 
@@ -81,6 +84,11 @@ class EarlyCommit(Undrafted):
         """The gap, and what the policy it builds on reads."""
         return self.base.reads | {GAP}
 
+    def regarded(self, canvas: Canvas) -> np.ndarray:
+        """The answer's final positions, whose gaps are part of the mean."""
+        start, end = (0, 0) if self.mistakes else self._region(canvas)
+        return start + np.flatnonzero(canvas.committed_at[start:end] != MASKED)
+
     def needed(self, canvas: Canvas, positions: np.ndarray) -> np.ndarray:
         start, end = self._region(canvas)
         inside = (positions < canvas.block_end) | ((positions >= start) & (positions < end))
@@ -90,30 +98,36 @@ class EarlyCommit(Undrafted):
         return not self.answer_length or not self._sure(canvas, candidates)
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
-        block = candidates.positions < canvas.block_end
+        masked = canvas.committed_at[candidates.positions] == MASKED
+        block = masked & (candidates.positions < canvas.block_end)
         if self._sure(canvas, candidates):
-            return np.ones_like(block) if self.answer_length else block
-        if self.base.whole_canvas:
-            return self.base.choose(canvas, candidates)
-        chosen = np.zeros_like(block)
-        chosen[block] = self.base.choose(canvas, candidates.where(block))
+            return masked if self.answer_length else block
+        shown = masked if self.base.whole_canvas else block
+        chosen = np.zeros_like(masked)
+        chosen[shown] = self.base.choose(canvas, candidates.where(shown))
         return chosen
 
     def _sure(self, canvas: Canvas, candidates: Candidates) -> bool:
+        masked = canvas.committed_at[candidates.positions] == MASKED
         start, end = self._region(canvas)
-        end = self._ended(canvas, candidates, start, end)
+        end = self._ended(canvas, candidates.where(masked), start, end)
         region = (candidates.positions >= start) & (candidates.positions < end)
-        open_there = int(canvas.masked[start:end].sum())
         # A region past the canvas says nothing, nor does one where all stood from the start, nor one of which a
-        # recompute policy left some out of this pass.
-        judged = bool((canvas.committed_at[start:end] > GIVEN).any()) and int(region.sum()) == open_there
-        return judged and (not open_there or self._enough(candidates.read_gap()[region].astype(np.float64), canvas))
-
-    def _enough(self, gaps: np.ndarray, canvas: Canvas) -> bool:
+        # recompute policy left a masked position out of this pass.
+        if not (canvas.committed_at[start:end] > GIVEN).any():
+            return False
+        if int((region & masked).sum()) < int(canvas.masked[start:end].sum()):
+            return False
+        gaps = candidates.read_gap().astype(np.float64)
         if self.mistakes:
-            second = np.exp(-gaps)
-            return float((second / (1 + second)).sum()) <= self.mistakes
-        return float(gaps.mean()) >= self._needed(canvas)
+            return self._expected(gaps[region & masked]) <= self.mistakes
+        return bool(region.any()) and float(gaps[region].mean()) >= self._needed(canvas)
+
+    @staticmethod
+    def _expected(gaps: np.ndarray) -> float:
+        """Tokens that are expected to be wrong among candidates with these ``gaps`` (float64 ``[n]``)."""
+        second = np.exp(-np.maximum(gaps, 0))
+        return float((second / (1 + second)).sum())
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
         """First position of the answer, and the first behind it."""

@@ -1,4 +1,10 @@
-"""Learn2PD and EoTP (arXiv 2509.25188; ims-kdks/Learning-to-Parallel-Decoding, generate.py), by a trained filter."""
+"""Learn2PD and EoTP (arXiv 2509.25188) by a filter for blocks of any length, which takes final positions as certain.
+
+As in ims-kdks/Learning-to-Parallel-Decoding (``generate_l2p_eot`` of ``generate.py``), but for three things. Its filter
+takes the confidences of a block of 32 positions, those of final positions among them, which are not computed here: they
+count as 1. It cuts the canvas at the most probable candidate for an end of text, accepted or not, which may cut an
+answer short: here only ends that are accepted count. And it removes what follows an end; here that becomes padding.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +27,7 @@ class Learned(BlockWise):
 
     ``end_of_text`` (EoTP): with an end of text that becomes final everything right of it does too, as padding. The text
     would have ended there anyway. Nothing final changes by it, but what is still open left of the end may become other
-    tokens than without it: from then on it sees there what a model is trained to find behind an end, and no masks.
-    The reference also cuts the canvas at the most probable candidate for an end, accepted or not; that may cut an
-    answer short, so only ends that are accepted count here.
+    tokens than without it: from then on it sees there what a model is trained to find after an end, and no masks.
     """
 
     commit_filter: CommitFilter

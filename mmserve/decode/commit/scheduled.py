@@ -1,6 +1,7 @@
 """A discrete scheduler of diffusers as a commit policy: it draws the tokens itself, and says which become final.
 
-Its steps are those of one block, as in diffusers' ``LLaDA2Pipeline``; it sees the logits of the block and nothing else.
+Its steps are those of one whole block, as in diffusers' ``LLaDA2Pipeline``: a first block that begins within the
+prompt is filled as fast as any other. It sees the logits of the block's open part and nothing else.
 Where it is sure of no masked position, its most probable token is committed all the same. Its candidates are the tokens
 that it would commit or replace and no others; a constrained request commits its witness's tokens at their positions.
 """
@@ -17,7 +18,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit.base import BlockWise, Candidates
 from mmserve.decode.constrained.best import Notes
-from mmserve.decode.pace import steps_of_block
+from mmserve.decode.pace import steps_of_whole_block
 from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.schedulers import Discrete
 
@@ -68,7 +69,8 @@ class Scheduled(BlockWise):
             logits,
             sample,
             canvas.block_step,
-            steps=steps_of_block(canvas, self.steps) if self.steps else self.scheduler.steps,
+            steps=steps_of_whole_block(canvas, self.steps) if self.steps else self.scheduler.steps,
+            block_length=canvas.block_length,
             mask_id=mask_id,
             sampling=sampling,
             generator=step_generator(sampling.seed, canvas.step + 1, logits.device),

@@ -19,13 +19,11 @@ from tokenizers import Tokenizer
 
 from mmserve.constraint.judging import Judge, judge_of
 from mmserve.constraint.limits import LARGE_BYTES, PARSER_LIMITS
-from mmserve.constraint.scaffold import Part, scaffold
 from mmserve.constraint.service import Grammars
 from mmserve.constraint.vocabulary import Vocabulary as Proved
-from mmserve.core.constraint import Choice, ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
+from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, Regex, Template
 from mmserve.core.request import Request
 from mmserve.decode.constrained import first
-from mmserve.decode.constrained.allot import allotted
 from mmserve.decode.constrained.draws import Sampled
 from mmserve.decode.constrained.filling import Filling, Layout, laid_out
 from mmserve.decode.constrained.futures import Place
@@ -135,10 +133,6 @@ class _Language:
         """``text`` in the model's tokens."""
         return spelling(text, self.tokenizer, self.lexicon)
 
-    def longest(self, part: Part, hole: Opened) -> int | None:
-        """Most tokens that a hole of a scaffold needs; None if that is not known."""
-        return max(len(self.spelling(option)) for option in part.options) if isinstance(part, Choice) else hole.longest
-
 
 @contextmanager
 def failures(why: str, field: str) -> Iterator[None]:
@@ -148,7 +142,10 @@ def failures(why: str, field: str) -> Iterator[None]:
         yield
     except Infeasible as error:
         if error.needed is None:
-            raise InvalidArgument.of("constraint", "no answer was found that obeys it") from error
+            raise Unimplemented(
+                "the search for an answer that obeys the constraint gave up, and there may be one; "
+                "make the constraint simpler"
+            ) from error
         known = "the shortest answer" if error.exact else "the shortest answer found"
         known = "any answer" if error.hopeless else known
         raise InvalidArgument.of(field, f"must be {why.format(error.needed, known)}") from error
@@ -173,7 +170,8 @@ class Admission:
 
         What is kept of it is used for requests of the tenants of ``cache`` only (``core.tenant.Tenant.cache``).
         Raises ``InvalidArgument`` where there is no grammar for it, with every reason, or the budget is too small,
-        with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained.
+        with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained, or the search for an
+        answer gave up, so that it is not known whether there is one.
         """
         admitted = self._first(spec, budget, cache)
         if admitted.weight * (samples - 1) > _APART:
@@ -191,7 +189,7 @@ class Admission:
         if spec.sampling is ConstraintSampling.MASK:  # else a draw is from what the model says beside open positions
             begins = whole.witness.resized(self._reach(whole, budget))
             plain = replace(plain, given=laid_out([begins], budget, language.ends).fixed)
-        return self._scaffold(language, spec, plain, budget) if spec.scaffold else plain
+        return plain
 
     def _template(self, language: _Language, template: Template, budget: int) -> Admitted:
         found = opened(template, language.filled)
@@ -222,35 +220,6 @@ class Admission:
         if opened.longest is None or spec.causal or spec.renoising is not None:
             return size
         return min(size, max(opened.longest, opened.witness.length, 1))
-
-    def _scaffold(self, language: _Language, spec: ConstraintSpec, plain: Admitted, budget: int) -> Admitted:
-        """``plain`` with its answer's keys and punctuation in place, or with a warning that says why not."""
-        assert isinstance(spec.kind, JsonSchema)
-        if self._model.spec.causal:
-            return plain.warned("scaffold has no effect: a next-token model writes from left to right")
-        parts = scaffold(spec.kind.text)
-        if not parts:
-            return plain.warned("scaffold has no effect: the schema leaves every part of an answer open, or none")
-        texts = {i: language.spelling(part) for i, part in enumerate(parts) if isinstance(part, str)}
-        room = budget - sum(map(len, texts.values()))
-        try:
-            holes = {
-                i: language.opened(ConstraintSpec(part, spec.mode), max(room, 1), "sampling.max_new_tokens")
-                for i, part in enumerate(parts)
-                if not isinstance(part, str)
-            }
-        except InvalidArgument as error:
-            return plain.warned(f"scaffold has no effect: {error.message}")
-        given = allotted(
-            [hole.witness.length for hole in holes.values()],
-            [language.longest(parts[i], hole) for i, hole in holes.items()],
-            room,
-        )
-        if given is None:
-            return plain.warned(f"scaffold has no effect: it leaves no room for an answer of {budget} tokens")
-        sized = {i: hole.witness.resized(n) for (i, hole), n in zip(holes.items(), given, strict=True)}
-        layout = laid_out([texts[i] if i in texts else sized[i] for i in range(len(parts))], budget, language.ends)
-        return replace(plain, layout=layout)
 
     def warm(self) -> None:
         """Make ready now what the first constraint would wait for; for a model without constraints, nothing."""

@@ -26,11 +26,19 @@ class Notes(Protocol):
         """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
         ...
 
-    def take(self, logits: Tensor, log_z: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+    def take(
+        self,
+        logits: Tensor,
+        log_z: Tensor,
+        tempered: Tensor | None,
+        noised: Tensor | None,
+        masks: Tensor | None = None,
+    ) -> None:
         """Note what is asked for of the rows just restricted.
 
         ``log_z [n]``: log of the sum of their exponentials. ``tempered [n, V]``: filtered and tempered logits,
-        ``noised [n, V]``: these and Gumbel noise; None = greedy.
+        ``noised [n, V]``: these and Gumbel noise; None = greedy. ``masks [n]``: the mask token's logits, where it is
+        part of the distribution though it is not among ``logits``.
         """
         ...
 
@@ -104,11 +112,20 @@ class Best:
                     logits[i] = kept
 
     @metered
-    def take(self, logits: Tensor, log_z: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+    def take(
+        self,
+        logits: Tensor,
+        log_z: Tensor,
+        tempered: Tensor | None,
+        noised: Tensor | None,
+        masks: Tensor | None = None,
+    ) -> None:
         """Note the best of the rows just restricted: by log-probability, or as they are drawn."""
         before = log_z.clone() if self._restricted else log_z
         for i, whole in self._restricted.items():
             before[i] = whole
+        if masks is not None:
+            before = torch.logaddexp(before, masks)
         if tempered is None or noised is None:
             judged, mass = logits, log_z[:, None]
         else:

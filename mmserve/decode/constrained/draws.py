@@ -105,9 +105,16 @@ class Draws:
         """Nothing: the model's own distribution is drawn from."""
 
     @metered
-    def take(self, logits: Tensor, log_z: Tensor, tempered: Tensor | None, noised: Tensor | None) -> None:
+    def take(
+        self,
+        logits: Tensor,
+        log_z: Tensor,
+        tempered: Tensor | None,
+        noised: Tensor | None,
+        masks: Tensor | None = None,
+    ) -> None:
         """Draw from the next rows: ``logits [n, V]``, log of the sum of their exponentials ``[n]``, the same filtered
-        and tempered, and these with Gumbel noise."""
+        and tempered, and these with Gumbel noise. ``masks`` has no part: what is drawn is never the mask."""
         if tempered is None or noised is None:
             raise ValueError("draws need a temperature")
         for row in range(len(logits)):

@@ -10,18 +10,23 @@ from collections.abc import Callable
 
 from llguidance import LLParserLimits
 
+from mmserve.constraint.attempts import Grammar
 from mmserve.constraint.begun import First
-from mmserve.constraint.grammar import Grammar
+from mmserve.constraint.cfg import Sketch
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.vocabulary import Vocabulary
 from mmserve.constraint.worker import serve
 from mmserve.decode.constraint import matcher
+from mmserve.decode.paths.completion import Work
 from mmserve.decode.paths.least import shortest_close
 from mmserve.decode.paths.lexicon import Lexicon
+from mmserve.decode.paths.sketched import filled_in
 from mmserve.decode.paths.vocabulary import Vocabulary as Tokens
 
 #: More tokens than any budget has.
 _ENDLESS = 1 << 30
+#: Places of the parser that a sketched sentence may take.
+_SKETCHED = 4000
 
 
 class Searching:
@@ -37,7 +42,7 @@ class Searching:
         """As ``constraint.worker.Program``: the same for the same grammar and budget."""
         limits = LLParserLimits(**PARSER_LIMITS)
         compiled = matcher.Grammar(grammar.text, self._tokens, limits)
-        closes(look(compiled, self._lexicon, budget, least, closes))
+        closes(look(compiled, self._lexicon, budget, least, closes, grammar.sketch))
 
 
 def look(
@@ -46,12 +51,14 @@ def look(
     budget: int,
     least: int = 0,
     closes: Callable[[First], None] = lambda first: None,
+    sketch: Sketch | None = None,
 ) -> First:
     """The shortest answers found under ``grammar``: by a long search only where ``budget`` asks for it.
 
-    ``closes`` is told what is known before that.
+    ``closes`` is told what is known before that; ``sketch`` is a sentence, word by word, where one is known.
     """
-    near = shortest_close(grammar.start(), lexicon, kinds=grammar.kinds, room=_ENDLESS)
+    begun = None if sketch is None else filled_in(grammar.apart().start(), lexicon, sketch, Work(_SKETCHED))
+    near = shortest_close(grammar.start(), lexicon, kinds=grammar.kinds, room=_ENDLESS, begun=begun)
     found = First(near, least=least)
     if found.covers(budget) and near is not None:
         return found

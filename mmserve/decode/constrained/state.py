@@ -33,8 +33,8 @@ logger = logging.getLogger("mmserve.decode")
 #: Positions of a canvas that one search goes through: the bound on its work that no clock has a part in.
 HORIZON = 256
 #: Seconds of processor time after which a search is given up all the same: a result should not depend on them. Nearly
-#: all take less than a hundredth, and all other requests wait meanwhile.
-SECONDS = 0.25
+#: all take less than a hundredth, where little room is left some a quarter, and all other requests wait meanwhile.
+SECONDS = 0.5
 #: Searches of a request that were given up, after which there are no more: the witness is its answer.
 PATIENCE = 4
 

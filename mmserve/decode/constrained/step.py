@@ -111,7 +111,7 @@ def _together(state: Constrained, canvas: Canvas, proposed: Candidates, commit: 
     state.search(known, top, _searched(canvas, commit, ranked) - first)
     tokens = state.witness.tokens[at]
     plain = ranked.log_probabilities(before, state.witness.tokens[ranked.top.positions])[rows]
-    shown = _projected(proposed, tokens, plain, ranked, rows)
+    shown = _projected(proposed, tokens, plain, ranked, rows, masked)
     meant = are_any(proposed.tokens, state.witness.ends) & (not commit.closes)
     if _judges(type(commit)):  # what stands behind a token that was not the draft's has not been judged
         kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
@@ -154,12 +154,18 @@ def _padded(state: Constrained, canvas: Canvas, final: Chosen) -> Chosen:
 
 
 def _projected(
-    proposed: Candidates, tokens: np.ndarray, plain: np.ndarray, ranked: Ranked, rows: np.ndarray
+    proposed: Candidates,
+    tokens: np.ndarray,
+    plain: np.ndarray,
+    ranked: Ranked,
+    rows: np.ndarray,
+    masked: np.ndarray,
 ) -> Candidates:
     """The witness's tokens as candidates, with what the model's logits say of them.
 
     A token that the model would choose anyway is as sure as without the constraint, so that tokens become final in the
-    order in which they would then; any other is as sure as it is among what may stand there.
+    order in which they would then; any other is as sure as it is among what may stand there. The gap of a position that
+    is final (not ``masked``) is the model's own.
     """
     best = ranked.plain[rows].max(-1)
     behind = tokens != proposed.tokens
@@ -168,7 +174,7 @@ def _projected(
     confidence = np.where(alone >= 1 - kept, alone, np.minimum(alone / np.maximum(kept, _TINY), 1.0))
     gap = proposed.gap
     if gap is not None:
-        gap = np.where(behind, np.minimum(plain - best, 0.0), np.minimum(gap, _SURE)).astype(np.float32)
+        gap = np.where(behind & masked, np.minimum(plain - best, 0.0), np.minimum(gap, _SURE)).astype(np.float32)
     return Candidates(proposed.positions, tokens, confidence.astype(np.float32), gap, proposed.entropy)
 
 

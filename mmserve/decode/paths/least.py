@@ -43,6 +43,7 @@ def shortest_close(
     within: int | None = None,
     bound: tuple[int, ...] | None = None,
     searched: bool = False,
+    begun: Walk | None = None,
 ) -> Close | None:
     """The shortest completion found from where ``matcher`` is; None if none was found.
 
@@ -52,6 +53,7 @@ def shortest_close(
         within: tokens above which a completion is of no use; None where all are known to be longer.
         bound: the completion that a search with the same effort found before, if one did.
         searched: whether there was such a search, so that it is not made again where it found none.
+        begun: a completion that is known, which such a search makes shorter.
     """
     effort = effort or Effort()
     exact, at_least = _by_tokens(matcher, lexicon, Texts(), effort.exact_tokens, effort.exact_tokens, within=within)
@@ -60,7 +62,7 @@ def shortest_close(
     if within is not None and at_least > within:
         return None
     if bound is None and not searched:
-        bound = _bound(matcher, lexicon, effort, kinds)
+        bound = _bound(matcher, lexicon, effort, kinds, begun)
     if bound is not None and len(bound) <= max(at_least, room):
         return Close(bound, len(bound) <= at_least)
     try:
@@ -73,9 +75,11 @@ def shortest_close(
     return None if bound is None else Close(bound, len(bound) <= at_least)
 
 
-def _bound(matcher: Matcher, lexicon: Lexicon, effort: Effort, kinds: Callable[[], Kinds]) -> tuple[int, ...] | None:
-    """A completion that is short, found by bytes."""
-    begun = walk(matcher, lexicon, Work(effort.walked))
+def _bound(
+    matcher: Matcher, lexicon: Lexicon, effort: Effort, kinds: Callable[[], Kinds], begun: Walk | None
+) -> tuple[int, ...] | None:
+    """A completion that is short, found by bytes; from ``begun`` where that is known."""
+    begun = begun or walk(matcher, lexicon, Work(effort.walked))
     if begun is None:
         with suppress(ValueError):  # too much for the classes
             begun = walk_through(matcher, lexicon, kinds(), Work(effort.places))

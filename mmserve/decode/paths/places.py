@@ -29,6 +29,8 @@ LIMIT = 16 << 20
 _PLACE, _BYTE, _WAY = 8_000, 200, 500
 #: Bytes that a process grows by in a search, from which on they are taken for the search's own.
 _NOTICED = 1 << 20
+#: Most bytes that a lexer takes with all the states that ``PARSER_LIMITS`` allow it. Measured, and rounded up.
+_LEXER = 12 << 20
 #: A matcher is put in another's place where it has read so much less: to fork it takes time for all that it has read.
 _DEEPER = 500
 #: Places gone on from in search of an end that a walk of the parser did not find.
@@ -88,11 +90,15 @@ class Places:
         self._start: Matcher | None = None  # of that parser, and a token that may follow there
         self._follows: list[int] = []
         self._limited, self._learned = False, 0
+        self._built = 0  # bytes that the process has grown by while that parser was made, of the search under way
+        self._lexer = 0  # bytes that its lexer has grown by since
         self._forget()
 
     def _forget(self) -> None:
-        if self._limited or self._learned > LIMIT // 2:
-            self._start = None
+        if self._limited:  # else the parser stays: to make it anew can take half a second of a step
+            self._start, self._lexer = None, 0
+        elif self._start is not None:
+            self._lexer = min(self._lexer + self._learned, _LEXER)
         self._learned = 0  # bytes that the process has grown by in searches, beside what places count for
         self._kinds, self._places = self._make(), dict[Hashable, Place]()
         self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
@@ -102,7 +108,7 @@ class Places:
         #: What stands for the places within a string or number, by what ``inside`` says of them.
         self.around: dict[Hashable, Around] = {}
         self.ahead = False  # whether it was looked at what is behind the start of a text (``paths.room``)
-        self.size = 0  # about so many bytes
+        self.size = self._lexer  # about so many bytes
 
     @property
     def spent(self) -> bool:
@@ -123,7 +129,7 @@ class Places:
         if not self._lock.acquire(blocking=False):
             yield Places(self.lexicon, self._make)
             return
-        size, before = self.size, resident()
+        size, before, self._built = self.size, resident(), 0
         try:
             yield self
             self._limited |= self.spent
@@ -131,11 +137,11 @@ class Places:
             self._limited = True
             raise
         finally:
-            learned = resident() - before - max(0, self.size - size)
+            learned = resident() - before - max(0, self.size - size) - self._built
             learned = learned if learned > _NOTICED else 0
             self._learned += learned  # by the parsers' lexers, mostly, which no one else can tell
             self.size += learned
-            if self._limited or self.size > LIMIT:
+            if self._limited or self.size - self._lexer > LIMIT:
                 self._forget()
             self._lock.release()
 
@@ -163,9 +169,11 @@ class Places:
         """
         if self._parser is None:
             return None
-        if self._start is None:
+        if self._start is None:  # up to half a second, so what it takes is no reason to forget it
+            smaller = resident()
             self._start = self._parser()
             self._follows = _follows(self._start)
+            self._built += max(0, resident() - smaller)
         matcher = self._start.fork()
         try:
             matcher.consume(list(before))

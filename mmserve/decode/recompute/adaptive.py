@@ -1,10 +1,12 @@
-"""dLLM-Cache's partial refresh (arXiv 2506.06295; maomaocun/dLLM-cache, dllm_cache/hooks/cache_hook_LLaDA.py).
+"""dLLM-Cache (arXiv 2506.06295) with one choice of positions for all layers, where dLLM-Cache makes one in each layer.
 
-The prompt is run every ``prompt_refresh`` steps and the response every ``response_refresh``. Between, only the share of
-the response whose value vectors changed most is run. The reference compares values at every layer, each time with all
-of the response run through the layer before it; here they are compared once, at the second layer (the first whose
-values depend on what surrounds a token), and the positions found there are run through all layers. What must be decided
-on is run too: only positions that are run can be committed.
+As in maomaocun/dLLM-cache (``dllm_cache/hooks/cache_hook_LLaDA.py``), the prompt is run every ``prompt_refresh`` steps
+and the response every ``response_refresh``; between, only the share of the response whose value vectors have the least
+cosine with the stored ones. The reference compares values at every layer after the first, each time with all of the
+response run through the layer before it, and keeps attention and MLP outputs; here values are compared once, at the
+second layer, the chosen positions are run through all layers, and keys and values are what is kept. Two kinds of
+positions are run besides: the block's masked ones, because only positions that are run can be committed, and those that
+were committed last.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from mmserve.core.canvas import MASKED, Canvas
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Intervals in steps (100 and 7 in the reference's demo for LLaDA) and the share of the response run between."""
+    """Intervals in steps (K_p 100 and K_r 7 in the reference's demo for LLaDA), and rho, the share of the response that
+    is run between."""
 
     prompt_refresh: int = 100
     response_refresh: int = 7

@@ -1,4 +1,4 @@
-"""What a memory policy is told about the rows of a stream, and what it decides: plain numbers, no tensors.
+"""Input and output of a memory policy: plain numbers, no tensors.
 
 A stream's rows are, in order: the chat's header (sinks), carriers of old frames, then frame after frame.
 """
@@ -19,7 +19,7 @@ class Kind(IntEnum):
     """What a row is."""
 
     SINK = 0  # of the chat's header: always kept
-    CARRIER = 1  # stands for a frame that was evicted
+    CARRIER = 1  # represents a frame that was evicted
     LABEL = 2  # text of a frame, such as its time
     VISUAL = 3
 
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Left:
-    """Which rows stay, and which frames become carriers behind those that stay."""
+    """Which rows stay, and which frames become carriers."""
 
     keep: np.ndarray  # int64, ascending
     pooled: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # int64, ascending

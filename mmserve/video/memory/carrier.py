@@ -1,6 +1,6 @@
 """VideoScan (arXiv 2503.09387): what is left of an old frame is one carrier, and similar carriers become one.
 
-A carrier is the mean of its frame's visual tokens, run behind the header and the carriers before it. At the bound, the
+A carrier is the mean of its frame's visual tokens, run after the header and the carriers before it. At the bound, the
 earlier one of the two neighbours whose tokens are the most similar is evicted.
 """
 

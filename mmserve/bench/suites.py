@@ -1,0 +1,82 @@
+"""Public suites of JSON schemas with instances, read from files that the user fetches.
+
+MaskBench (github.com/guidance-ai/jsonschemabench, ``maskbench/data``): a file is one object with ``schema`` and
+``tests``. JSON-Schema-Test-Suite (github.com/json-schema-org/JSON-Schema-Test-Suite, ``tests/draft*``): a file is a
+list of such objects, and its folder names the draft.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import ConfigError
+
+#: ``$schema`` of the folders of JSON-Schema-Test-Suite whose drafts are supported.
+_DRAFTS = {
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schema and its instances; ``name`` is the file's and, in a list, the case's number."""
+
+    suite: str
+    name: str
+    schema: Any
+    tests: tuple[tuple[Any, bool], ...]  # an instance, and whether it is valid
+
+
+def read(folder: Path, sample: int, seed: int) -> list[Case]:
+    """The cases of all files in ``folder`` and below, or a random ``sample`` of each suite's (0: all).
+
+    Raises ``ConfigError`` where there are none.
+    """
+    suites: dict[str, list[Case]] = {}
+    for path in sorted(folder.rglob("*.json")):
+        for case in _cases(path, path.relative_to(folder)):
+            suites.setdefault(case.suite, []).append(case)
+    if not suites:
+        raise ConfigError(
+            f"{folder} has no schemas with instances: fetch github.com/guidance-ai/jsonschemabench or "
+            "github.com/json-schema-org/JSON-Schema-Test-Suite and give its folder as --data"
+        )
+    chance = random.Random(seed)
+    return [
+        case
+        for name in sorted(suites)
+        for case in (chance.sample(suites[name], sample) if 0 < sample < len(suites[name]) else suites[name])
+    ]
+
+
+def _cases(path: Path, name: Path) -> Iterator[Case]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        return
+    match content:
+        case {"schema": schema, "tests": [*tests]}:
+            yield Case("MaskBench", str(name), schema, _tests(tests))
+        case [{"schema": _, "tests": _}, *_]:
+            draft = next((_DRAFTS[part] for part in path.parts if part in _DRAFTS), None)
+            if draft is None:
+                return
+            for number, group in enumerate(content):
+                schema = group["schema"]
+                if isinstance(schema, dict):
+                    schema = {"$schema": draft, **schema}
+                yield Case("JSON-Schema-Test-Suite", f"{name}#{number}", schema, _tests(group["tests"]))
+
+
+def _tests(tests: list[Any]) -> tuple[tuple[Any, bool], ...]:
+    told = [test for test in tests if isinstance(test, dict) and test.keys() >= {"data", "valid"}]
+    return tuple((test["data"], bool(test["valid"])) for test in told)

@@ -1,0 +1,238 @@
+"""What a long video file costs from end to end, beside decoding, encoding and prefilling it alone.
+
+A file of ``--seconds`` (1280 x 720, H.264, 30 frames a second, a keyframe a second) is asked about at one frame a
+second, in one process, by the bundled causal model: its limit of positions is lifted, which changes its answers and not
+its costs. The ways take turns within each repeat, and begin with another one each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from fractions import Fraction
+from io import BytesIO
+from typing import Any
+
+import av
+import numpy as np
+import torch
+
+from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, ModelConfig, resolve
+from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, TextPart, VideoPart, VideoSampling
+from mmserve.encode.cache import EncoderCache
+from mmserve.encode.child import Planned
+from mmserve.encode.decoding import DecodePool
+from mmserve.encode.visual import Viewer
+from mmserve.encode.watching import Watching, clip_file
+from mmserve.engine import Engine
+from mmserve.errors import ConfigError
+from mmserve.models.base import LoadedModel
+from mmserve.models.registry import load_model
+
+#: Goal: wall time from end to end over that of the dearest stage alone.
+OVER_DEAREST = 1.15
+RATE, SIZE, SAMPLED = 30, (1280, 720), VideoSampling(fps=1)
+#: Seconds of different pictures, after which the file repeats them.
+_PERIOD = 20
+#: Side of the squares of the picture that moves in front of the camera.
+_BLOCK = 8
+#: Rows of a prompt that a frame becomes, and of the text around, at most.
+_ROWS_A_FRAME, _TEXT_ROWS = 16, 256
+_PATIENCE = 3600.0
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """One row, and the measures of a file of ``arguments.seconds``."""
+    path = arguments.model[0] if arguments.model else "bundled-causal"
+    model = load_model(ModelConfig(path=path))
+    if not isinstance(model, LoadedModel) or model.vision is None or not model.vision.frames_at_once:
+        raise ConfigError(f"{path} takes no videos whose frames can be seen as they come")
+    seconds = max(1, round(arguments.seconds))
+    rows = seconds * _ROWS_A_FRAME + _TEXT_ROWS
+    model = replace(model, spec=replace(model.spec, max_tokens=rows))
+    progress(f"files: making {seconds} s of video")
+    bench = _Bench(model, _file(seconds), rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(bench.torch_threads)  # as the engine's workers
+    try:
+        return _measured(bench, seconds, arguments.repeats, progress)
+    finally:
+        torch.set_num_threads(threads)
+        bench.close()
+
+
+def _measured(bench: _Bench, seconds: int, repeats: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    ways: dict[str, Callable[[], str | None]] = {
+        "end to end": bench.overlapped,
+        "one after the other": bench.in_turn,
+        "decode": bench.decode,
+        "encode": bench.encode,
+        "prefill": bench.prefill,
+    }
+    for way in ways.values():
+        way()  # processes are started, and memory is taken
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    answers: set[str] = set()
+    names = list(ways)
+    for turn in range(repeats):
+        progress(f"files: {turn + 1} of {repeats}")
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            begun = time.perf_counter()
+            answer = ways[name]()
+            wall[name].append(time.perf_counter() - begun)
+            answers |= {answer} - {None}  # type: ignore[arg-type]
+    medians = {name: statistics.median(values) for name, values in wall.items()}
+    dearest = max(medians[name] for name in ("decode", "encode", "prefill"))
+    row: dict[str, Any] = {
+        "measured": "files: end to end",
+        "seconds": seconds,
+        "wall_seconds": {name: round(value, 3) for name, value in medians.items()},
+        "all_wall_seconds": {name: [round(value, 3) for value in values] for name, values in wall.items()},
+        "decoded_bytes_at_most": bench.most_bytes,
+        "same_answer": len(answers) == 1,
+    }
+    measures = [
+        at_most("end to end over the dearest stage alone", medians["end to end"] / dearest, "x", OVER_DEAREST),
+        stated("one after the other over end to end", medians["one after the other"] / medians["end to end"], "x"),
+        at_least("answers are the same", float(row["same_answer"]), "", 1),
+        stated("decoded pixels held at most", bench.most_bytes / 2**20, "MiB"),
+    ]
+    settings = {"seconds": seconds, "size": list(SIZE), "rate": RATE, "sampled": "1 frame/s", "repeats": repeats}
+    return {"rows": [row], "measures": measures, "settings": settings}
+
+
+class _Bench:
+    """One file, and engines that are asked about it."""
+
+    def __init__(self, model: LoadedModel, file: bytes, rows: int) -> None:
+        assert model.vision is not None
+        self._model, self._vision, self._file = model, model.vision, file
+        most = 1 << 40
+        self._media = MediaConfig(
+            max_item_bytes=most, max_video_seconds=1e6, max_video_pixels=most, max_sampled_pixels=most,
+            max_sampled_frames=1 << 20, decode_seconds=1e6,
+            decode_bytes=most,
+        )  # fmt: skip
+        self._config = resolve(EngineConfig(max_tokens=rows, max_running=2, prefix_cache=False))
+        self._pool = DecodePool(self._media)
+        self._pool.open()
+        cache = EncoderCache.of(EncoderCacheConfig(token_bytes=0, pixel_bytes=0))
+        self._cold = Engine(model, self._config, self._media, cache=cache, decoders=self._pool)
+        self._warm = Engine(model, self._config, self._media, decoders=self._pool)
+        for engine in (self._cold, self._warm):
+            engine.start()
+        self._watching = Watching(model, self._vision, "video", SAMPLED, frozenset(), threading.Lock())
+        self._prepared = [part.prepared for part in self._parts()]
+        self._asked = 0
+        self.most_bytes = 0
+
+    @property
+    def torch_threads(self) -> int:
+        """Threads of each of the engines' workers."""
+        return self._config.torch_threads
+
+    def close(self) -> None:
+        """End the engines, and what decodes for them."""
+        for engine in (self._cold, self._warm):
+            engine.stop()
+        self._pool.close()
+
+    def overlapped(self) -> str:
+        """The file is new, and the answer is one token."""
+        before, self._pool.budget.most = self._pool.budget.most, 0
+        answer = self._ask(self._cold)
+        self.most_bytes = max(self.most_bytes, self._pool.budget.most)
+        self._pool.budget.most = before
+        return answer
+
+    def in_turn(self) -> str:
+        """The same, and each stage waits for the one before."""
+        streams = Viewer._streams
+        Viewer._streams = lambda *_of: False  # type: ignore[method-assign]
+        try:
+            return self._ask(self._cold)
+        finally:
+            Viewer._streams = streams  # type: ignore[method-assign]
+
+    def decode(self) -> None:
+        """The file is decoded, and its frames are prepared for the tower."""
+        self._parts()
+
+    def encode(self) -> None:
+        """All frames go through the tower."""
+        with torch.inference_mode():
+            for prepared in self._prepared:
+                self._watching._seen(prepared)
+
+    def prefill(self) -> str:
+        """The visual tokens are there, and the answer is one token."""
+        return self._ask(self._warm)
+
+    def _parts(self) -> list[Any]:
+        file = clip_file(
+            self._file, "video", SAMPLED, self._vision, self._vision.first_resize(clip=True, among=False), 1
+        )
+        made = self._watching._prepared
+        with closing(self._pool.chunks(file, self._vision.frames_at_once, made, lambda: None)) as chunks:
+            return [chunk for chunk in chunks if not isinstance(chunk, Planned)]
+
+    def _ask(self, engine: Engine) -> str:
+        self._asked += 1
+        request = Request(
+            id=f"file {self._asked}",
+            model=self._model.spec.name,
+            messages=(Message("user", (VideoPart(self._file, SAMPLED), TextPart("What moves?"))),),
+            sampling=Sampling(max_new_tokens=1),
+            diffusion=Diffusion(recompute=Policy(name="last")),
+        )
+        ended = threading.Event()
+        events: list[Event] = []
+
+        def sink(event: Event) -> None:
+            events.append(event)
+            if isinstance(event, Finished | Failed):
+                ended.set()
+
+        engine.submit(request, sink)
+        if not ended.wait(_PATIENCE):
+            raise TimeoutError("the request never ended")
+        last = events[-1]
+        if isinstance(last, Failed):
+            raise last.error
+        assert isinstance(last, Finished)
+        return last.text
+
+
+def _file(seconds: int) -> bytes:
+    """A textured picture that pans; its first seconds are encoded, and their packets repeated."""
+    width, height = SIZE
+    period = min(seconds, _PERIOD)
+    shape = (height // _BLOCK, (width + 2 * period * RATE) // _BLOCK + 1, 3)
+    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8).repeat(_BLOCK, 0).repeat(_BLOCK, 1)
+    file = BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        options = {"g": str(RATE), "keyint_min": str(RATE), "sc_threshold": "0", "bf": "0", "preset": "veryfast"}
+        stream: Any = container.add_stream("libx264", rate=RATE, options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        contents: list[tuple[bytes, bool]] = []
+        for number in range(period * RATE):
+            still = np.ascontiguousarray(picture[:, 2 * number : 2 * number + width])
+            frame = av.VideoFrame.from_ndarray(still, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, RATE)
+            contents += [(bytes(packet), packet.is_keyframe) for packet in stream.encode(frame)]
+        contents += [(bytes(packet), packet.is_keyframe) for packet in stream.encode(None)]
+        for number in range(seconds * RATE):
+            data, key = contents[number % len(contents)]
+            packet = av.Packet(data)
+            packet.stream, packet.time_base, packet.is_keyframe = stream, Fraction(1, RATE), key
+            packet.pts = packet.dts = number
+            packet.duration = 1
+            container.mux(packet)
+    return file.getvalue()

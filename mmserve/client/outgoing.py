@@ -1,0 +1,171 @@
+"""A request message from the arguments of ``generate`` and ``stream``."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import PIL.Image
+
+from mmserve.client.options import Chat, Image, Options, Video
+from mmserve.client.outgoing_constraint import put_constraint
+from mmserve.client.schemas import Schema
+from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart, VideoSampling
+from mmserve.encode.store import is_media_id
+from mmserve.errors import InvalidArgument
+from mmserve.rpc import request_id
+from mmserve.rpc.default_policies import put_quality
+from mmserve.rpc.policies import put, put_policy
+from mmserve.rpc.roles import role_number
+from mmserve.rpc.video_sampling import with_sampling
+from mmserve.rpc.vision_messages import PIXELS
+from mmserve.v1 import generation_pb2 as pb
+
+UPLOAD_CHUNK = 1 << 20
+#: Options that are fields of ``SamplingParams``; ``stop`` is put there on its own.
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
+
+
+def build_request(
+    prompt: str | Sequence[Chat],
+    images: Sequence[Image],
+    *,
+    deltas: bool,
+    snapshots: bool,
+    schema: Schema | None = None,
+    **options: Unpack[Options],
+) -> pb.GenerateRequest:
+    """The message for these arguments; ``images``, then ``videos``, go in front of the last message's text.
+
+    Raises ``InvalidArgument`` for what cannot be put into a message, ``TypeError`` for an option that does not exist,
+    ``OSError`` for an unreadable file.
+    """
+    _check_names(options)
+    videos, sampling = options.get("videos") or (), options.get("video_sampling")
+    request = pb.GenerateRequest(messages=_messages(prompt, images, videos, sampling))
+    put(request, "", model=options.get("model"))
+    put(request.sampling, "sampling.", **_named(options, _SAMPLING))
+    stop = options.get("stop") or ()
+    for i, text in enumerate([stop] if isinstance(stop, str) else stop):
+        if not isinstance(text, str):
+            raise InvalidArgument.of(f"sampling.stop[{i}]", f"must be a string, not {text!r}")
+        request.sampling.stop.append(text)
+    put(request.diffusion, "diffusion.", **_named(options, ("steps", "block_length", "cfg_scale")))
+    put_policy(request.diffusion, "recompute", options.get("recompute"), "diffusion.")
+    put_policy(request.diffusion, "commit", options.get("commit"), "diffusion.")
+    put_quality(request.diffusion, options.get("quality"))
+    put_constraint(
+        request,
+        {"schema": schema, **_named(options, ("regex", "choices", "grammar", "template"))},
+        mode=options.get("constraint_mode"),
+        sampling=options.get("constraint_sampling"),
+        schema_options=options.get("schema_options") or (),
+    )
+    put_policy(request.vision, "pruner", options.get("pruner"), "vision.")
+    amounts = _named(options, ("keep_ratio", "token_budget", "attention_mass"))
+    if sum(value is not None for value in amounts.values()) > 1:
+        raise InvalidArgument.of("vision", f"at most one of {', '.join(amounts)} can be set")
+    put(request.vision, "vision.", **amounts)
+    put(request.vision, "vision.", **_named(options, PIXELS))
+    put_policy(request.kv_reduction, "policy", options.get("kv_reduction"), "kv_reduction.")
+    put_policy(request.image_reuse, "policy", options.get("image_reuse"), "image_reuse.")
+    request.stream.deltas, request.stream.snapshots = deltas, snapshots
+    request.stream.tokens = bool(options.get("tokens"))
+    return request
+
+
+def _named(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: options.get(name) for name in names}
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for an option that does not exist."""
+    known = Options.__annotations__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise TypeError(f"there is no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def file_bytes(image: Any, where: str) -> bytes:
+    """The encoded file of an image given as bytes, path or picture (which becomes a PNG)."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, Path):
+        return image.read_bytes()
+    if isinstance(image, PIL.Image.Image):
+        file = io.BytesIO()
+        (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(file, "PNG")
+        return file.getvalue()
+    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path, a PIL image or a media id 'sha256:…'")
+
+
+def request_label(given: str | None) -> str:
+    """``given``, or a fresh id; raises ``InvalidArgument`` for what a server would not accept."""
+    if given is None:
+        return uuid.uuid4().hex
+    if not request_id.is_label(given):
+        raise InvalidArgument.of("request_id", "must be 1 to 128 printable ASCII characters")
+    return given
+
+
+def _messages(
+    prompt: str | Sequence[Chat], images: Sequence[Image], videos: Sequence[Video], sampling: VideoSampling | None
+) -> list[pb.ChatMessage]:
+    chats: Sequence[Chat] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [_message(chat, f"messages[{i}]") for i, chat in enumerate(chats)]
+    if images or videos:
+        if not messages:
+            raise InvalidArgument.of("messages", "must hold at least one message")
+        parts = [pb.ContentPart(image=_image(image, f"images[{i}]")) for i, image in enumerate(images)]
+        parts += [pb.ContentPart(video=_video(video, sampling, f"videos[{i}]")) for i, video in enumerate(videos)]
+        last = messages[-1]
+        messages[-1] = pb.ChatMessage(role=last.role, parts=[*parts, *last.parts])
+    return messages
+
+
+def _message(chat: Chat, where: str) -> pb.ChatMessage:
+    if isinstance(chat, Message):
+        return pb.ChatMessage(role=_role(chat.role), parts=[_part(part, where) for part in chat.parts])
+    if not isinstance(chat, Mapping) or set(chat) != {"role", "content"}:
+        raise InvalidArgument.of(where, "must be a Message, or a mapping with the keys 'role' and 'content'")
+    return pb.ChatMessage(role=_role(chat["role"]), parts=[_part(TextPart(chat["content"]), where)])
+
+
+def _role(name: str) -> Any:
+    return role_number(name)
+
+
+def _part(part: Part, where: str) -> pb.ContentPart:
+    try:
+        if isinstance(part, ImagePart):
+            return pb.ContentPart(image=pb.Image(data=part.data))
+        if isinstance(part, VideoPart):
+            return pb.ContentPart(video=with_sampling(pb.Video(data=part.data), part.sampling, where))
+        return pb.ContentPart(text=part.text)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument.of(where, f"cannot be sent: {error}") from error
+
+
+def _image(image: Image, where: str) -> pb.Image:
+    if isinstance(image, str):
+        if not is_media_id(image):
+            raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
+        return pb.Image(media_id=image)
+    return pb.Image(data=file_bytes(image, where))
+
+
+def _video(video: Video, sampling: VideoSampling | None, where: str) -> pb.Video:
+    if isinstance(video, str):
+        if not is_media_id(video):
+            raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
+        return with_sampling(pb.Video(media_id=video), sampling, "video_sampling")
+    if isinstance(video, Path):
+        return with_sampling(pb.Video(data=video.read_bytes()), sampling, "video_sampling")
+    if isinstance(video, bytes | bytearray | memoryview):
+        return with_sampling(pb.Video(data=bytes(video)), sampling, "video_sampling")
+    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path or a media id 'sha256:…'")

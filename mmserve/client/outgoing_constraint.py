@@ -1,0 +1,140 @@
+"""A client's constraint: what it may be given as, what of it goes into a message, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmserve.client.schemas import Schema, schema_text
+from mmserve.errors import InvalidArgument
+from mmserve.v1 import generation_pb2 as pb
+
+#: What to do with a constraint that no grammar can express.
+ConstraintMode = Literal["strict", "validate", "lenient"]
+
+#: How a JSON schema is read, and how its documents are written, otherwise than by default.
+SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents"]
+
+_SCHEMA_OPTIONS = {
+    "unknown_formats": pb.SCHEMA_OPTION_UNKNOWN_FORMATS,
+    "one_of_as_any_of": pb.SCHEMA_OPTION_ONE_OF_AS_ANY_OF,
+    "closed_objects": pb.SCHEMA_OPTION_CLOSED_OBJECTS,
+    "white_space": pb.SCHEMA_OPTION_WHITE_SPACE,
+    "exponents": pb.SCHEMA_OPTION_EXPONENTS,
+}
+_MODES = {
+    "strict": pb.CONSTRAINT_MODE_STRICT,
+    "validate": pb.CONSTRAINT_MODE_VALIDATE,
+    "lenient": pb.CONSTRAINT_MODE_LENIENT,
+}
+_SAMPLINGS = {
+    "mask": pb.CONSTRAINT_SAMPLING_MASK,
+    "awrs": pb.CONSTRAINT_SAMPLING_AWRS,
+    "asap": pb.CONSTRAINT_SAMPLING_ASAP,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hole:
+    """A gap of a template: at most ``max_tokens`` tokens that satisfy the one constraint that is given, or any text."""
+
+    max_tokens: int = 16
+    schema: Schema | None = None
+    regex: str | None = None
+    choices: Sequence[str] | None = None
+    grammar: str | None = None
+    constraint_mode: ConstraintMode | None = None
+    schema_options: Sequence[SchemaOption] = ()
+
+
+#: Texts and, with text between any two, holes.
+Template = Sequence[str | Hole]
+
+
+def put_constraint(
+    request: pb.GenerateRequest,
+    given: Mapping[str, Any],
+    *,
+    mode: str | None,
+    sampling: str | None = None,
+    schema_options: Sequence[str] = (),
+) -> None:
+    """Put the one constraint that is ``given`` into ``request``: ``schema``, ``regex``, ``choices``, ``template`` or
+    ``grammar``, which is GBNF where it defines rules with ``::=``, else Lark.
+
+    Raises ``InvalidArgument`` for more than one, and for what cannot be put into a message.
+    """
+    made = _constraint(given, mode, sampling, schema_options)
+    if made is not None:
+        request.constraint.CopyFrom(made)
+
+
+def _constraint(
+    given: Mapping[str, Any], mode: str | None, sampling: str | None = None, schema_options: Sequence[str] = ()
+) -> pb.Constraint | None:
+    """The message for the one that is not None; None if there is none."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidArgument.of(names[1], f"cannot be given together with {names[0]}")
+    for field, known, asked in (("mode", _MODES, mode), ("sampling", _SAMPLINGS, sampling)):
+        if asked is None:
+            continue
+        if asked not in known:
+            raise InvalidArgument.of(f"constraint_{field}", f"must be one of {', '.join(known)}, not {asked!r}")
+        if not names:
+            raise InvalidArgument.of(f"constraint_{field}", "needs a schema, regex, choices, grammar or template")
+    if schema_options and names != ["schema"]:
+        raise InvalidArgument.of("schema_options", "needs a schema")
+    if not names:
+        return None
+    made = pb.Constraint(schema_options=_options(schema_options))
+    if mode is not None:
+        made.mode = _MODES[mode]
+    if sampling is not None:
+        made.sampling = _SAMPLINGS[sampling]
+    try:
+        _put(made, names[0], given[names[0]])
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument.of(names[0], f"cannot be sent: {error}") from error
+    return made
+
+
+def _options(names: Sequence[str]) -> list[pb.SchemaOption]:
+    if isinstance(names, str) or not set(names) <= _SCHEMA_OPTIONS.keys():
+        raise InvalidArgument.of("schema_options", f"must be a list of {', '.join(_SCHEMA_OPTIONS)}, not {names!r}")
+    return [_SCHEMA_OPTIONS[name] for name in dict.fromkeys(names)]
+
+
+def _put(message: pb.Constraint, name: str, value: Any) -> None:
+    match name:
+        case "schema":
+            message.json_schema = schema_text(value)
+        case "regex":
+            message.regex = value
+        case "choices":
+            if isinstance(value, str):
+                raise TypeError("must be a list of strings")
+            message.choice.options.extend(value)
+            message.choice.SetInParent()
+        case "grammar":
+            setattr(message, "gbnf" if "::=" in value else "lark", value)
+        case "template":
+            if isinstance(value, str):
+                raise TypeError("must be a list of strings and holes")
+            message.template.parts.extend(map(_part, value))
+            message.template.SetInParent()
+
+
+def _part(part: str | Hole) -> pb.TemplatePart:
+    if isinstance(part, str):
+        return pb.TemplatePart(text=part)
+    if not isinstance(part, Hole):
+        raise TypeError(f"a template holds strings and Hole(…), not {part!r}")
+    given = {"schema": part.schema, "regex": part.regex, "choices": part.choices, "grammar": part.grammar}
+    return pb.TemplatePart(
+        hole=pb.Hole(
+            constraint=_constraint(given, part.constraint_mode, schema_options=part.schema_options),
+            max_tokens=part.max_tokens,
+        )
+    )

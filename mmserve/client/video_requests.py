@@ -1,0 +1,120 @@
+"""The messages of a session's requests, from what its caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmserve.client.outgoing import build_request
+from mmserve.errors import InvalidArgument
+from mmserve.rpc.policies import put, put_policy
+from mmserve.v1 import video_pb2 as pb
+
+_OVERLOADS = {
+    "block": pb.OVERLOAD_POLICY_BLOCK,
+    "drop_oldest": pb.OVERLOAD_POLICY_DROP_OLDEST,
+    "thin": pb.OVERLOAD_POLICY_THIN,
+}
+#: Options of a session that are fields of ``StreamMemory``, by their names there.
+_MEMORY = {"memory": "policy", "positions": "positions", "budget": "budget", "host_bytes": "host_bytes"}
+
+
+def configuration(
+    *,
+    model: str | None = None,
+    memory: str | None = None,
+    positions: str | None = None,
+    budget: int | None = None,
+    host_bytes: int | None = None,
+    carriers: int | None = None,
+    rate: float | None = None,
+    scene_similarity: float | None = None,
+    scene_frames: int | None = None,
+    detail_every: int | None = None,
+    overload: str = "block",
+    **options: Any,
+) -> pb.ConfigureSession:
+    """The message that opens a session; ``options`` are those of ``generate`` that can be a question's default.
+
+    Raises ``InvalidArgument`` for what cannot be put into a message.
+    """
+    config = pb.ConfigureSession()
+    put(config, "", model=model)
+    given = {"memory": memory, "positions": positions, "budget": budget, "host_bytes": host_bytes}
+    put(config.memory, "memory.", carriers=carriers, **{_MEMORY[name]: value for name, value in given.items()})
+    sampler = {"scene_similarity": scene_similarity, "scene_frames": scene_frames, "detail_every": detail_every}
+    put(config.sampler, "sampler.", rate=rate, **sampler)
+    if overload not in _OVERLOADS:
+        raise InvalidArgument.of("overload", f"must be one of {', '.join(_OVERLOADS)}, not {overload!r}")
+    config.overload = _OVERLOADS[overload]
+    vision = {name: options.pop(name, None) for name in ("keep_ratio", "token_budget", "attention_mass")}
+    put_policy(config.vision, "pruner", options.pop("pruner", None), "vision.")
+    put(config.vision, "vision.", **vision)
+    defaults = build_request("", (), deltas=True, snapshots=False, **options)
+    if defaults.HasField("constraint"):
+        raise InvalidArgument.of("schema", "is an option of a question, not of a session")
+    if defaults.sampling.ByteSize():
+        config.sampling.CopyFrom(defaults.sampling)
+    if defaults.diffusion.ByteSize():
+        config.diffusion.CopyFrom(defaults.diffusion)
+    return config
+
+
+def question_message(
+    question_id: str,
+    text: str | Sequence[Any],
+    scope: Any,
+    timeout: float | None,
+    *,
+    schema: Any,
+    snapshots: bool,
+    options: Mapping[str, Any],
+) -> pb.Ask:
+    """The message of a question about ``scope``: "now", "all", or (begin, end) in seconds, either of them None."""
+    for name in ("model", "videos"):
+        if options.get(name):
+            raise InvalidArgument.of(name, "is not an option of a question about a session")
+    request = build_request(text, (), deltas=True, snapshots=snapshots, schema=schema, **options)
+    request.ClearField("vision")
+    for name in ("sampling", "diffusion"):
+        if not getattr(request, name).ByteSize():
+            request.ClearField(name)  # the session's count then
+    ask = pb.Ask(question_id=question_id, request=request)
+    if timeout is not None:
+        ask.timeout_seconds = timeout
+    match scope:
+        case "now":
+            ask.now.SetInParent()
+        case "all":
+            ask.everything.SetInParent()
+        case (begin, end):
+            ask.interval.SetInParent()
+            put(ask.interval, "scope.", begin_seconds=begin, end_seconds=end)
+        case _:
+            raise InvalidArgument.of("scope", f"must be 'now', 'all' or (begin, end) in seconds, not {scope!r}")
+    return ask
+
+
+def watch_message(
+    watch_id: str,
+    text: str,
+    choices: Sequence[str] | None,
+    wanted: str | None,
+    numbers: Mapping[str, float | None],
+) -> pb.Watch:
+    """The message of a standing question; ``numbers`` by their names in it."""
+    watch = pb.Watch(watch_id=watch_id, text=text)
+    if choices is None:
+        watch.yes_no.SetInParent()
+    else:
+        watch.choices.options.extend(choices)
+        watch.choices.wanted = wanted if wanted is not None else choices[0]
+    put(watch, "watch.", **numbers)
+    return watch
+
+
+def push_bytes(request: pb.SessionRequest) -> int:
+    """Bytes that a push counts for credit; 0 for other requests."""
+    if request.WhichOneof("request") == "push_image":
+        return len(request.push_image.data)
+    return len(request.push_segment.data) + len(request.push_segment.init)

@@ -1,0 +1,83 @@
+"""Greedy candidates of several requests at once: one pass over the logits of all, not one a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from mmserve.decode.commit import Candidates
+from mmserve.decode.commit.base import is_partial, is_proposing
+from mmserve.decode.forward import Pass
+from mmserve.decode.logits import Logits, RowLogits, joined
+from mmserve.decode.sampler import GREEDY_BELOW, Shared, candidates, judged_mask
+from mmserve.decode.scores import Scores
+from mmserve.decode.state import Decoding
+from mmserve.models.base import ModelSpec
+
+#: A request of a batch, its part of the pass, and the logits of that part.
+Member = tuple[Decoding, Pass, RowLogits]
+
+
+def is_plain(d: Decoding) -> bool:
+    """Whether a request's candidates depend on nothing but its logits: greedy, not penalised, not constrained."""
+    sampling = d.request.sampling
+    greedy = sampling.temperature < GREEDY_BELOW and sampling.repetition_penalty == 1
+    return greedy and d.constrained is None and not is_partial(d.commit) and not is_proposing(d.commit)
+
+
+def is_forced(d: Decoding, p: Pass, spec: ModelSpec) -> bool:
+    """Whether nothing reads the confidence of a pass's candidates: there is one, which the policy must choose, and the
+    client does not ask for log-probabilities."""
+    return spec.causal and len(p.targets) == 1 and d.companion is None and not d.request.streaming.tokens
+
+
+def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> list[RowLogits | Shared]:
+    """What ``candidates`` takes of each request: those that are plain share one call for all.
+
+    Candidates are the same either way, bit for bit, but for a confidence that nothing reads, which is then 1. Nothing
+    is computed before the first of a group is asked for: of the matrix products of a batch, one is held at a time.
+    """
+    groups: dict[tuple[int, frozenset[str], bool], _Group] = {}
+    made: list[RowLogits | Shared] = []
+    for member in members:
+        d, p, logits = member
+        product = logits.product if isinstance(logits, Logits) and is_plain(d) else None
+        if product is None or not isinstance(logits, Logits):
+            made.append(logits)
+            continue
+        key = product, d.commit.reads, not is_forced(d, p, spec)
+        group = groups.setdefault(key, _Group(spec, scores, key[2]))
+        made.append(Shared(partial(group.candidates, len(group.members))))
+        group.members.append((d, p, logits))
+    return made
+
+
+class _Group:
+    """Requests whose logits are read together; their policies read the same figures."""
+
+    def __init__(self, spec: ModelSpec, scores: Scores | None, confident: bool) -> None:
+        self.members: list[tuple[Decoding, Pass, Logits]] = []
+        self._spec, self._scores, self._confident = spec, scores, confident
+        self._made: list[Candidates] | None = None
+
+    def candidates(self, index: int) -> Candidates:
+        """Those of one of the members."""
+        if self._made is None:
+            positions = [p.targets for _d, p, _logits in self.members]
+            first = self.members[0][0]
+            found = candidates(
+                joined([logits for _d, _p, logits in self.members]),
+                np.concatenate(positions),
+                first.canvas,  # neither that nor the sampling is looked at where it is greedy and not penalised
+                first.request.sampling,
+                self._spec.banned_ids,
+                None,
+                self._scores,
+                first.commit.reads,
+                judged_mask(self._spec),
+                confident=self._confident,
+            )
+            self._made = found.split([len(p) for p in positions])
+        return self._made[index]

@@ -1,0 +1,92 @@
+"""Frames of a clip on their way from the thread that reads them to the one that runs the tower, a few at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, TypeVar
+
+from mmserve.encode.child import Planned
+from mmserve.encode.sampling import Sampled
+
+T = TypeVar("T")
+#: How often who waits looks whether the request is still wanted (seconds).
+_GLANCE = 0.02
+#: Chunks that may wait for the tower.
+_ROOM = 2
+
+
+class Handover(Generic[T]):
+    """Chunks of ``size`` frames, each made into a value by ``make`` in the thread that reads the file.
+
+    ``check`` raises to end both sides. ``away`` is entered while the reader waits for the other side.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        make: Callable[[list[Sampled]], T],
+        check: Callable[[], None],
+        away: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._size, self._make, self.check, self._away = size, make, check, away
+        self._changed = threading.Condition()
+        self._ready: deque[Planned | T] = deque()
+        self._frames: list[Sampled] = []
+        self._planned = False
+        self._taken = self._skipped = 0  # frames, and those of the file that is read again
+
+    def take(self, item: Planned | Sampled) -> None:
+        """As ``child.Take``; waits while enough chunks wait for the tower."""
+        if isinstance(item, Planned):
+            if not self._planned:
+                self._planned = True
+                self._put(item)
+        elif self._skipped:
+            self._skipped -= 1
+        else:
+            self._taken += 1
+            self._frames.append(item)
+            if len(self._frames) == self._size:
+                self.flush()
+
+    def again(self) -> None:
+        """The file is read once more from its beginning: what was taken of it is passed over."""
+        self._skipped = self._taken
+
+    def flush(self) -> None:
+        """Hand over the frames that are there, however few."""
+        if self._frames:
+            frames, self._frames = self._frames, []
+            self._put(self._make(frames))
+
+    def chunks(self, reading: Future[None]) -> Generator[Planned | T, None, None]:
+        """What is handed over, until ``reading`` has ended; its exception is raised as soon as it is there."""
+        while True:
+            with self._changed:
+                while not self._ready and not reading.done():
+                    self._changed.wait(_GLANCE)
+                    self.check()
+            if reading.done() and reading.exception() is not None:
+                reading.result()
+            with self._changed:
+                if not self._ready:
+                    return
+                item = self._ready.popleft()
+                self._changed.notify_all()
+            yield item
+
+    def _put(self, item: Planned | T) -> None:
+        with self._changed:
+            full = len(self._ready) >= _ROOM
+        if full:
+            with self._away(), self._changed:
+                while len(self._ready) >= _ROOM:
+                    self._changed.wait(_GLANCE)
+                    self.check()
+        with self._changed:
+            self._ready.append(item)
+            self._changed.notify_all()

@@ -1,0 +1,165 @@
+"""Clips whose frames go through the tower as they are decoded: decoding and encoding overlap, with the same result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mmserve.core.request import VideoSampling
+from mmserve.encode.child import Planned
+from mmserve.encode.decoding import Check, Decoders
+from mmserve.encode.sampling import Sampled
+from mmserve.encode.slow_fast import chosen_frames, compacted, detailed_grids, details_of
+from mmserve.encode.wire import MediaFile
+from mmserve.errors import InvalidArgument
+from mmserve.models.base import Model
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, Resize, Text, Tile, VisionEncoder
+from mmserve.prune.base import Evidence
+
+#: Stands in a row of ids where a visual token does.
+VISUAL = -1
+
+
+class Look(Protocol):
+    """Receives a clip while it is read; only where nothing of it is dropped afterwards."""
+
+    def planned(self, ids_R: np.ndarray) -> None:
+        """The clip's row (int64, ``VISUAL`` for each visual token), before any of it is decoded."""
+        ...
+
+    def arrived(self, tokens_kD: Tensor) -> None:
+        """The visual tokens of the next frames, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Frames that are ready for the tower."""
+
+    prepared: Prepared
+    seconds: tuple[float, ...]
+    details: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Watching:
+    """How a clip is looked at. ``tower`` is held while the tower runs; ``field``: of the request, for errors."""
+
+    model: Model
+    vision: VisionEncoder
+    field: str
+    sampling: VideoSampling | None
+    wanted: frozenset[Evidence]
+    tower: threading.Lock
+
+    def picture(
+        self, decoders: Decoders, data: bytes, rows: Callable[[int], None], check: Check, look: Look | None
+    ) -> Picture:
+        """The clip as ``VisionEncoder.see`` shows it, some of its frames compact.
+
+        ``rows`` is told at least how many rows of the prompt it will be, as often as that is known better. ``check``
+        is called between frames. What either raises is raised, as is ``InvalidArgument`` for a bad file.
+        """
+        vision = self.vision
+        resize = vision.first_resize(clip=True, among=False)
+        window = 1 if resize is not None else vision.frames_at_once + 1
+        file = clip_file(data, self.field, self.sampling, vision, resize, window)
+        try:
+            return self._picture(decoders, file, rows, check, look)
+        except CannotPrepare as error:
+            raise InvalidArgument.of(self.field, str(error)) from error
+
+    def _picture(
+        self, decoders: Decoders, file: MediaFile, rows: Callable[[int], None], check: Check, look: Look | None
+    ) -> Picture:
+        vision, length = self.vision, 0.0
+        tiles: list[Tile] = []
+        parts: list[_Part] = []
+        with closing(decoders.chunks(file, vision.frames_at_once, self._prepared, check)) as chunks:
+            for chunk in chunks:
+                check()
+                if isinstance(chunk, Planned):
+                    length = chunk.length
+                    if chunk.seconds is not None:
+                        self._plan(chunk.seconds, length, rows, look)
+                    continue
+                new = self._seen(chunk.prepared)
+                tiles += new
+                parts.append(_Part({}, chunk.seconds, chunk.details))
+                rows(len(tiles))
+                if look is not None:
+                    look.arrived(torch.cat([tile.tokens for tile in new]))
+        seconds = [at for part in parts for at in part.seconds]
+        details = details_of(self.sampling, [detail for part in parts for detail in part.details])
+        picture = vision.clip_of(tiles, self._labels(seconds), length)
+        return picture if all(details) else compacted(picture, detailed_grids(torch.tensor(details), 1))
+
+    def _plan(self, seconds: Sequence[float], length: float, rows: Callable[[int], None], look: Look | None) -> None:
+        """Refuse early what will be too long, and inform ``look``."""
+        every = None if self.sampling is None else self.sampling.detail_every
+        if every not in (None, 1):
+            rows(len(seconds))
+            return
+        whole = torch.tensor(length, dtype=torch.float64)
+        outline = {"pixels": torch.empty(len(seconds), 0), "seconds": self._labels(seconds), "length": whole}
+        ids = ids_of(self.vision.pieces(outline, clip=True), self.model.tokenizer)
+        rows(len(ids))
+        if look is not None:
+            look.planned(ids.numpy())
+
+    def _labels(self, seconds: Sequence[float]) -> Tensor:
+        return torch.tensor([self.vision.label_seconds(at) for at in seconds], dtype=torch.float64)
+
+    def _prepared(self, frames: list[Sampled]) -> _Part:
+        seconds = tuple(frame.seconds for frame in frames)
+        prepared = prepared_clip(self.vision, [frame.image for frame in frames], seconds)
+        return _Part(prepared, seconds, tuple(frame.detail for frame in frames))
+
+    @torch.inference_mode()
+    def _seen(self, prepared: Prepared) -> list[Tile]:
+        pixels = prepared["pixels"].to(self.model.device, self.model.dtype)
+        with self.tower:
+            return self.vision.see_frames({**prepared, "pixels": pixels}, self.wanted)
+
+
+def clip_file(
+    data: bytes,
+    name: str,
+    sampling: VideoSampling | None,
+    vision: VisionEncoder,
+    resize: Resize | None,
+    window: int = 0,
+) -> MediaFile:
+    """A clip with the frames that ``sampling`` asks for, or ``vision`` by itself."""
+    chosen = chosen_frames(sampling, vision.frames_per_video, vision.frames_per_second, vision.own_frames)
+    return MediaFile(data, True, name, chosen.frames, chosen.rate, resize, sampler=chosen.sampler, window=window)
+
+
+def prepared_clip(
+    vision: VisionEncoder, frames: Sequence[Image.Image], seconds: Sequence[float], length: float | None = None
+) -> Prepared:
+    """Frames of a clip, ``seconds`` after its start, with the labels that the model was taught."""
+    return vision.prepare_clip(frames, [vision.label_seconds(at) for at in seconds], length=length)
+
+
+def ids_of(pieces: Sequence[Text | int], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """The row of ids (int64) that a picture of these ``pieces`` becomes, ``VISUAL`` for each visual token."""
+    row: list[int] = []
+    for piece in pieces:
+        match piece:
+            case int(count):
+                row += [VISUAL] * count
+            case str(text):
+                row += tokenizer.encode(text, add_special_tokens=False)
+            case ids:
+                row += ids
+    return torch.tensor(row, dtype=torch.int64)

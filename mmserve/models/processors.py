@@ -1,0 +1,80 @@
+"""Settings of a checkpoint's image and video processors, in the files that transformers reads and writes.
+
+transformers 5 writes one ``processor_config.json`` with ``image_processor`` and ``video_processor`` in it; before it
+there were ``preprocessor_config.json`` and ``video_preprocessor_config.json``. Where both forms are there, the first is
+read, as in transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmserve.core.own_frames import OwnFrames
+from mmserve.errors import ConfigError
+from mmserve.models.checkpoint import read_json
+from mmserve.models.keys import Keys
+
+IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+#: What a video processor may say of a frame's pixels otherwise than the image processor.
+_OF_FRAMES = (
+    "do_convert_rgb",
+    "do_normalize",
+    "do_rescale",
+    "do_resize",
+    "image_mean",
+    "image_std",
+    "max_image_size",
+    "resample",
+    "rescale_factor",
+    "size",
+)
+
+
+def image_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The image processor's settings and the file that they are in; None where there are none."""
+    return _settings(folder, IMAGES, "image_processor")
+
+
+def video_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The same of the video processor."""
+    return _settings(folder, VIDEOS, "video_processor")
+
+
+def of_frames(settings: Mapping[str, Any] | None, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a video processor's ``settings`` say of the pixels of a frame, but for the keys ``without``."""
+    given = settings or {}
+    return {name: given[name] for name in _OF_FRAMES if given.get(name) is not None and name not in without}
+
+
+def own_frames(rule: str, settings: Mapping[str, Any] | None, path: Path) -> OwnFrames | None:
+    """The frames that a video processor takes by itself; None where its ``settings`` name neither number nor rate.
+
+    ``rule``: as of ``OwnFrames``; the processor with ``ends`` does not read the number. Raises ``ConfigError`` naming
+    the key.
+    """
+    keys = Keys(settings or {}, path)
+    read = ("fps",) if rule == "ends" else ("num_frames", "fps")
+    given = [name for name in read if keys.values.get(name) is not None]
+    if not given:
+        return None
+    try:
+        return OwnFrames(
+            rule,
+            rate=keys.number("fps") if "fps" in given else 0.0,
+            frames=keys.integer("num_frames") if "num_frames" in given else 0,
+            least=keys.integer("min_frames", default=1),
+            most=keys.integer("max_frames", default=1 << 30),
+            multiple=keys.integer("temporal_patch_size", default=1),
+        )
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{path}: {error}") from error
+
+
+def _settings(folder: Path, file: str, part: str) -> tuple[Path, dict[str, Any] | None]:
+    both = folder / BOTH
+    nested = read_json(both).get(part) if both.is_file() else None
+    if isinstance(nested, dict):
+        return both, nested
+    return folder / file, read_json(folder / file) if (folder / file).is_file() else None

@@ -1,0 +1,179 @@
+"""The questions of one session: from their request over their place among the frames to their last event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.request import Request
+from mmserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    MMServeError,
+    ResourceExhausted,
+)
+from mmserve.record import Sink
+from mmserve.video import messages as m
+from mmserve.video.base import Asked, Scope
+from mmserve.video.clock import Moment, moments
+from mmserve.video.reported import reported
+from mmserve.video.surroundings import Noted, Surroundings
+
+
+@dataclass(eq=False)
+class Question:
+    """A question in progress."""
+
+    ask: m.Ask
+    request: Request
+    noted: Noted
+    left: int  # samples that have not finished
+    submitted: bool = False
+    cancelled: bool = False
+    late: asyncio.TimerHandle | None = None  # ends it at its deadline, while it waits
+    asked: Asked | None = None
+    held: list[Event] | None = field(default_factory=list)  # events that came before ``Asked``
+
+
+class Questions:
+    """Used on the event loop of their session.
+
+    ``ask`` asks the stream; ``report`` sends a response; ``soon`` has the loop call something, from any thread;
+    ``changed`` is called when one has ended.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        ask: Callable[[Request, Scope | None, Sink], Awaitable[Asked]],
+        report: Callable[[m.Numbered], None],
+        soon: Callable[..., None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._around, self._ask = around, ask
+        self._report, self._soon, self._changed = report, soon, changed
+        self._questions: dict[str, Question] = {}
+        self.count = 0  # of all that came
+
+    def __len__(self) -> int:
+        """Those in progress."""
+        return len(self._questions)
+
+    # --- when a request arrives ---
+
+    def begin(self, ask: m.Ask) -> Question | None:
+        """Take a question in; None = it is refused, which is reported.
+
+        Raises ``InvalidArgument`` where another one in progress has its id.
+        """
+        if ask.question_id in self._questions:
+            raise InvalidArgument.of("ask.question_id", f"{ask.question_id!r} is a question in progress")
+        self.count += 1
+        noted = self._around.noted()
+        try:
+            if len(self._questions) >= (most := self._around.config.max_questions):
+                raise ResourceExhausted(
+                    f"a session has at most {most} ([video] max_questions) questions at once; "
+                    "wait for one to be answered"
+                )
+            noted.begin()
+            request = ask.request()
+        except Exception as error:  # noqa: BLE001 - one question's failure is its own
+            typed = reported(error)
+            noted.end(typed)
+            self._report(m.Answer(ask.question_id, typed))
+            return None
+        question = Question(ask, request, noted, request.sampling.n)
+        self._questions[ask.question_id] = question
+        if request.deadline is not None:
+            loop = asyncio.get_running_loop()
+            question.late = loop.call_later(request.deadline - time.monotonic(), self._late, question)
+        return question
+
+    def cancel(self, question_id: str) -> None:
+        """End a question early; nothing happens where it has ended."""
+        question = self._questions.get(question_id)
+        if question is None:
+            return
+        question.cancelled = True
+        if question.submitted:
+            self._around.cancel(question.request.id)
+        else:
+            self._end(question, Cancelled("the question was cancelled"))
+
+    def end_all(self, error: MMServeError) -> None:
+        """End every question."""
+        for question in list(self._questions.values()):
+            self._end(question, error)
+
+    # --- when it is its turn ---
+
+    async def submit(self, question: Question, *, frames: bool) -> None:
+        """Ask the stream; ``frames``: whether it has any."""
+        if self._questions.get(question.ask.question_id) is not question:
+            return  # cancelled
+        try:
+            if not frames:
+                raise FailedPrecondition("no frame has been taken yet; push one before asking")
+            question.submitted = True
+            asked = await self._ask(
+                question.request, question.ask.scope, lambda event: self._soon(self._answered, question, event)
+            )
+        except asyncio.CancelledError:  # the session ended while the stream was asked
+            self._around.cancel(question.request.id)
+            raise
+        except Exception as error:  # noqa: BLE001 - the same
+            self._end(question, reported(error))
+            return
+        if question.cancelled:  # before the engine knew of it
+            self._around.cancel(question.request.id)
+        question.asked = asked
+        self._report(m.Answer(question.ask.question_id, asked))
+        held, question.held = question.held or [], None
+        for event in held:
+            self._answered(question, event)
+
+    def _answered(self, question: Question, event: Event) -> None:
+        if question.held is not None:
+            question.held.append(event)
+            return
+        if self._questions.get(question.ask.question_id) is not question:
+            return
+        if isinstance(event, Failed):
+            self._end(question, reported(event.error))
+            return
+        question.noted.see(event)
+        self._report(m.Answer(question.ask.question_id, event, self._moments(question, event)))
+        question.left -= isinstance(event, Finished)
+        if not question.left:
+            self._end(question, None)
+
+    def _moments(self, question: Question, event: Event) -> tuple[Moment, ...]:
+        """The moments of an answer whose time on the session's clock is known."""
+        asked, period = question.asked, self._around.label_period
+        if not isinstance(event, Finished) or asked is None or not period:
+            return ()
+        return tuple(x for x in moments(event.text, asked.begin, asked.end, period) if x.seconds is not None)
+
+    def _late(self, question: Question) -> None:
+        if not question.submitted:  # else the engine ends it
+            self._end(question, DeadlineExceeded("the deadline passed while the question waited for frames"))
+
+    def _end(self, question: Question, error: MMServeError | None) -> None:
+        """End a question: its answer is complete, or it has failed with ``error``, which is reported."""
+        if self._questions.get(question.ask.question_id) is not question:
+            return
+        del self._questions[question.ask.question_id]
+        if question.late is not None:
+            question.late.cancel()
+        question.noted.end(error)
+        if error is not None:
+            if question.submitted:
+                self._around.cancel(question.request.id)
+            self._report(m.Answer(question.ask.question_id, error))
+        self._changed()

@@ -1,0 +1,133 @@
+"""The standing questions of one session: which there are, and what they find in each frame."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unimplemented
+from mmserve.video import messages as m
+from mmserve.video.alerts import Watch as WatchRule
+from mmserve.video.base import Seen
+from mmserve.video.connection import Changes
+from mmserve.video.reported import reported
+from mmserve.video.standing import Judged, StandingQuestion
+from mmserve.video.surroundings import Surroundings
+
+
+@dataclass(eq=False)
+class Watching:
+    """A standing question that is asked."""
+
+    request: m.Watch
+    question: StandingQuestion
+    state: WatchRule
+
+
+class Watches:
+    """Standing questions in the order of a session's requests; used on its event loop.
+
+    ``report`` sends a response, ``changed`` is called after a frame is judged.
+    """
+
+    def __init__(self, around: Surroundings, report: Callable[[m.Numbered], None], changed: Callable[[], None]) -> None:
+        self._around, self._report, self._changed = around, report, changed
+        self._named: dict[str, m.Watch] = {}  # by its id, the newest request that has it and is not removed
+        self._asked: dict[str, Watching] = {}
+        self._to_judge: deque[tuple[Seen, tuple[Watching, ...]]] = deque()
+        self._wakes = Changes()
+        self.alerts = 0
+        self.waiting = 0  # frames that are not judged yet
+
+    @property
+    def asked(self) -> tuple[Watching, ...]:
+        """Those that the next frame is judged by."""
+        return tuple(self._asked.values())
+
+    # --- when a request arrives ---
+
+    def name(self, request: m.Watch) -> None:
+        """Reserve the id of ``request``; raises ``InvalidArgument`` where another one has it."""
+        if request.watch_id in self._named:
+            raise InvalidArgument.of("watch.watch_id", f"{request.watch_id!r} is a standing question already")
+        self._named[request.watch_id] = request
+
+    def unname(self, watch_id: str) -> None:
+        """Let another request have the id."""
+        self._named.pop(watch_id, None)
+
+    # --- when it is its turn ---
+
+    async def add(self, request: m.Watch) -> None:
+        """Ask it of every frame from now on, or report why not."""
+        question = StandingQuestion(request.text, request.choices)
+        config, standing = self._around.config, self._around.standing
+        try:
+            if len(self._asked) >= config.max_watches:
+                limit = f"{config.max_watches} ([video] max_watches)"
+                raise ResourceExhausted(f"a session has at most {limit} standing questions; remove one first")
+            if standing is None:
+                raise Unimplemented("this model cannot be asked standing questions")
+            request.rule.check("watch")
+            await self._around.work(standing.check, question, "watch")
+        except Exception as error:  # noqa: BLE001 - one question's failure is its own
+            self._refuse(request, reported(error))
+            return
+        self._asked[request.watch_id] = Watching(request, question, WatchRule(request.watch_id, request.rule))
+        self._report(m.WatchState(request.watch_id, accepted=True))
+
+    def remove(self, watch_id: str) -> None:
+        """Ask it no more."""
+        if self._asked.pop(watch_id, None) is not None:
+            self._report(m.WatchState(watch_id, accepted=False))
+
+    def see(self, seen: Seen, watches: tuple[Watching, ...]) -> None:
+        """Judge a frame by ``watches``, those that were asked when it was appended."""
+        if watches:
+            self.waiting += 1
+            self._to_judge.append((seen, watches))
+            self._wakes.notify()
+
+    async def judge(self) -> None:
+        """Judge frames for as long as the session runs."""
+        while True:
+            await self._wakes.until(lambda: bool(self._to_judge))
+            seen, watches = self._to_judge.popleft()
+            still = [each for each in watches if self._asked.get(each.request.watch_id) is each]
+            if still and self._around.standing is not None:
+                try:
+                    questions = [each.question for each in still]
+                    judged = await self._around.judge(self._around.standing.judge, seen, questions)
+                    for each, found in zip(still, judged, strict=True):
+                        self._judged(each, found, seen.seconds)
+                except Exception as error:  # noqa: BLE001 - the same
+                    for each in still:
+                        self._stop(each, reported(error))
+            self.waiting -= 1
+            del seen, watches, still
+            self._changed()
+
+    def clear(self) -> None:
+        """Let go of all frames."""
+        self._to_judge.clear()
+
+    def _judged(self, watching: Watching, found: Judged, seconds: float) -> None:
+        request = watching.request
+        if self._asked.get(request.watch_id) is not watching:
+            return
+        alert = watching.state.update(found.probability(request.wanted), found.mass, seconds)
+        if alert is not None:
+            self.alerts += 1
+            self._around.metrics.alerted()
+            self._report(m.Alert(request.watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
+
+    def _stop(self, watching: Watching, error: MMServeError) -> None:
+        if self._asked.get(watching.request.watch_id) is watching:
+            del self._asked[watching.request.watch_id]
+            self._refuse(watching.request, error)
+
+    def _refuse(self, request: m.Watch, error: MMServeError) -> None:
+        if self._named.get(request.watch_id) is request:  # a later request may have the id by now
+            del self._named[request.watch_id]
+        self._report(m.WatchState(request.watch_id, accepted=False, error=error))

@@ -1,0 +1,54 @@
+"""Each benchmark has the options that its code reads, and no others of its own."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mmserve.cli import build_parser
+from mmserve.cli.benchmarks import BENCHMARKS
+
+#: Read by ``read_config``, which every benchmark with a model or a server calls.
+CONFIGURATION = {"config", "model", "companion", "set"}
+#: Read by the command line itself.
+COMMON = {"command", "name", "json", "verbose"}
+
+
+def source(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def read_by(module: str) -> set[str]:
+    """Names of options that a benchmark's module, and those of its own that it imports, read."""
+    text = source(module)
+    sections = re.findall(r"mmserve\.bench\.video_\w+", text) if module.endswith(".video") else []
+    texts = [text, *map(source, sorted(set(sections)))]
+    names = {name for each in texts for name in re.findall(r"\barguments\.(\w+)", each)}
+    if any("measured_policies" in each for each in texts):
+        names |= {"recompute", "commit"}
+    return names - CONFIGURATION
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_a_benchmark_has_the_options_that_it_reads(name: str) -> None:
+    parser, _modules = build_parser()
+    offered = set(vars(parser.parse_args(["bench", name]))) - COMMON - CONFIGURATION
+    assert offered == read_by(BENCHMARKS[name].module)
+
+
+def test_verbose_may_be_given_before_or_after_the_name() -> None:
+    parser, _modules = build_parser()
+    given = [["bench", "-v", "decode"], ["bench", "decode", "-v"], ["bench", "decode"]]
+    assert [parser.parse_args(each).verbose for each in given] == [True, True, False]
+
+
+def test_an_option_of_another_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser, _modules = build_parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["bench", "peers", "--hours", "2"])
+    assert "--hours" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""``mmserve generate`` can set everything that a request can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmserve.cli import build_parser
+from mmserve.cli.request import request_options
+from mmserve.client import Blend, EarlyCommit, HeavyHitters, Learned, Options, Threshold, VideoSampling
+
+
+def options(*arguments: str) -> Options:
+    parser, _modules = build_parser()
+    return request_options(parser.parse_args(["generate", "What is it?", *arguments]))
+
+
+def test_every_option_of_a_request_can_be_given() -> None:
+    """``model`` is chosen by ``--model``; ``tokens`` is for programs, which have the SDK."""
+    assert set(options()) == set(Options.__annotations__) - {"model", "tokens"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--commit", "threshold"], "commit", "threshold"),
+        (["--commit", "threshold:confidence=0.8"], "commit", Threshold(0.8)),
+        (["--commit", "learned:end_of_text=false"], "commit", Learned(end_of_text=False)),
+        (
+            ["--commit", "early_commit:base=factor,answer_length=4"],
+            "commit",
+            EarlyCommit(base="factor", answer_length=4),
+        ),
+        (["--kv-reduction", "heavy_hitters:budget=64"], "kv_reduction", HeavyHitters(64)),
+        (["--image-reuse", "blend:recompute=0.3,layers=4"], "image_reuse", Blend(0.3, 4)),
+        (["--video-sampling", "fps=2"], "video_sampling", VideoSampling(fps=2)),
+        (["--stop", "a", "--stop", "b"], "stop", ["a", "b"]),
+        (["--steps", "8"], "steps", 8),
+        (["--max-pixels", "784"], "max_pixels", 784),
+        (["--video-min-pixels", "784"], "video_min_pixels", 784),
+        (["--min-p", "0.1"], "min_p", 0.1),
+    ],
+)
+def test_an_option_reaches_the_request(arguments: list[str], name: str, value: Any) -> None:
+    found: dict[str, Any] = {**options(*arguments)}
+    assert found[name] == value
+
+
+def test_a_grammar_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "answer.gbnf"
+    path.write_text('root ::= "é"', encoding="utf-8")
+    assert options("--grammar", str(path))["grammar"] == 'root ::= "é"'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--commit", "threshold:sureness=1"], "pairs KEY=VALUE of confidence, not 'sureness=1'"),
+        (["--commit", "threshold:confidence=much"], "confidence must be a number, not 'much'"),
+        (["--commit", "learned:end_of_text=1"], "end_of_text must be true or false"),
+        (["--commit", "low_confidence:steps=2"], "'low_confidence' is no policy with numbers"),
+        (["--kv-reduction", "sink_window:sinks=2"], "budget is missing: budget=VALUE"),
+        (["--regex", "a", "--grammar", "file"], "not allowed with argument --regex"),
+    ],
+)
+def test_wrong_numbers_of_a_policy_are_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options(*arguments)
+    assert said in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""Schemas that cannot be enforced directly: an equivalent form in the mode ``strict``, a wider one in the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from constraint_bombs import SCHEMAS
+from grammars import accepts, byte_trie, enforced, schema_matcher
+from llguidance import LLMatcher, LLParserLimits
+
+from mmserve.constraint.attempts import Grammar, attempts
+from mmserve.constraint.findings import Refused
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.service import Grammars
+from mmserve.constraint.vocabulary import BYTES
+from mmserve.constraint.widening import widened
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.errors import InvalidArgument
+
+VALIDATE, LENIENT = ConstraintMode.VALIDATE, ConstraintMode.LENIENT
+_PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+#: More regular expressions at once than the engine can intersect.
+_MANY_PATTERNS = {"allOf": [{"pattern": f"{a}.*{b}.*{a}"} for a in "abc" for b in "xyz"], "type": "string"}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(BYTES)
+    yield made
+    made.close()
+
+
+def compiled(made: Grammar) -> LLMatcher:
+    return LLMatcher(byte_trie(), made.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+
+
+def asked(schema: Any, mode: ConstraintMode) -> ConstraintSpec:
+    return ConstraintSpec(JsonSchema(schema if isinstance(schema, str) else json.dumps(schema)), mode)
+
+
+_OLD = {"not": {"required": ["name", "age"], "patternProperties": {"^x": True}}}
+_OPEN = {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({**_PERSON, **_OLD}, [{"name": "a"}, {"age": 1}, {"x": 1}], [{"name": "a", "age": 1}, {"age": "1"}]),
+        ({"not": {"type": "array", "items": {"type": "null"}}}, ["a", 1], [[], [None]]),
+        (_OPEN, [{"a": 1}, {"c": 1}, {}], [{"a": 1, "b": 1}, {"c": 1, "d": 1}]),
+        (
+            {"oneOf": [{"type": "string", "maxLength": 5}, {"type": "string", "minLength": 3}]},
+            ["ab", "abcdef"],
+            ["abc", 1],
+        ),
+    ],
+)
+def test_the_canonical_form_is_enforced_where_the_schema_as_it_stands_cannot_be(
+    schema: Any, taken: list[Any], refused: list[Any]
+) -> None:
+    enforced(schema, taken, refused)
+
+
+def test_members_of_the_canonical_form_keep_the_order_of_the_schema() -> None:
+    properties = {"z": {"type": "string"}, "a": {"type": "integer"}, "b": {"type": "string"}}
+    at = schema_matcher(
+        {
+            "type": "object",
+            "properties": properties,
+            "not": {"required": ["z", "b"], "title": "", "patternProperties": {"^x": True}},
+        }
+    )
+    assert accepts(at, '{"z":"","a":1}') and accepts(at, '{"a":1,"b":""}')
+    assert not accepts(at, '{"a":1,"z":""}') and not accepts(at, '{"z":"","b":""}')
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("too_new_for_its_dialect", LENIENT),
+        ("pattern_repeats", LENIENT),
+        ("huge_bound", VALIDATE),
+        ("id_of_two", VALIDATE),
+        ("cases_multiply", VALIDATE),
+    ],
+)
+def test_what_passes_a_limit_is_left_out_in_modes_that_widen(
+    grammars: Grammars, name: str, mode: ConstraintMode
+) -> None:
+    made = grammars.grammar(asked(SCHEMAS[name][0], mode))
+    assert not made.exact and made.warnings
+
+
+@pytest.mark.parametrize("name", ["no_json", "wrong_type", "wrong_length", "wrong_required", "steps_0", "endless"])
+def test_what_is_no_schema_or_has_no_value_is_refused_in_every_mode(grammars: Grammars, name: str) -> None:
+    schema = {"steps_0": {"multipleOf": 0}}.get(name) or SCHEMAS[name][0]
+    for mode in ConstraintMode:
+        with pytest.raises(InvalidArgument):
+            grammars.grammar(asked(schema, mode))
+
+
+def test_only_the_subschema_that_cannot_be_enforced_is_left_open(grammars: Grammars) -> None:
+    odd = {"type": "string", "minLength": 10**6}
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "odd": odd}, "required": ["n", "odd"]}
+    at = compiled(grammars.grammar(asked(schema, VALIDATE)))
+    assert accepts(at, '{"n":1,"odd":"x"}') and accepts(at, '{"n":1,"odd":[]}')
+    assert not accepts(at, '{"n":"1","odd":"x"}') and not accepts(at, '{"n":1}')
+
+
+def test_what_the_engine_cannot_compile_is_enforced_in_part(grammars: Grammars) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "text": _MANY_PATTERNS},
+        "required": ["n", "text"],
+        "additionalProperties": False,
+    }
+    with pytest.raises(InvalidArgument, match="regex"):
+        grammars.grammar(asked(schema, ConstraintMode.STRICT))
+    made = grammars.grammar(asked(schema, VALIDATE))
+    at = compiled(made)
+    assert not made.exact and "more than the grammar engine can take" in made.warnings[0]
+    assert accepts(at, '{"n":1,"text":"axaaybz"}')
+    assert not accepts(at, '{"n":"1","text":"a"}') and not accepts(at, '{"n":1,"text":1}') and not accepts(at, "{}")
+
+
+def test_a_schema_that_ends_the_process_is_not_enforced_where_it_need_not_be() -> None:
+    made = Grammars(BYTES, seconds=0.1)
+    try:
+        bomb = {"type": "object", "properties": {f"p{i}": {"pattern": "(a|b|cd*){1,300}x"} for i in range(400)}}
+        with pytest.raises(InvalidArgument, match="processor time"):
+            made.grammar(asked(bomb, ConstraintMode.STRICT))
+        found = made.grammar(asked(bomb, VALIDATE))
+        assert not found.exact and accepts(compiled(found), '{"p1":"acddx"}')
+    finally:
+        made.close()
+
+
+def test_each_wider_schema_accepts_what_the_one_before_did() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"allOf": [{"type": "string", "pattern": "^x"}, {"minLength": 3}]},
+            "b": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/r0"}]}},
+        },
+        "patternProperties": {"^c": {"type": "null"}},
+        "additionalProperties": False,
+        "required": ["a"],
+        "$defs": {"r0": {"type": "object", "properties": {"d": {"type": "integer"}}}},
+    }
+    values = [{"a": "xab"}, {"a": "xab", "b": [1, {"d": 2}], "c1": None}, {"a": "x"}, {"a": 1}, {"d": 1}, 3, {"a": "y"}]
+    before = jsonschema_rs.validator_for(schema)
+    accepted = []
+    for wider, _without in [(schema, ""), *widened(schema)]:
+        judge = jsonschema_rs.validator_for(wider)
+        assert all(judge.is_valid(value) for value in values if before.is_valid(value))
+        accepted.append(sum(map(judge.is_valid, values)))
+        before = judge
+    assert accepted[0] == 2 and accepted[-1] == len(values) and accepted == sorted(accepted)
+
+
+def test_attempts_end_with_any_json_or_a_reason() -> None:
+    schema = JsonSchema(json.dumps({"uniqueItems": True, "type": "array"}))
+    made = list(attempts(schema, LENIENT))
+    assert not any(grammar.exact for grammar in made) and made[-1].longest is None
+    with pytest.raises(Refused, match="uniqueItems"):
+        list(attempts(schema, ConstraintMode.STRICT))

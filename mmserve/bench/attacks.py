@@ -26,7 +26,7 @@ from mmserve.reference.items import Question
 
 #: Seconds between two health checks.
 CHECK_EVERY = 0.05
-#: Seconds of an attack, and after its end until memory is looked at again.
+#: Seconds of an attack, and after its end until memory is measured again.
 ATTACK_SECONDS, SETTLE_SECONDS = 15.0, 60.0
 #: Goals: the p99 of text requests over the idle server's, milliseconds of a health check, memory over that before.
 SLOWER, CHECK_MS, GROWTH = 3.0, 100.0, 1.2

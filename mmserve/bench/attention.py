@@ -141,9 +141,9 @@ def variants() -> Iterator[Variant]:
 
 
 def changed(config: Config) -> dict[str, dict[str, Any]]:
-    """What ``config`` says other than by default of what is measured: tables to keys to values.
+    """The settings of ``config`` that differ from the defaults and matter here: tables to keys to values.
 
-    Keys that each variant sets by itself are none of it. Weights and their dtype are told by their digest.
+    Keys that each variant sets by itself are left out. Weights and their dtype are identified by their digest.
     """
     plain = Variant({})
     return {
@@ -188,7 +188,7 @@ def _prompts(model: LoadedModel, tasks: list[str], limit: int, seed: int, media:
 
 @torch.inference_mode()
 def _logits(model: LoadedModel, engine: EngineConfig, p: Prompt, floor: int, *, decoding: bool) -> Tensor:
-    """Logits ``[wanted, V]`` of prefill, or of a decode step that runs the wanted rows behind a dense prefill."""
+    """Logits ``[wanted, V]`` of prefill, or of a decode step that runs the wanted rows after a dense prefill."""
     pages = np.arange(-(-p.canvas.size // PAGE))
     room: dict[str, Any] = {
         "pages": len(pages),

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmserve.errors import ConfigError
 
-#: What says which row it is.
+#: The fields that identify a row.
 _KEYS = ("measured", "stage", "density", "kept")
 _BASELINES = {"random": "--", "oracle": ":"}
 

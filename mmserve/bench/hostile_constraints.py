@@ -1,7 +1,7 @@
 """Constraints that are small to send and make as much work as possible, for benchmarks of what others notice of them.
 
 Each is ``(name, options)``, where ``options`` are keyword arguments of the SDK's ``generate``. Whether a server answers
-or refuses one is its own affair: what matters is that it is over soon, and that nobody else waits for it.
+or refuses one is its own affair: what matters is that it ends soon, and that no other request waits for it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _grammars(mark: str) -> list[Hostile]:
 
 
 def _case(name: str, number: int) -> dict[str, Any]:
-    """A closed object of several properties that is told from the others by the value of one."""
+    """A closed object of several properties that is distinguished from the others by the value of one."""
     kind, rest = {"const": f"{name}_{number}"}, {"a": {"type": "string"}, "b": {"type": "integer"}}
     required = ["kind", name, "a", "b"]
     properties = {"kind": kind, name: {"type": "boolean"}, **rest}

@@ -164,7 +164,7 @@ def repeated(address: str, message: bytes, *, connections: int = 4, method: str 
 
 
 class RawConnection:
-    """An HTTP/2 connection without a gRPC library: its calls send what they are told to, and no more.
+    """An HTTP/2 connection without a gRPC library: its calls send the given bytes, and no more.
 
     Not encrypted. It answers settings and pings of the server, and reads nothing else but flow-control windows and the
     status of calls.

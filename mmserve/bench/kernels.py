@@ -1,6 +1,6 @@
 """How fast each attention and cache op is on this machine, beside others' implementations: ``mmserve bench kernels``.
 
-On a GPU that is the Triton kernels; on a CPU the PyTorch references that serve there, which says nothing about a GPU.
+On a GPU that is the Triton kernels; on a CPU the PyTorch code that serves there, which predicts nothing about a GPU.
 """
 
 from __future__ import annotations

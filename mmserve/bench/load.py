@@ -124,7 +124,7 @@ async def _load(address: str, asks: Sequence[Ask], alone: Sequence[str], count: 
 
     async def client_loop() -> None:
         async with AsyncClient(address, timeout=PATIENCE) as client:
-            for number in numbers:  # shared by all clients: whoever is free takes the next
+            for number in numbers:  # shared by all clients: a free one takes the next
                 which = number % len(asks)
                 began = time.monotonic()
                 try:

@@ -53,7 +53,7 @@ class Peer(Protocol):
     def answer(self, count: int) -> tuple[float, Sequence[object]]:
         """Seconds for the first ``count`` prompts together, and each answer as the engine gives it by itself.
 
-        That is text or token ids: nobody is asked for log-probabilities, which take time.
+        That is text or token ids: no peer is asked for log-probabilities, which take time.
         """
         ...
 
@@ -251,16 +251,16 @@ class Vllm:
         assert self._process.stdin is not None
         asked = {"prompts": self._prompts[:count], "new_tokens": NEW_TOKENS}
         print(json.dumps(asked), file=self._process.stdin, flush=True)
-        told = self._line()
-        return float(told["seconds"]), told["tokens"]
+        answer = self._line()
+        return float(answer["seconds"]), answer["tokens"]
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise ConfigError("vLLM ended; run `PYTHON mmserve/bench/vllm_peer.py MODEL float32 1024` to see why")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @contextmanager

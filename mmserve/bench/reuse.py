@@ -1,10 +1,10 @@
 """What taking an image's K/V from where it stood alone does to logits, answers and times: ``mmserve bench reuse``.
 
 Every rule at every share answers the same fresh items, by turns with plain prefill: pairs of pictures, and questions
-about one picture that stand both in front of it and behind it, so that no picture that counts begins its chat. All
+about one picture both before and after it, so that no picture that counts begins its chat. All
 pictures were seen before: neither side runs the tower, and each image's K/V are kept. Beside that, the same for prompts
 of many pictures, which the bundled models cannot answer, but which show what prefill takes.
-Logits are those of the right answer's tokens, each behind those before it; of a masked diffusion model, those of its
+Logits are those of the right answer's tokens, each after those before it; of a masked diffusion model, those of its
 first pass, where nothing of the answer is there yet.
 """
 
@@ -178,7 +178,7 @@ def _item(task: str, index: int, seed: int) -> Item:
 
 
 def _long(seed: int) -> Iterator[Item]:
-    """Prompts of many pictures behind a line of text; one token is asked for."""
+    """Prompts of many pictures after a line of text; one token is asked for."""
     rng = random.Random(seed)
     for _ in range(LONG_PROMPTS):
         pictures = [ImagePart(png(draw_scene(rng).picture)) for _ in range(MANY)]
@@ -192,7 +192,7 @@ def _ask(client: Client, one: Item, reuse: ImageReuse | None, decoding: Options)
 
 
 class _Logits:
-    """Logits of right answers behind their prompts."""
+    """Logits of right answers after their prompts."""
 
     def __init__(self, model: LoadedModel, media: MediaConfig) -> None:
         self._model, self._floor = model, row_floor(model)
@@ -288,7 +288,7 @@ def _answer_figures(asked: Sequence[Question], answers: Sequence[Result], plain:
 
 
 def _decode_ms(result: Result) -> float:
-    """Of each pass behind the prefill."""
+    """Of each pass after the prefill."""
     return result.times.decode / max(1, result.forwards - 1)
 
 

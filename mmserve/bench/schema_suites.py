@@ -63,11 +63,11 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         raise ConfigError("give the folder of MaskBench's or JSON-Schema-Test-Suite's files as --data")
     cases = suites.read(arguments.data, arguments.sample, arguments.seed)
     counts: dict[str, _Counts] = {}
-    compiler, trie, told = Compiler(BYTES, COMPILE_SECONDS), trie_of(BYTES), time.monotonic()
+    compiler, trie, shown = Compiler(BYTES, COMPILE_SECONDS), trie_of(BYTES), time.monotonic()
     try:
         for number, case in enumerate(cases):
-            if time.monotonic() - told > _EVERY:
-                told = time.monotonic()
+            if time.monotonic() - shown > _EVERY:
+                shown = time.monotonic()
                 progress(f"{number} of {len(cases)} schemas")
             _count(case, counts.setdefault(case.suite, _Counts()), compiler, trie, arguments)
     finally:

@@ -40,7 +40,7 @@ from mmserve.prune.base import Look
 #: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
 _TEXT, _ANSWER = 24, 8
 #: Seconds of one measurement, but for the fewest rounds that have quartiles; seconds between lines of progress.
-SECONDS, FEWEST, _TOLD = 100.0, 3, 10.0
+SECONDS, FEWEST, _SHOWN = 100.0, 3, 10.0
 #: Tiles of a picture.
 TILES = (1, 8)
 #: LLaVA's and CLIP's, of openai/clip-vit-large-patch14-336.
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     [settings, *_others] = measured_config(arguments).models
     model = load_model(settings)
     if not isinstance(model, LoadedModel) or not isinstance(model.vision, LlavaVision):
-        raise ConfigError(f"{model.spec.name} has no CLIP-style tower behind a projector, which is what is measured")
+        raise ConfigError(f"{model.spec.name} has no CLIP-style tower with a projector, which is what is measured")
     torch.set_num_threads(1)  # processor time is one thread's
     vision = model.vision
     large: Any = CLIPVisionModel(CLIPVisionConfig(**_LARGE)).eval().requires_grad_(False)
@@ -116,12 +116,12 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
 
 
 def paced(rounds: int, progress: Callable[[str], None]) -> Iterator[int]:
-    """Numbers of so many ``rounds``, from 1, behind one of number 0 that is not to be counted.
+    """Numbers of so many ``rounds``, from 1, after one of number 0 that is not to be counted.
 
-    None begins that would end behind ``SECONDS``, as the average so far says, once there have been ``FEWEST``. So one
+    None begins that would end after ``SECONDS`` by the average so far, once there have been ``FEWEST``. So one
     measurement takes longer only where ``FEWEST + 1`` rounds do, which is said when one has been run.
     """
-    begun, told = time.monotonic(), 0.0
+    begun, shown = time.monotonic(), 0.0
     for number in range(rounds + 1):
         seconds = time.monotonic() - begun
         each = seconds / number if number else 0.0
@@ -131,8 +131,8 @@ def paced(rounds: int, progress: Callable[[str], None]) -> Iterator[int]:
         if number == 1:
             expected = min(rounds + 1, max(FEWEST + 1, int(SECONDS / max(each, 1e-9))))
             progress(f"a round takes {each:.1f} s: about {each * expected:.0f} s for {expected - 1} of {rounds}")
-        elif not number or seconds - told > _TOLD:
-            told = seconds
+        elif not number or seconds - shown > _SHOWN:
+            shown = seconds
             progress(f"round {number} of {rounds}")
         yield number
 
@@ -203,7 +203,7 @@ def decoder_shares(
     """What the pruners ``names``, which ask the decoder, add to the tower's time for a picture of one tile, and the
     milliseconds (median) of that which the layers take that run before there are scores.
 
-    The prompt has ``_TEXT`` tokens behind the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
+    The prompt has ``_TEXT`` tokens after the picture and, where it is masked diffusion, an answer of ``_ANSWER``.
     Rounds are as of ``tower_shares``.
     """
     vision = model.vision

@@ -78,5 +78,5 @@ def _cases(path: Path, name: Path) -> Iterator[Case]:
 
 
 def _tests(tests: list[Any]) -> tuple[tuple[Any, bool], ...]:
-    told = [test for test in tests if isinstance(test, dict) and test.keys() >= {"data", "valid"}]
-    return tuple((test["data"], bool(test["valid"])) for test in told)
+    judged = [test for test in tests if isinstance(test, dict) and test.keys() >= {"data", "valid"}]
+    return tuple((test["data"], bool(test["valid"])) for test in judged)

@@ -27,7 +27,7 @@ _PIECE = 1 << 16
 
 
 class CutProxy:
-    """Forwards TCP connections to ``target`` (``host:port``) from ``address``, and cuts them all when told to."""
+    """Forwards TCP connections to ``target`` (``host:port``) from ``address``, and cuts them all on request."""
 
     def __init__(self, target: str) -> None:
         host, _colon, port = target.rpartition(":")

@@ -71,7 +71,7 @@ class Setting:
     value: float = 1.0
 
     def options(self, _whole: Usage | None) -> Options:
-        """What the client is told."""
+        """What the client receives."""
         if self.pruner == "none":
             return {}
         found: Options = {"pruner": self.pruner}  # type: ignore[typeddict-item]
@@ -87,7 +87,7 @@ class Reduced:
     ratio: float
 
     def options(self, whole: Usage | None) -> Options:
-        """What the client is told, where without it the ``whole`` would be held."""
+        """What the client receives, where without it the ``whole`` would be held."""
         if whole is None:
             raise ValueError("a reduction is a share of what is held without one: that is measured first")
         if self.name == "visual_cache":
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
                     given: list[Options] = [
                         {**decoding, **setting.options(whole[i] if whole else None)} for i in range(len(group))
                     ]
-                    results = pool.map(lambda one, told: _ask(client, one[0], one[1], told), group, given)
+                    results = pool.map(lambda one, options: _ask(client, one[0], one[1], options), group, given)
                     answers[setting] += [(r, correct(one[1], r.text)) for one, r in zip(group, results, strict=True)]
         pruned = [setting for setting in settings if isinstance(setting, Setting)]
         costs = _scoring(model, sorted({s.pruner for s in pruned} - {"none"}))

@@ -8,7 +8,7 @@ from mmserve.errors import DeadlineExceeded, MMServeError
 
 
 class Cancellation:
-    """Set once, by any thread; looked at by whoever works for the request. ``deadline``: monotonic clock (seconds)."""
+    """Set once, by any thread; read by the workers of the request. ``deadline``: monotonic clock (seconds)."""
 
     def __init__(self, deadline: float | None = None) -> None:
         self._deadline = deadline

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: ``committed_at`` of the prompt, of what stands on the canvas before the first pass, and of a position that is still
+#: ``committed_at`` of the prompt, of tokens on the canvas before the first pass, and of a position that is still
 #: masked.
 PROMPT, GIVEN, MASKED = -1, 0, 1 << 30
 
@@ -30,8 +30,8 @@ class Canvas:
     ``step`` counts the forward passes done; ``block_start`` is where the block being filled begins and
     ``block_step`` counts the forward passes done for it, ``full_passes`` those of them made since it was full. Blocks
     are ``block_length`` long, counted from ``origin``; the last may be shorter, and the first where ``origin`` lies
-    within the prompt. ``padded``: end tokens may stand anywhere in the answer and are no part of its text, which goes
-    on behind them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
+    within the prompt. ``padded``: end tokens may occur anywhere in the answer and are no part of its text, which goes
+    on after them. ``unread``: so many of the last positions hold padding from the start that passes read as masks.
     ``logit_shift``: how far left of a position the row is whose logits predict it.
     """
 
@@ -85,7 +85,7 @@ class Canvas:
         return len(self.tokens)
 
     def rotary_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Where ``positions`` (int64) stand for the rotary embedding: pruning moves nothing that it leaves.
+        """The rotary positions of ``positions`` (int64): pruning does not move what it keeps.
 
         Int64 ``[n]``, or ``[axes, n]`` where positions have several axes.
         """

@@ -1,6 +1,6 @@
-"""What an answer must look like, as the request says it: plain data, neither torch nor gRPC.
+"""What an answer must look like, as the request states it: plain data, neither torch nor gRPC.
 
-``mmserve.constraint`` turns a ``ConstraintSpec`` into a grammar, or says why it cannot.
+``mmserve.constraint`` turns a ``ConstraintSpec`` into a grammar, or refuses it with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ConstraintMode(StrEnum):
 class ConstraintSampling(StrEnum):
     """What the drawn answers are draws from."""
 
-    MASK = "mask"  # at each token the model's distribution over what may stand there
+    MASK = "mask"  # at each token the model's distribution over the tokens allowed there
     AWRS = "awrs"  # the same, and each answer has a weight that corrects it
     ASAP = "asap"  # the model's distribution over valid answers, approached from sample to sample; weighted, too
 
@@ -37,7 +37,7 @@ class SchemaOption(StrEnum):
 
 @dataclass(frozen=True)
 class JsonSchema:
-    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12), as ``options`` say."""
+    """The answer is a JSON document valid under the schema ``text`` (drafts 4 to 2020-12), under ``options``."""
 
     text: str
     options: tuple[SchemaOption, ...] = ()

@@ -1,4 +1,4 @@
-"""What the engine tells about a request while it runs: plain data, in this order:
+"""Events of a request while it runs: plain data, in this order:
 one ``Admitted``, then for each sample any number of ``Snapshot`` and ``Delta`` and one ``Finished``, the samples in any
 order; or, at any time after ``Admitted``, one ``Failed`` and nothing more. ``sample`` counts from 0.
 """
@@ -21,7 +21,7 @@ class Admitted:
 class Snapshot:
     """The canvas as it is now; positions still masked appear as ``▒`` and may become anything.
 
-    ``edited``: committed tokens that this step replaced, which only policies do that say so.
+    ``edited``: committed tokens that this step replaced, which only policies that declare it do.
     """
 
     text: str

@@ -194,10 +194,10 @@ class Stage(Enum):
     STEPPING = auto()  # in the decode step that runs now
     READY = auto()  # decoding, waits for its next step
     FINISHED = auto()
-    FAILED = auto()  # also cancelled and expired: the error says which
+    FAILED = auto()  # also cancelled and expired: the error states which
 
 
-#: Stages in which a worker holds the request's state: nobody else may touch it until the worker returns.
+#: Stages in which a worker holds the request's state: nothing else may touch it until the worker returns.
 RUNNING = frozenset({Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
 TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED})
 

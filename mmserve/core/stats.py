@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class CacheStats:
     """Counters of a cache since it was made, and what it keeps now.
 
-    ``lookups`` = ``hits`` + ``joined`` (somebody else was making the value) + ``disk_hits`` + ``made``, but for values
+    ``lookups`` = ``hits`` + ``joined`` (another request made the value) + ``disk_hits`` + ``made``, but for values
     that could not be made.
     """
 

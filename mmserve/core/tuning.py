@@ -19,7 +19,7 @@ NOISE = 0.1
 DRAFTING = frozenset({"ngram", "draft_model"})
 #: Commit policies for which the model needs a companion.
 ACCOMPANIED = frozenset({"guided", "draft_model"})
-#: Commit policies that judge tokens which stand on the canvas already: a penalty on what stands there would judge them
+#: Commit policies that judge tokens which are on the canvas already: a penalty on those tokens would judge them
 #: by their own presence.
 UNPENALISED = frozenset({"edit", "ngram", "guided", "draft_model", "scheduler"})
 
@@ -61,7 +61,7 @@ class Measured:
 class Tuning:
     """The policies of a model's requests that name none.
 
-    ``source`` says where ``default`` is from: ``policy.json`` (then ``curve`` is what was measured, and ``measured``
+    ``source``: where ``default`` is from: ``policy.json`` (then ``curve`` is what was measured, and ``measured``
     how), ``literature``, or ``plain``, where the model has nothing faster.
     """
 

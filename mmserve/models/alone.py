@@ -27,10 +27,10 @@ def kv_alone(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys, not yet rotated, and values ``[L, G, K]`` of each of the first ``layers`` layers.
 
-    ``causal``: no position looks at what stands right of it; otherwise each looks at all of the row. A layer is run
+    ``causal``: no position attends to its right; otherwise each attends to the whole row. A layer is run
     when its own are asked for: who has other things to do stops between two.
     ``x_LD``: the embedded row; ``positions``: int64 ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add
-    behind the first layers; ``onlook`` is shown the last of the layers and its input.
+    after the first layers; ``onlook`` is shown the last of the layers and its input.
     """
     cos, sin = decoder.rotary(positions)
     made: list[tuple[Tensor, Tensor]] = []
@@ -59,7 +59,7 @@ def attention_alone(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *
 
 
 def hidden_alone(decoder: Decoder, x_TD: Tensor, positions_T: Tensor, sees_TT: Tensor, wanted_n: Tensor) -> Tensor:
-    """Final hidden states ``[n, D]`` of some rows of embedded tokens, each of which sees what ``sees_TT`` (bool) says.
+    """Final hidden states ``[n, D]`` of some rows of embedded tokens, by the bool mask ``sees_TT``.
 
     In the last layer only the ``wanted_n`` rows (int64) attend: of the others nothing but keys and values is needed.
     """

@@ -124,7 +124,7 @@ class _Laid:
 
 
 def _bands(cut: int, kept: int, size: int, side: int) -> list[slice]:
-    """Which of ``size`` rows, or columns, lie in each tile: they are ``kept`` patches behind the first ``cut``."""
+    """Which of ``size`` rows, or columns, lie in each tile: they are ``kept`` patches after the first ``cut``."""
     found, start = [], 0
     for _tile, members in groupby(int((cut + (i + 0.5) * kept / size) // side) for i in range(size)):
         stop = start + len(list(members))
@@ -156,7 +156,7 @@ class LlavaTiles:
 
 
 def anyres_of(keys: Keys, tile: int) -> Anyres | None:
-    """What LLaVA's keys say of tiles of so many pixels; None = an image is one tile. Raises ``ConfigError``."""
+    """The tiling by LLaVA's keys for tiles of this size; None = an image is one tile. Raises ``ConfigError``."""
     ratio = keys.values.get("image_aspect_ratio") or "square"
     if ratio in ("square", "pad"):
         return None

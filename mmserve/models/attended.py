@@ -59,8 +59,8 @@ class Onlooker:
     ) -> Tensor:
         """Attention (fp32 ``[prompt]``) that evidence of ``kind`` gives to each of the first ``prompt`` positions.
 
-        ``x_LD``: the embedded prompt and, where attention is full, the masked answer behind it; ``positions``: int64
-        ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add behind the first layers.
+        ``x_LD``: the embedded prompt and, where attention is full, the masked answer after it; ``positions``: int64
+        ``[L]``, or ``[axes, L]``; ``deep``: what its visual tokens add after the first layers.
         """
         cos, sin = self._decoder.rotary(positions)
         x_LD = self.run_before(self._layer[kind], x_LD, cos, sin, deep)

@@ -1,4 +1,4 @@
-"""What a loaded model is to the rest of the server: a spec that says what it can do, and its parts.
+"""What a loaded model is to the rest of the server: a spec of what it can do, and its parts.
 
 Policies and stages ask the spec, never the model's name.
 """
@@ -53,17 +53,17 @@ class ModelSpec:
     name: str
     architecture: str
     attention: Attention
-    mask_id: int  # stands at open positions; where attention is causal, no pass ever sees it
+    mask_id: int  # the token of open positions; where attention is causal, no pass ever sees it
     end_ids: frozenset[int]  # any of them ends the answer
-    padding_id: int | None = None  # one of them that fills the canvas behind an answer's end; None = whatever ended it
-    banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint says
+    padding_id: int | None = None  # one of them that fills the canvas after an answer's end; None = whatever ended it
+    banned_ids: tuple[int, ...]  # never generated: mask, placeholders, and what the checkpoint lists
     image_id: int | None  # placeholder of an image in the token row, maybe past the embeddings; None = text only
     video_id: int | None = None  # placeholder of a video; None = takes none
     max_tokens: int  # positions the checkpoint was made for
     default_block_length: int = 32  # of masked diffusion; the only one where attention is block-causal
     renoising: Renoising | None = None  # set where open positions hold random tokens, in whole blocks, and no mask
     special_tokens: bool = False  # the tokenizer's go around a prompt whose template does not begin with its first
-    logit_shift: int = 0  # how far left of a position its row of logits stands: 1 for next-token models and Dream
+    logit_shift: int = 0  # how far left of a position its row of logits is: 1 for next-token models and Dream
 
     def __post_init__(self) -> None:
         if self.causal and self.logit_shift < 1:
@@ -97,14 +97,14 @@ class OpenCanvas:
     """A canvas of random tokens before a step."""
 
     tokens_L: Tensor  # int64
-    past: Any  # what the network keeps of all that stands in front of it
+    past: Any  # what the network keeps of everything before it
     before_LV: Tensor | None  # shaped logits of the step before; None at the first
 
 
 class CanvasNetwork(Protocol):
     """The network of a model that denoises canvases of random tokens; it keeps its own K/V, one cache a request.
 
-    What it says of a canvas does not depend on the others of a call.
+    Its output for a canvas does not depend on the other canvases of a call.
     """
 
     @property
@@ -130,9 +130,9 @@ class CanvasNetwork(Protocol):
         ...
 
     def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
-        """``past`` (None = nothing yet) with final tokens (int64) added behind it.
+        """``past`` (None = nothing yet) with final tokens (int64) added after it.
 
-        ``features``: the visual tokens ``[n, D]`` that stand where ``ids_n`` has the image placeholder.
+        ``features``: the visual tokens ``[n, D]`` at the image placeholders of ``ids_n``.
         """
         ...
 
@@ -155,11 +155,11 @@ class CanvasModel:
 
     @property
     def companion(self) -> None:
-        """None: a companion says what stands at an open position, and here no position is open until all are final."""
+        """None: a companion predicts open positions, and here no position is open until all are final."""
 
     @property
     def commit_filter(self) -> None:
-        """None: the model says itself when a canvas is final."""
+        """None: the model itself reports when a canvas is final."""
 
     @property
     def position_axes(self) -> int:

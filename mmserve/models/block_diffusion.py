@@ -15,7 +15,7 @@ from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.family import Sources, listed_ids, load_family, make_spec, mask_id_of
 
-#: Architecture to its mask token, and to the positions of a block where no configuration says: those of SDAR's
+#: Architecture to its mask token, and to the positions of a block where no configuration has them: those of SDAR's
 #: generate.py, and of ``generate`` in modeling_llada2_moe.py.
 KINDS = {"sdar": ("<|MASK|>", 4), "llada2_moe": ("<|mask|>", 32)}
 

@@ -113,7 +113,7 @@ def adapt_chat_template(
     The checkpoint's own template is kept; where it takes plain text only, parts are joined in front of it. Without
     one, a tokenizer with Llama 3's header tokens gets Llama 3's format, and ``vicuna`` checkpoints that of LLaVA-1.5,
     which publishes its format in code. Otherwise the format cannot be known: ``ConfigError``. ``image`` and
-    ``video``: what stands in a text for either.
+    ``video``: the placeholder of each in a text.
     """
     own = tokenizer.chat_template
     if own is None:

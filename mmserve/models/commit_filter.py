@@ -3,7 +3,7 @@
 Learn2PD's filter (arXiv 2509.25188; ims-kdks/Learning-to-Parallel-Decoding, train.ipynb) is a two-layer network from
 the confidences of a block of 32 positions to 32 logits, so it knows one block length. Here one such network is shared
 by all positions, and each sees a window around itself and two means over the block: one filter serves blocks of any
-length. The window reaches past the block's ends: left of a block all is final, of what stands right nothing is known.
+length. The window reaches past the block's ends: left of a block all is final, right of it nothing is known.
 """
 
 from __future__ import annotations

@@ -13,22 +13,24 @@ def accompany(model: Model, companion: Model) -> LoadedModel:
 
     Either may have special tokens that the other lacks, as a diffusion model has its mask.
     """
-    told = f"{companion.spec.name!r} cannot be the companion of {model.spec.name!r}"
+    refused = f"{companion.spec.name!r} cannot be the companion of {model.spec.name!r}"
     if isinstance(model, CanvasModel):
-        raise ConfigError(f"{told}: a model that denoises random tokens takes none")
+        raise ConfigError(f"{refused}: a model that denoises random tokens takes none")
     if isinstance(companion, CanvasModel) or not companion.spec.causal:
-        raise ConfigError(f"{told}: it is no autoregressive model, its attention is {companion.spec.attention.value}")
+        raise ConfigError(
+            f"{refused}: it is no autoregressive model, its attention is {companion.spec.attention.value}"
+        )
     other = _other_token(model, companion)
     if other is not None:
-        raise ConfigError(f"{told}: their tokenizers differ, as in the token {other!r}")
+        raise ConfigError(f"{refused}: their tokenizers differ, as in the token {other!r}")
     if model.vision is not None and companion.vision is not None:
         for what in ("tokens_per_image", "frames_per_video", "frames_per_second"):
             mine, its = getattr(model.vision, what), getattr(companion.vision, what)
             if mine and its and mine != its:
-                raise ConfigError(f"{told}: its {what} are {its}, not {mine}")
+                raise ConfigError(f"{refused}: its {what} are {its}, not {mine}")
         mine, its = (one.position_axes for one in (model, companion))
         if mine != its:
-            raise ConfigError(f"{told}: its positions have {its} axes, not {mine}")
+            raise ConfigError(f"{refused}: its positions have {its} axes, not {mine}")
     return replace(model, companion=companion)
 
 

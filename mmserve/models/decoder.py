@@ -26,7 +26,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DeepRows:
-    """What is added to some rows' hidden states behind each of the first layers (DeepStack, arXiv 2406.04334)."""
+    """What is added to some rows' hidden states after each of the first layers (DeepStack, arXiv 2406.04334)."""
 
     rows: Tensor  # int64 [n], none twice
     features_LnD: Tensor  # one a layer, from the first on
@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU feed-forward or experts, each behind its norm, each added to the residual stream.
+    """Attention and SwiGLU feed-forward or experts, each after its norm, each added to the residual stream.
 
     ``qkv`` and ``gate_up`` are set where layers are joined for inference (``models/packed.py``).
     """

@@ -1,7 +1,7 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it): canvases of random tokens that are denoised and then read.
 
 The network is transformers' own ``DiffusionGemmaForBlockDiffusion``: its encoder reads what is final, causally, into a
-cache; its decoder sees that cache and the whole canvas, and is told what it predicted the step before. Layers differ
+cache; its decoder sees that cache and the whole canvas, and its own predictions of the step before. Layers differ
 in head size and look through windows, so its keys and values stay in transformers' own cache, one a request.
 """
 
@@ -25,7 +25,7 @@ from mmserve.models.gemma_batch import ATTENTION, EXPERTS, NoCache
 from mmserve.models.gemma_vision import load_gemma_vision
 from mmserve.models.keys import Keys
 
-#: Of ``generation_config.json``, where it does not say (``_get_default_generation_params`` in transformers).
+#: Of ``generation_config.json``, where it has no value (``_get_default_generation_params`` in transformers).
 _STEPS, _BOUND, _T_MAX, _T_MIN, _STABLE, _CONFIDENT = 48, 0.1, 0.8, 0.4, 1, 0.005
 
 #: Canvases of a pass: each has a row of logits for every position, and what the step before said besides.
@@ -35,7 +35,7 @@ _AT_ONCE = 8
 def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
     """Load a checkpoint in transformers' layout; raises ``ConfigError`` naming what is wrong.
 
-    Images are taken where it says how they are prepared.
+    Images are taken where it states how they are prepared.
     """
     tokenizer = load_tokenizer(checkpoint.folder)
     try:
@@ -114,7 +114,7 @@ class GemmaCanvas(nn.Module):
     def read(self, ids_n: Tensor, past: Any | None, features: Tensor | None = None) -> Any:
         """``past`` (None = nothing yet) with the keys and values of ``ids_n`` (int64), which follow it, added.
 
-        ``features``: the visual tokens ``[n, D]`` at the image placeholders. Where the configuration says so, those of
+        ``features``: the visual tokens ``[n, D]`` at the image placeholders. By the configuration, those of
         one image see each other; transformers' own forward pass leaves that to its caller.
         """
         past = DynamicCache(config=self.network.config.get_text_config(decoder=True)) if past is None else past
@@ -144,16 +144,16 @@ class GemmaCanvas(nn.Module):
     def _predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
         length, count = len(canvases[0].tokens_L), len(canvases)
         padded = [*canvases, *canvases[:1] * (-(-self._floor // length) - count)]
-        told = [canvas.before_LV for canvas in padded]
-        known = next((before for before in told if before is not None), None)
+        given = [canvas.before_LV for canvas in padded]
+        known = next((before for before in given if before is not None), None)
         starts = torch.tensor([canvas.past.get_seq_length() for canvas in padded], device=padded[0].tokens_L.device)
         hidden_BLD = self.network.model.decoder(
             decoder_input_ids=torch.stack([canvas.tokens_L for canvas in padded]),
             past_key_values=NoCache(canvases[0].past, len(padded)),
             self_conditioning_logits=None
             if known is None
-            else torch.stack([torch.zeros_like(known) if before is None else before for before in told]),
-            self_conditioning_mask=torch.tensor([before is not None for before in told], device=starts.device),
+            else torch.stack([torch.zeros_like(known) if before is None else before for before in given]),
+            self_conditioning_mask=torch.tensor([before is not None for before in given], device=starts.device),
             decoder_position_ids=starts[:, None] + torch.arange(length, device=starts.device),
             pasts=[canvas.past for canvas in padded],
         ).last_hidden_state

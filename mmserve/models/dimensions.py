@@ -34,7 +34,7 @@ _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
     "multi_query_attention": (False, None),
     "clip_qkv": (None,),
 }
-_QWEN3_HEAD = 128  # where its configuration does not say ``head_dim``
+_QWEN3_HEAD = 128  # where its configuration has no ``head_dim``
 
 
 #: Keys that LLaDA2 has and ``_from_llada2`` reads.

@@ -1,6 +1,6 @@
 """Dimple (arXiv 2505.16990; rp-yu/Dimple-7B): Dream's decoder with positions of three axes, Qwen2.5-VL's tower.
 
-Between the two stands a projector of its own. Images only: its code has no projector for videos.
+Between the two is a projector of its own. Images only: its code has no projector for videos.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Projector(nn.Module):
 
 
 class DimpleVision(Qwen25Vision):
-    """Qwen2.5-VL's tower for images, and a projector behind it."""
+    """Qwen2.5-VL's tower for images, and a projector after it."""
 
     def __init__(self, tower: nn.Module, pixels: QwenPixels, projector: Projector) -> None:
         super().__init__(tower, pixels, frames=0)
@@ -55,7 +55,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     keys.check({"full_attn_mask": (True, None), "hidden_act": ("silu", None)})
     config = decoder_config(keys)
     if config.position_axes != 3:
-        raise ConfigError(f"{keys.path} has no mrope_section, which says how positions of images turn")
+        raise ConfigError(f"{keys.path} has no mrope_section, which assigns axes of position to frequencies")
     sources = chat_sources(checkpoint, target, keys, config, videos=False)
     spec = _spec(sources)
     decoder = load_decoder(checkpoint, config, target, HUGGING_FACE)

@@ -96,7 +96,7 @@ class Watched:
         """What is wanted, ``[B, patches]``, ``[B, patches, K]`` (keys) or ``[B, patches, C]`` (features), in fp32.
 
         ``hidden``: the tower's hidden states ``[B, N, C]``, from the embeddings on; ``first``: where patches begin, 1
-        behind a class token.
+        after a class token.
         """
         found: dict[Evidence, Tensor] = {}
         for kind, layer in self._layers.items():

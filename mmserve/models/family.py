@@ -50,7 +50,7 @@ def load_family(
     spec: Callable[[Sources], ModelSpec],
     vision: Callable[[Decoder], VisionEncoder] | None = None,
 ) -> LoadedModel:
-    """Load decoder, tower and projector; ``spec`` says what the model is.
+    """Load decoder, tower and projector; ``spec`` describes the model.
 
     ``vision`` makes what sees images for the decoder, where that is not LLaVA's one tile an image. Raises
     ``ConfigError`` naming the key, tensor or file that is wrong.
@@ -103,7 +103,7 @@ def make_spec(
             raise ConfigError(f"{checkpoint.folder}: {what} {wrong[0]!r} is no token of {config.vocab_size}")
     if ends <= banned:
         raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
-    # A placeholder behind the last embedding has no logit either.
+    # A placeholder after the last embedding has no logit either.
     placeholders = {i for i in (sources.image_id, sources.video_id) if i is not None and i < config.vocab_size}
     trained = checkpoint.config.get("tokenizer_model_max_length")
     return ModelSpec(
@@ -128,7 +128,7 @@ def takes_images(checkpoint: Checkpoint) -> bool:
 
 
 def takes_videos(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint takes images, and says how many frames of a video it takes."""
+    """Whether the checkpoint takes images, and states how many frames of a video it takes."""
     return takes_images(checkpoint) and bool(checkpoint.config.get("mm_video_frames"))
 
 
@@ -173,7 +173,7 @@ def _end_ids(sources: Sources) -> set[Any]:
 
 
 def _padding_ids(sources: Sources) -> list[Any]:
-    """What may fill a canvas behind an answer's end, the first that ends an answer."""
+    """What may fill a canvas after an answer's end, the first that ends an answer."""
     checkpoint, tokenizer = sources.checkpoint, sources.tokenizer
     named = [*listed_ids(checkpoint.config.get("pad_token_id")), *listed_ids(checkpoint.generation.get("pad_token_id"))]
     return [*named, tokenizer.pad_token_id, tokenizer.eos_token_id]
@@ -207,9 +207,9 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
 
 
 def placeholder(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added behind the rest.
+    """A placeholder's id. LLaVA's tokenizers have none (its code splits the text), so it is added after the rest.
 
-    Then it may lie past the model's embeddings, which is no harm: visual tokens stand where a prompt has it.
+    Then it may lie past the model's embeddings, which does no harm: visual tokens replace it.
     """
     if token_id(tokenizer, token) is None:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False)], special_tokens=True)

@@ -2,8 +2,8 @@
 
 The network and tiles are those of ``internvl``; keys and tensors have other names, which are translated here. Chats
 have the format that ``template`` names (``internvl_chats.py``).
-Decoders are Qwen2, Qwen3 or LLaMA. Of a video evenly spread frames are taken, one tile each, behind ``Frame1: `` and so
-on, as the authors' model cards do; how many, no file of theirs says (8 there, 16 in their ``evaluate_mvbench.py``).
+Decoders are Qwen2, Qwen3 or LLaMA. Of a video evenly spread frames are taken, one tile each, after ``Frame1: `` and so
+on, as the authors' model cards do; how many is in no file of theirs (8 there, 16 in their ``evaluate_mvbench.py``).
 """
 
 from __future__ import annotations

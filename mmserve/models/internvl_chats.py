@@ -26,9 +26,9 @@ FORMATS = {
 
 
 def use_named_format(tokenizer: PreTrainedTokenizerFast, name: object, image: str) -> bool:
-    """Give ``tokenizer`` the chat template of the format ``name``, in which ``image`` stands for an image.
+    """Give ``tokenizer`` the chat template of the format ``name``, in which ``image`` is the placeholder of an image.
 
-    False where nothing is named, or what is not known, of which the log tells: then the tokenizer keeps its own.
+    False where no format is named, or an unknown one (logged): then the tokenizer keeps its own.
     """
     if not isinstance(name, str) or name not in FORMATS:
         if name is not None:

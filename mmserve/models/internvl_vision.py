@@ -26,14 +26,14 @@ from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
 _BEGIN, _END = "<img>", "</img>"
-#: What the chat template says of a clip, so that it and the text before are split into tokens together.
+#: A clip's text in the chat template, tokenized together with the text before it.
 CLIP_BEGIN = "Frame"
-#: Frames of a video where its settings do not say: what InternVL's own examples take.
+#: Frames of a video where its settings have no number: as in InternVL's own examples.
 FRAMES = 8
 
 
 class InternVision(VisionEncoder):
-    """``tower`` behind an image processor that cuts tiles; ``frames`` makes each frame one, None = takes no video."""
+    """An image processor that cuts tiles, then ``tower``; ``frames`` makes each frame one, None = takes no video."""
 
     def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, frames_per_video: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def check_fit(folder: Path, config: Any, processor: Any) -> None:
 def shuffled_tower(config: Any, tower: nn.Module, projector: nn.Module) -> ShuffledTower:
     """``tower`` and ``projector`` as ``config`` (``InternVLConfig``) joins them."""
     inner: Any = tower.get_submodule("encoder.layer")
-    attentions = [layer.attention for layer in inner]  # norms, or nothing, come behind queries and keys
+    attentions = [layer.attention for layer in inner]  # norms, or nothing, come after queries and keys
     layers = [ShownLayer(a.q_norm, a.k_norm, a.num_heads, a.scale) for a in attentions]
     select, factor = config.vision_feature_layer, int(1 / config.downsample_ratio)
     from_end = select if select < 0 else select - len(layers) - 1

@@ -2,8 +2,8 @@
 
 ``lavida-llada-*`` have LLaDA's own tensors and configuration, ``lavida-dream-*`` those of Dream; both carry LLaVA's
 projector, separator and tower beside them. A prompt does not see its answer: as the authors' ``predict.py`` asks with
-``prefix_lm``, its K/V are computed once. That code also loses the line break behind an image in LLaDA's format, where
-it takes each piece of the text to begin with a start token; here it stays, as in training.
+``prefix_lm``, its K/V are computed once. That code also loses the line break after an image in LLaDA's format, where
+it takes each piece of the text to begin with a start token; here it is kept, as in training.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _spec(sources: Sources) -> ModelSpec:
 
 
 def _vision(checkpoint: Checkpoint, target: Target, keys: Keys) -> Callable[[Decoder], LlavaVision]:
-    """Each tile is pooled over squares of two, ``get_2dPool``'s default, whatever ``mm_spatial_pool_stride`` says."""
+    """Each tile is pooled over squares of two, ``get_2dPool``'s default, whatever ``mm_spatial_pool_stride`` is."""
     mode = keys.choice("mm_spatial_pool_mode", ("average", "max", "bilinear"), "bilinear")
     keys.check({"mm_patch_merge_type": ("spatial_unpad",), "mm_use_im_patch_token": (False, None)})
     return lambda decoder: load_vision(checkpoint, decoder.config.hidden_size, target, pool=(2, mode))

@@ -30,7 +30,7 @@ class Layout:
     name: str  # ``model_type``
     architecture: str  # the class in ``architectures``
     outer: Mapping[str, str]
-    layers: str  # what stands before the layer's number
+    layers: str  # the prefix of the layer's number
     layer: Mapping[str, str]
 
     def tensor(self, parameter: str) -> str:
@@ -129,7 +129,7 @@ LLADA2 = Layout(
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The layout that a configuration is written in: LLaDA's own says ``d_model``, the others ``hidden_size``."""
+    """The layout that a configuration is written in: LLaDA's own has ``d_model``, the others ``hidden_size``."""
     if config.get("model_type") == LLADA2.name:
         return LLADA2
     return LLADA if "d_model" in config else HUGGING_FACE

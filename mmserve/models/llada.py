@@ -48,7 +48,7 @@ def banned_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> se
     its layout: its ``generate`` sets 126080, 126081, 126346 and 126347 (start of text, end of text, start and end
     of a header) to minus infinity at masks and stops at ``<|eot_id|>``, so the end of text is banned there as long
     as the end of a turn remains. LLaDA's own ``generate`` bans nothing by default: it was trained to fill the
-    canvas behind the answer with the end of text, which must stay possible.
+    canvas after the answer with the end of text, which must stay possible.
     """
     suppressed = checkpoint.generation.get("suppress_tokens")
     if suppressed is not None:

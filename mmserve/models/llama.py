@@ -27,6 +27,6 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
 
 
 def _spec(sources: Sources) -> ModelSpec:
-    """Nothing is masked: any id may stand where no token is yet. Banned is only what the checkpoint suppresses."""
+    """Nothing is masked: any id may fill an open position. Banned is only what the checkpoint suppresses."""
     banned = set(listed_ids(sources.checkpoint.generation.get("suppress_tokens")))
     return make_spec(sources, attention=Attention.CAUSAL, mask_id=0, banned=banned, logit_shift=1)

@@ -156,5 +156,5 @@ def _anyres(config: Any, processor: Any, tile: int, keys: Keys) -> Anyres:
 
 
 def _video(keys: Keys) -> VideoSettings:
-    """``get_video_features``: frames pooled bilinearly to half a side, one separator behind the clip."""
+    """``get_video_features``: frames pooled bilinearly to half a side, one separator after the clip."""
     return VideoSettings(frames=keys.integer("mm_video_frames", default=FRAMES))

@@ -2,7 +2,7 @@
 
 Convolutions, no attention but one layer at the coarsest grid. The last convolution gives each cell as many numbers as
 a code has bits; a bit is set where its number is above zero (look-up free quantisation), so the codebook needs no
-tensor. The checkpoint's configuration says nothing of sizes: they are read off its tensors. Its decoder, which makes
+tensor. The checkpoint's configuration has no sizes: they are read from its tensors. Its decoder, which makes
 pictures of codes, is not loaded. Modules have the names of their tensors.
 Shapes in names: B pictures, C channels, H and W rows and columns of a grid.
 """

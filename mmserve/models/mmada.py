@@ -1,6 +1,6 @@
 """MMaDA's understanding path (arXiv 2505.15809; Gen-Verse/MMaDA): LLaDA's decoder, pictures as codes of its vocabulary.
 
-Weights and configuration are LLaDA's, with embeddings for the codes behind those of the text. The encoder that makes
+Weights and configuration are LLaDA's, with embeddings for the codes after those of the text. The encoder that makes
 codes is another checkpoint, ``showlab/magvitv2``, whose file lies in ``magvitv2`` beside ``config.json``.
 """
 
@@ -34,7 +34,7 @@ from mmserve.prune.base import Evidence, Look
 CODES, BESIDE, FILE = "showlab/magvitv2", "magvitv2", "pytorch_model.safetensors"
 #: Ids that the published models use for these; their tokenizer has them as reserved tokens.
 RESERVED = {"<|mmu|>": 126089, "<|soi|>": 126084, "<|eoi|>": 126085}
-#: MMaDA's chat format (its app.py), where the tokenizer brings none: LLaDA's with one line break behind a header.
+#: MMaDA's chat format (its app.py), where the tokenizer brings none: LLaDA's with one line break after a header.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if loop.index0 == 0 %}{{ bos_token }}{% endif %}"
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
@@ -120,7 +120,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     def spec(sources: Sources) -> ModelSpec:
         if codes.stop > sources.config.vocab_size:
             raise ConfigError(
-                f"{keys.path}: {len(codes)} codes behind {first} tokens of text need {codes.stop} embeddings; "
+                f"{keys.path}: {len(codes)} codes after {first} tokens of text need {codes.stop} embeddings; "
                 f"there are {sources.config.vocab_size}"
             )
         mask_id = mask_id_of(sources, MASK)
@@ -145,7 +145,7 @@ def _side(keys: Keys) -> int:
 
 
 def frame_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids of the tokens in front of a picture's codes, and behind; ``ConfigError`` where the tokenizer has them not."""
+    """Ids of the tokens in front of a picture's codes, and after; ``ConfigError`` where the tokenizer lacks one."""
     ids: dict[str, int] = {}
     for name, reserved in RESERVED.items():
         named = token_id(tokenizer, name)
@@ -156,7 +156,7 @@ def frame_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[int, ...], tupl
 
 
 def _adapt_template(tokenizer: PreTrainedTokenizerFast, checkpoint: Checkpoint) -> None:
-    """A picture stands in front of the whole chat, whichever message has it; MMaDA takes one."""
+    """A picture comes before the whole chat, whichever message has it; MMaDA takes one."""
     own = tokenizer.chat_template or CHAT_TEMPLATE
     tokenizer.chat_template = _ONE_PICTURE_FIRST + own if isinstance(own, str) else own
     adapt_chat_template(tokenizer, checkpoint.folder, images=True, videos=False, vicuna=False)

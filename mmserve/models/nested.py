@@ -1,6 +1,6 @@
 """Checkpoints of transformers' vision-language classes: ``text_config`` of ``config.json`` describes the decoder.
 
-What ``text_config`` does not say has the default of transformers' own class, as in checkpoints that it wrote.
+What ``text_config`` lacks has the default of transformers' own class, as in checkpoints that it wrote.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def use_processor_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
 
 
 def image_token(tokenizer: PreTrainedTokenizerFast, config: Any, checkpoint: Checkpoint) -> str:
-    """The token of ``image_token_id``, which stands for an image in a chat; ``ConfigError`` where there is none."""
+    """The token of ``image_token_id``, the placeholder of an image in a chat; ``ConfigError`` where there is none."""
     token = tokenizer.convert_ids_to_tokens(config.image_token_id)
     if not isinstance(token, str):
         path = checkpoint.folder / "config.json"
@@ -125,7 +125,7 @@ def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint
 def load_renamed(
     make: Callable[[], nn.Module], name_of: Callable[[str], str | Rows], checkpoint: Checkpoint, target: Target
 ) -> nn.Module:
-    """As ``load_part``, where ``name_of`` says the tensor, or rows of one, of each parameter's name."""
+    """As ``load_part``, where ``name_of`` maps each parameter's name to a tensor, or to rows of one."""
     with torch.device("meta"):
         module = make()
     names = {name: name_of(name) for name, _ in module.named_parameters()}

@@ -87,7 +87,7 @@ class JointLinear(nn.Module):
 
 
 class PartLinear(nn.Module):
-    """One of the layers of a ``JointLinear``. It computes all of them: whoever needs several asks the joint layer."""
+    """One of the layers of a ``JointLinear``. It computes all of them: to get several, call the joint layer."""
 
     def __init__(self, joint: JointLinear, index: int) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from mmserve.core.request import PixelRange
 from mmserve.prune.base import Evidence, Look
 
 #: What a tower takes of an image or clip: ``pixels`` (fp32, any shape), which go to its device and type, and whatever
-#: else its encoder wants to know of it again (a grid, sizes, seconds), which stays as it is.
+#: else its encoder needs of it later (a grid, sizes, seconds), which is kept unchanged.
 Prepared = Mapping[str, Tensor]
 #: Width, height and pillow's filter of a resize.
 Resize = tuple[int, int, int]
@@ -33,7 +33,7 @@ LONGEST_PADDED = 8192
 
 
 class CannotPrepare(ValueError):
-    """An image or clip that this model cannot take, though it is a sound file; the message says why."""
+    """An image or clip that this model cannot take, though it is a sound file; the message is the reason."""
 
 
 def check_shape(image: Image.Image) -> None:
@@ -52,7 +52,7 @@ def check_padded(image: Image.Image) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """Visual tokens that stand together, and what a pruner may know of those that are patches."""
+    """Visual tokens that are adjacent, and what a pruner may know of those that are patches."""
 
     tokens: Tensor  # [n, D]
     patches: Tensor  # int64 [rows * columns], ascending: which of the tokens are the patches of ``look``
@@ -80,13 +80,13 @@ class Picture:
 
 
 def blank(rows: int, columns: int) -> Tile:
-    """A tile of so many patches, its tokens without width: what stands for it before a tower has run."""
+    """A tile of so many patches, its tokens without width: its form before a tower has run."""
     count = rows * columns
     return Tile(torch.empty(count, 0), torch.arange(count), Look(rows, columns, {}))
 
 
 def joined(parts: Iterable[Tile | Text], coordinates: Tensor | None = None) -> Picture:
-    """The picture of tiles one behind the other, with text between them; one tile at least."""
+    """The picture of tiles one after the other, with text between them; one tile at least."""
     tokens: list[Tensor] = []
     grids: list[Grid] = []
     pieces: list[Text | int] = []
@@ -128,7 +128,7 @@ class VisionEncoder(nn.Module):
     frames_per_grid: int = 1
 
     def label_seconds(self, seconds: float) -> float:
-        """The time that a frame's label says, ``seconds`` after the beginning of its video."""
+        """The time in a frame's label, ``seconds`` after the beginning of its video."""
         return seconds % self.time_period if self.time_period else seconds
 
     @property
@@ -147,7 +147,7 @@ class VisionEncoder(nn.Module):
         return None
 
     def within(self, images: PixelRange, videos: PixelRange) -> VisionEncoder:
-        """The same encoder with other pixels, where it has ``pixel_limits``; what is None stays the checkpoint's."""
+        """The same encoder with other pixel limits, where it has ``pixel_limits``; None keeps the checkpoint's."""
         raise NotImplementedError
 
     def first_resize(self, *, clip: bool, among: bool) -> Resize | None:
@@ -156,7 +156,7 @@ class VisionEncoder(nn.Module):
         return None
 
     def prepare(self, image: Image.Image) -> Prepared:
-        """An RGB image, resized, cut and normalised as the checkpoint says; may raise ``CannotPrepare``."""
+        """An RGB image, resized, cut and normalised as the checkpoint states; may raise ``CannotPrepare``."""
         raise NotImplementedError
 
     def prepare_among(self, image: Image.Image) -> Prepared:
@@ -179,7 +179,7 @@ class VisionEncoder(nn.Module):
 
     def see(self, batch: Sequence[Prepared], wanted: frozenset[Evidence], *, clip: bool) -> list[Picture]:
         """What the decoder sees of each of ``batch``, all of them images or (``clip``) all of them clips of one shape,
-        with the ``wanted`` evidence. What is asked for has no say in the tokens."""
+        with the ``wanted`` evidence. The evidence asked for does not change the tokens."""
         raise NotImplementedError
 
     def see_frames(self, some: Prepared, wanted: frozenset[Evidence]) -> list[Tile]:

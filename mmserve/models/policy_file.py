@@ -1,6 +1,6 @@
 """``policy.json`` beside a checkpoint: which policies decode it by default, and how they were measured.
 
-``mmserve tune`` writes it. Where a file is wrong, ``ConfigError`` says how to mend it.
+``mmserve tune`` writes it. Of a wrong file, ``ConfigError`` explains how to mend it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROW = {
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFile:
-    """What a file says: plain decoding, the default, and every pair that was measured."""
+    """A file's contents: plain decoding, the default, and every pair that was measured."""
 
     path: Path
     plain: Pair

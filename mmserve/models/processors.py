@@ -17,7 +17,7 @@ from mmserve.models.checkpoint import read_json
 from mmserve.models.keys import Keys
 
 IMAGES, VIDEOS, BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
-#: What a video processor may say of a frame's pixels otherwise than the image processor.
+#: Settings of a frame's pixels in which a video processor may differ from the image processor.
 _OF_FRAMES = (
     "do_convert_rgb",
     "do_normalize",
@@ -43,7 +43,7 @@ def video_settings(folder: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def of_frames(settings: Mapping[str, Any] | None, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a video processor's ``settings`` say of the pixels of a frame, but for the keys ``without``."""
+    """The settings of a frame's pixels among a video processor's ``settings``, except the keys ``without``."""
     given = settings or {}
     return {name: given[name] for name in _OF_FRAMES if given.get(name) is not None and name not in without}
 

@@ -10,7 +10,7 @@ from mmserve.models.qwen_vision import QwenVision
 
 
 class Qwen25Vision(QwenVision):
-    """Frames of a clip stand ``tokens_per_second`` places apart for each second that lies between them."""
+    """Frames of a clip are ``tokens_per_second`` positions apart for each second between them."""
 
     def _times(self, seconds_F2: Tensor) -> Tensor:
         """As transformers' ``get_rope_index`` counts: evenly, from the clip's start, rounded down."""
@@ -24,7 +24,7 @@ class Qwen25Vision(QwenVision):
         return max(self.config.fullatt_block_indexes, default=int(self.config.depth) - 1)
 
     def _in_order(self, values: Tensor, grids: Tensor) -> Tensor:
-        """The blocks take windows one behind the other."""
+        """The blocks take windows one after the other."""
         c = self.config
         order, _ends = get_vision_window_index(grids, c.spatial_merge_size, c.window_size, c.patch_size)
         return values[order.argsort().to(values.device)]

@@ -14,13 +14,13 @@ START, END = "<|vision_start|>", "<|vision_end|>"
 
 
 class Qwen3Vision(QwenVision):
-    """A visual token is what stands for an embedding, and then what each of the decoder's first layers takes."""
+    """A visual token is an embedding, followed by what each of the decoder's first layers adds."""
 
     def _tokens(self, made: Any) -> Tensor:
         return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
 
     def _picture(self, tiles: list[Tile], seconds: Tensor | None) -> Picture:
-        """In a clip each frame of patches stands between tokens of its own, behind the middle of its time."""
+        """In a clip each frame of patches is enclosed in tokens of its own, after a label of the middle of its time."""
         if seconds is None:
             return super()._picture(tiles, seconds)
         parts: list[Tile | Text] = []

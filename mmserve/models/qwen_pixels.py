@@ -1,7 +1,7 @@
 """Images and clips as rows of patches, for the towers of Qwen's vision models: any size, in its own shape.
 
 A picture is resized to whole patches, within the checkpoint's limits of pixels. Its patches are ordered so that the
-``merge_size`` x ``merge_size`` that become one visual token stand side by side; each holds ``temporal_patch_size``
+``merge_size`` x ``merge_size`` that become one visual token are adjacent; each holds ``temporal_patch_size``
 frames, an image's only one as many times.
 """
 
@@ -59,7 +59,7 @@ class QwenPixels:
         return PixelRange(size["shortest_edge"], size["longest_edge"]), PixelRange(self.clips.least, self.clips.most)
 
     def within(self, images: PixelRange, videos: PixelRange) -> QwenPixels:
-        """The same with other limits; what is None stays, and the least is never above the most."""
+        """The same with other limits: None keeps a limit, and the lower one never exceeds the upper."""
         own, own_clips = self.limits
         least, most = _within(images, own)
         processor = copy.copy(self.processor)

@@ -24,10 +24,10 @@ from mmserve.prune.base import Evidence, Look
 
 
 class QwenVision(VisionEncoder):
-    """A tower of transformers (``blocks``, ``merger``) behind the checkpoint's processor.
+    """The checkpoint's processor, then a tower of transformers (``blocks``, ``merger``).
 
     Rows and columns of visual tokens are places of their own for the decoder, and so are frames: ``coordinates`` of
-    its pictures. ``frames``: how many of a video are looked at.
+    its pictures. ``frames``: how many are sampled of a video.
     """
 
     tokens_per_image = 0
@@ -103,7 +103,7 @@ class QwenVision(VisionEncoder):
         return joined(parts, coordinates(tiles, self._times(seconds)) if seconds is not None else coordinates(tiles))
 
     def _times(self, seconds_F2: Tensor) -> Tensor:
-        """Where each of a clip's frames of patches stands in time, int64 ``[F]``: one behind the other."""
+        """The position in time of each of a clip's frames of patches, int64 ``[F]``: consecutive."""
         return torch.arange(len(seconds_F2))
 
     def _tokens(self, made: Any) -> Tensor:
@@ -113,7 +113,7 @@ class QwenVision(VisionEncoder):
 
     @property
     def _scored(self) -> int:
-        """The block whose attention tells of patches: the one that makes the features."""
+        """The block whose attention scores patches: the one that makes the features."""
         return int(self.config.depth) - 1
 
     def _in_order(self, values: Tensor, _grids: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ class QwenVision(VisionEncoder):
 
 
 def coordinates(tiles: Sequence[Tile], times: Tensor | None = None) -> Tensor:
-    """Time, row and column of each visual token of ``tiles`` one behind the other, int64 ``[3, n]``.
+    """Time, row and column of each visual token of ``tiles`` one after the other, int64 ``[3, n]``.
 
-    ``times``: int64 ``[tiles]``; None = all of them stand at 0.
+    ``times``: int64 ``[tiles]``; None = all at 0.
     """
     found = []
     for tile, time in zip(tiles, [0] * len(tiles) if times is None else times.tolist(), strict=True):

@@ -36,7 +36,7 @@ from mmserve.models.qwen25_vision import Qwen25Vision
 from mmserve.models.qwen_pixels import load_pixels
 from mmserve.models.qwen_vision import QwenVision
 
-#: Frames of a video that are looked at, where ``mm_video_frames``, a key of our own, says nothing else.
+#: Frames sampled of a video where ``mm_video_frames``, a key of our own, is not set.
 FRAMES = 16
 
 
@@ -118,12 +118,12 @@ def chat_sources(checkpoint: Checkpoint, target: Target, keys: Keys, config: Dec
 
 
 def framed(tokenizer: PreTrainedTokenizerFast, keys: Keys, placeholder: int) -> str:
-    """What stands in a text for an image or a video; ``ConfigError`` where the tokenizer lacks a token of it."""
+    """The text of an image or a video; ``ConfigError`` where the tokenizer lacks a token of it."""
     ids = (keys.integer("vision_start_token_id"), placeholder, keys.integer("vision_end_token_id"))
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
     missing = [number for number, token in zip(ids, tokens, strict=True) if token is None]
     if missing:
-        raise ConfigError(f"{keys.path}: the tokenizer has no token {missing[0]}, which stands around or for an image")
+        raise ConfigError(f"{keys.path}: the tokenizer has no token {missing[0]}, which encloses or replaces an image")
     return "".join(tokens)
 
 
@@ -157,7 +157,9 @@ def tower_config(checkpoint: Checkpoint, kind: Kind) -> Any:
 def _decoder_config(keys: Keys, tower: Any, kind: Kind) -> DecoderConfig:
     config = decoder_config(keys)
     if config.position_axes != 3:
-        raise ConfigError(f"{keys.path}: rope_scaling has no mrope_section, which says how positions of images turn")
+        raise ConfigError(
+            f"{keys.path}: rope_scaling has no mrope_section, which assigns axes of position to frequencies"
+        )
     if getattr(tower, kind.width) != config.hidden_size:
         made = f"{kind.width} = {getattr(tower, kind.width)}"
         raise ConfigError(f"{keys.path}: vision_config.{made}, but embeddings are {config.hidden_size} wide")

@@ -57,7 +57,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``.
 
-    With ``axes``, which say the axis of position that turns each frequency, ``positions`` are ``[axes, ...]``.
+    With ``axes``, the axis of position of each frequency, ``positions`` are ``[axes, ...]``.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:

@@ -1,4 +1,4 @@
-"""How much positions of pictures are attended to, as ``attention_scores`` says it: what pruners ask of towers."""
+"""How much positions of pictures are attended to, by the op ``attention_scores``: what pruners need of towers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def mean_attention(q_THK: Tensor, k_NHK: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Attention to each position of several pictures, one behind another: fp32 ``[N]``, mean over rows and heads.
+    """Attention to each position of several pictures, one after another: fp32 ``[N]``, mean over rows and heads.
 
     ``rows`` and ``lengths``: query rows and positions of each picture, T and N in all. In O(N) memory.
     """

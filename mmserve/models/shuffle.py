@@ -23,7 +23,7 @@ AT_ONCE = 8
 
 
 def with_parts(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile]:
-    """Tiles that cover a picture row by row, told which part each shows, and those behind them as they are."""
+    """Tiles that cover a picture row by row, each labelled with the part it shows, and those after them unchanged."""
     found = list(tiles)
     for i in range(rows * columns):
         row, column = divmod(i, columns)
@@ -43,7 +43,7 @@ class ShuffledTower(nn.Module):
     """A tower from transformers, pixel shuffle over squares of ``factor`` patches a side, and a projector.
 
     ``layers``: what shows the attention of the tower's; ``select_layer`` counts its hidden
-    states from the end, and -1 is its final output; ``first`` is where patches begin, 1 behind a class token, which is
+    states from the end, and -1 is its final output; ``first`` is where patches begin, 1 after a class token, which is
     left out. ``projector`` takes ``[B, S, factor * factor * C]`` to ``[B, S, D]``.
     """
 

@@ -23,7 +23,7 @@ from mmserve.models.smolvlm_vision import CLIP_BEGIN, load_smol_vision
 
 _KINDS = {"idefics3": (Idefics3Config, Idefics3VisionTransformer), "smolvlm": (SmolVLMConfig, SmolVLMVisionTransformer)}
 #: A chat with a video is written by transformers' own template, whatever the checkpoint's is, as its processor has it.
-#: What stands around a video belongs to the text there, so that both are split into tokens together.
+#: What encloses a video belongs to the text there, so that both are tokenized together.
 _VIDEO_CHAT = DEFAULT_CHAT_TEMPLATE.replace(VIDEO, f"{CLIP_BEGIN}{VIDEO}{DEFAULT_MEDIA_OUTTRO}")
 _EITHER = (
     "{% set seen = namespace(video=false) %}{% for message in messages %}{% for part in message['content'] %}"

@@ -27,7 +27,7 @@ from mmserve.models.shuffle import AT_ONCE, ShuffledTower, with_parts
 from mmserve.models.vision import describe_processor
 from mmserve.prune.base import Evidence
 
-#: What the chat template says of a clip, and what comes with its first frame.
+#: A clip's text in the chat template, and what comes with its first frame.
 CLIP_BEGIN, _INTRO = DEFAULT_VIDEO_INTRO.split(" {frame_count}")
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 _ONES = [
@@ -58,7 +58,7 @@ MOST_FRAMES = 999
 
 
 class SmolVision(VisionEncoder):
-    """``tower`` behind an image processor; ``frames`` is one that makes each frame one tile, None = takes no video."""
+    """An image processor, then ``tower``; ``frames`` is one that makes each frame one tile, None = takes no video."""
 
     def __init__(self, tower: ShuffledTower, processor: Any, frames: Any | None, own: OwnFrames | None) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def _image(tiles: Sequence[Tile], rows: int, columns: int) -> list[Tile | Text]:
 def _clip(frames: Sequence[Tile], seconds: Tensor, whole: float) -> list[Tile | Text]:
     """A clip's row after ``CLIP_BEGIN``, as ``SmolVLMProcessor`` writes that of a video of ``whole`` seconds."""
     if len(frames) > MOST_FRAMES:
-        raise CannotPrepare(f"has {len(frames)} frames to be looked at; this model takes up to {MOST_FRAMES}")
+        raise CannotPrepare(f"has {len(frames)} frames after sampling; this model takes up to {MOST_FRAMES}")
     length = timedelta(seconds=int(whole))
     text = f" {in_words(len(frames))}{_INTRO.format(video_duration=str(length))}"
     parts: list[Tile | Text] = []

@@ -99,9 +99,9 @@ def load_vision(
     The tower's configuration and processor come from the directory that ``mm_vision_tower`` names, or from
     ``vision_tower`` beside ``config.json``; its weights from the checkpoint, or from that directory where the
     checkpoint has none. As in LLaVA (``llava/model/multimodal_encoder``), SigLIP features are always those of the
-    last layer but one and its images are resized bicubically, whatever the files say. ``mm_video_frames``, a key of
-    our own, says how many frames of a video the checkpoint takes; without it, none. ``pool``: stride and mode that
-    images are pooled by, which no key says. Raises ``ConfigError``.
+    last layer but one and its images are resized bicubically, whatever the files state. ``mm_video_frames``, a key of
+    our own, is the number of frames taken of a video; without it, none. ``pool``: stride and mode that
+    images are pooled by, which no key has. Raises ``ConfigError``.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
     _check_merging(keys)
@@ -123,7 +123,7 @@ def load_vision(
         newline = checkpoint.weights.tensor(NEWLINE, torch.Size([hidden_size]), target.dtype, target.device)
         projector, extra = NewlineProjector(projector, newline), extra + 1
     elif NEWLINE in checkpoint.weights:
-        _log.warning("%s: not used: %s, as mm_patch_merge_type says", checkpoint.weights.source, NEWLINE)
+        _log.warning("%s: not used: %s, because of mm_patch_merge_type", checkpoint.weights.source, NEWLINE)
         checkpoint.weights.leave(NEWLINE)
     processor, anyres = _processor(kind, folder, keys, int(config.image_size)), anyres_of(keys, int(config.image_size))
     if anyres is not None and kind.has_cls and feature == "cls_patch":
@@ -151,7 +151,7 @@ def _check_merging(keys: Keys) -> None:
 
 
 def _video(keys: Keys, side: int, feature: str) -> VideoSettings | None:
-    """What the configuration says of videos, whose frames have ``side`` x ``side`` patches; None = it takes none."""
+    """The configuration's settings of videos, whose frames have ``side`` x ``side`` patches; None = it takes none."""
     if not keys.values.get("mm_video_frames"):
         return None
     if feature != "patch":
@@ -252,7 +252,7 @@ def load_tower(
     """
     if any(name.startswith(f"{prefix}vision_model.") for name in weights.names):
         prefix += "vision_model."
-    cut = max(0, min(-1 - select, config.num_hidden_layers - 1))  # one stays to show attention, if of embeddings only
+    cut = max(0, min(-1 - select, config.num_hidden_layers - 1))  # one is kept to show attention, if of embeddings only
     run = config.num_hidden_layers - cut
     rest = [f"{prefix}encoder.layers.{run + layer}." for layer in range(cut)]
     kept = kind.has_cls and all(any(name.startswith(one) for name in weights.names) for one in rest)

@@ -1,7 +1,7 @@
 """Prompts in which the text of a request is only text: no control token comes of it, whatever it spells.
 
 Of texts that spell no control token nothing is done. Others are rendered with a mark inside of each such spelling, so
-that those which the chat template wrote itself can be told from them; these are then replaced by names that nobody can
+that those which the chat template wrote itself can be distinguished; these are then replaced by names that no user can
 guess, and a copy of the tokenizer that knows control tokens by these names alone encodes the whole. It splits all other
 text as the tokenizer does.
 """
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 #: Names of control tokens where a tokenizer does not call them special.
 _CONTROL = re.compile(r"<\|.+\|>")
-#: Names of single bytes, which stand for them wherever a vocabulary has no more of a text.
+#: Names of single bytes, for the parts of a text that a vocabulary has no longer tokens for.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 #: Private characters, of which one that a chat does not have is its mark.
 _MARKS = range(0x100000, 0x10FFFE)

@@ -1,4 +1,4 @@
-"""CLIP-style vision towers behind LLaVA's MLP projector."""
+"""CLIP-style vision towers with LLaVA's MLP projector."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VideoSettings:
     """How a clip becomes visual tokens, as LLaVA-NeXT's ``llava_arch.py`` has it but for ``frames`` and ``time``.
 
     ``frames`` are sampled; the grid of each one's projected patches is pooled over squares of ``stride`` by ``mode``
-    (``average``, ``max`` or ``bilinear``). ``newline`` says what the checkpoint's separator, where it has one, ends:
+    (``average``, ``max`` or ``bilinear``). ``newline``: what the checkpoint's separator, where it has one, ends:
     every row of a frame (``grid``), every frame (``frame``), the clip (``one_token``) or nothing (``no_token``).
     ``time`` is a format string of ``seconds`` (whole ones) for the text in front of each frame; empty = none.
     """
@@ -79,7 +79,7 @@ class LlavaVision(VisionEncoder):
     """A tower from transformers, one layer's patch features, and LLaVA's ``mlpNx_gelu`` projector.
 
     ``tower`` is any transformers vision model that returns ``hidden_states``; ``processor`` a pillow-backed image
-    processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls`` tells
+    processor; ``select_layer`` counts hidden states as LLaVA does (-2 = the last layer but one); ``has_cls``:
     whether the first position is a class token, which LLaVA drops. ``video`` is None where it takes images only, and
     ``anyres`` where an image is one tile; otherwise ``processor`` gives ``[1, T, 3, height, width]``, and ``frames`` is
     the processor of a clip's frames; ``several``, if given, makes one tile of an image that is not its request's only
@@ -280,7 +280,7 @@ class LlavaVision(VisionEncoder):
     def _images(self, features: Tensor, seen: Mapping[Evidence, Tensor]) -> list[Tile]:
         tokens = self.projector(features)
         side = self._cells
-        first = features.shape[1] - self._side**2  # behind a class token that is kept
+        first = features.shape[1] - self._side**2  # after a class token that is kept
         patches = torch.arange(side * side) + first
         return [
             Tile(own, patches, Look(side, side, {kind: values[i] for kind, values in seen.items()}))

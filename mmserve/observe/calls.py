@@ -27,7 +27,7 @@ _current: ContextVar[Call | None] = ContextVar("mmserve_call", default=None)
 
 
 def current() -> Call:
-    """The call that this task answers; outside of a call a fresh one that nobody reads."""
+    """The call that this task answers; outside of a call a fresh one that is discarded."""
     return _current.get() or Call()
 
 

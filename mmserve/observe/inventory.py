@@ -25,11 +25,11 @@ _SECONDS = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120, 600)
 
 
 class Described(Protocol):
-    """An engine that says which model it runs."""
+    """An engine that reports which model it runs."""
 
     @property
     def info(self) -> ModelInfo:
-        """What clients are told of its model."""
+        """What clients receive about its model."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 Names are those that vLLM made usual where there is one, with the prefix ``mmserve:``; the rest is what diffusion models
 add to them. Every server has a registry of its own. What requests come to is noted as they end (``Watch``); what
-engines hold is read from them when somebody asks (``_Held``).
+engines hold is read from them at each scrape (``_Held``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PER_FORWARD = (0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class Measured(Described, Protocol):
-    """An engine that can be looked at."""
+    """An engine whose state can be read."""
 
     def stats(self) -> Stats:
         """What it holds and has counted."""
@@ -156,7 +156,7 @@ class Watch:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
-        self.model = ""  # stays so where there is none of the name asked for: a name of a client's is no label
+        self.model = ""  # unchanged where there is no model of that name: a client's text is never a label
         self.tenant = ""
         self.left = ""  # code with which the client went away, if it did
 

@@ -58,7 +58,7 @@ def pruner_for(asked: Vision, *, seed: int) -> Pruner | None:
     kind = PRUNERS[asked.pruner]
     pruner = kind(seed=seed) if "seed" in inspect.signature(kind).parameters else kind()
     if asked.amount is None:
-        raise InvalidArgument.of("vision", f"{asked.pruner} must be told how much to keep: set {_either(pruner)}")
+        raise InvalidArgument.of("vision", f"{asked.pruner} needs how much to keep: set {_either(pruner)}")
     if asked.amount.name not in pruner.amounts:
         raise InvalidArgument.of(f"vision.{asked.amount.name}", f"{asked.pruner} takes {_either(pruner)} instead")
     return None if asked.amount.name != "token_budget" and asked.amount.value >= 1 else pruner

@@ -1,8 +1,8 @@
 """What a pruner sees of a picture, and what it decides; the counting that pruners share.
 
 A pruner judges the grid of one image, or of each frame of a clip, by what the vision tower shows of itself. It never
-sees the tokens that the decoder gets: it says which of them stay, and which are averaged into one, and that is then
-done behind projector and pooling, the same for each model that looks at the picture.
+sees the tokens that the decoder gets: it returns which of them are kept, and which are averaged into one. That is
+applied after projector and pooling, the same for each model.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pruner(Protocol):
         ...
 
 
-#: Amounts that say a number of tokens.
+#: Amounts that are a number of tokens.
 COUNTED = frozenset({"keep_ratio", "token_budget"})
 #: Also those that leave the number to the scores.
 SCORED = COUNTED | {"attention_mass"}
@@ -153,7 +153,7 @@ def best(scores: np.ndarray, count: int) -> Plan:
 
 
 def by_scores(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
-    """The best patches of each grid, as many as ``amount`` says."""
+    """The best patches of each grid, as many as ``amount`` gives."""
     found = on_cpu(scores)
     if amount.name == "attention_mass":
         kept = [mass_count(s, amount.value) for s in found]
@@ -163,7 +163,7 @@ def by_scores(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
 
 
 def best_together(scores: Sequence[Tensor], amount: Amount) -> list[Plan]:
-    """The best patches of all grids together, as many as a ``SCORED`` amount says: frames without any may be left."""
+    """The best patches of all grids together, as many as a ``SCORED`` amount gives: frames without any may be left."""
     found = on_cpu(scores)
     joined = found[0] if len(found) == 1 else np.concatenate(found)
     count = mass_count(joined, amount.value) if amount.name == "attention_mass" else total_count([len(joined)], amount)
@@ -190,8 +190,8 @@ def averaged(groups_Tn: np.ndarray, places_Tk: np.ndarray) -> list[Plan]:
     of = groups_Tn[tile, member] + tile * count
     weights = np.zeros((tiles * count, size), np.float32)
     weights[row[of], member] = 1 / np.bincount(of, minlength=tiles * count)[of]
-    stand = torch.from_numpy(places_Tk.ravel()[order])
-    return [Plan(*of_tile) for of_tile in zip(stand, torch.from_numpy(weights).view(tiles, count, size), strict=True)]
+    chosen = torch.from_numpy(places_Tk.ravel()[order])
+    return [Plan(*of_tile) for of_tile in zip(chosen, torch.from_numpy(weights).view(tiles, count, size), strict=True)]
 
 
 def grouped(keys: Sequence[Hashable]) -> list[list[int]]:

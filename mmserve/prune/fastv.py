@@ -1,6 +1,6 @@
 """FastV (arXiv 2403.06764): the patches that the prompt's last token attends to most in the decoder's second layer.
 
-FastV drops the others behind that layer; here the prompt is run again without them, so that no layer keeps their K/V
+FastV drops the others after that layer; here the prompt is run again without them, so that no layer keeps their K/V
 and what is left has the bits of a prompt that never had them. Of n positions, a share s kept and l layers, that is one
 layer's look and a prefill of s n, n (1 + s l) positions through a layer where FastV runs n (2 + s (l - 2)): fewer where
 less than half is kept.

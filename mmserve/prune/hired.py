@@ -1,4 +1,4 @@
-"""HiRED (arXiv 2408.10945): the first layer's class token says how many tokens each tile gets, a later one's which.
+"""HiRED (arXiv 2408.10945): the first layer's class token sets how many tokens each tile gets, a later layer's which.
 
 Budgets are counted and rounded as in hasanar1f/HiRED (``HiRED_token_selection`` and ``HiRED_sub_img_budgets`` of its
 LLaVA-NeXT). One difference: a tile's share is counted among the patches of the whole view that show the same part of

@@ -4,7 +4,7 @@ As in liuting20/MustDrop (``llava/model/multimodal_encoder``), a window whose fe
 cosine of ``EVEN`` is averaged, and the key set is what the class token attends to most in the tower's last layer.
 There, the layers after the first run on the merged tokens; here the tower runs on all patches, tokens are merged after
 it, and a merged token has the mean attention of its patches. The code never drops its key set, 8% of the tokens; here a
-request says how many tokens stay, and the key set is the first of them. Its stage in the decoder is not part of this.
+request sets how many are kept, and the key set is the first of them. Its stage in the decoder is not part of this.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def _kept(scores_Tn: np.ndarray, leader_Tn: np.ndarray, counts_T: np.ndarray) ->
     left_T = np.bincount(tile[chosen], minlength=tiles)
     first_T = left_T.cumsum() - left_T
     number = np.where(chosen, chosen.cumsum() - 1 - first_T[tile], -1)
-    groups_Tn, stand = number[group].reshape(tiles, size), places[chosen] % size
+    groups_Tn, targets = number[group].reshape(tiles, size), places[chosen] % size
     plans: dict[int, Plan] = {}
     for alike in grouped(left_T.tolist()):
         at = first_T[alike][:, None] + np.arange(left_T[alike[0]])
-        plans |= zip(alike, averaged(groups_Tn[alike], stand[at]), strict=True)
+        plans |= zip(alike, averaged(groups_Tn[alike], targets[at]), strict=True)
     return plans
 
 

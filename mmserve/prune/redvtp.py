@@ -1,6 +1,6 @@
 """RedVTP (arXiv 2511.12428): the patches that the masked answer attends to most before the first denoising step.
 
-RedVTP asks a whole first step and drops behind it; here half of the decoder is asked, and the first step is without
+RedVTP asks a whole first step and drops after it; here half of the decoder is asked, and the first step is without
 them already. What the masked positions look at changes little from step to step, so once is enough.
 """
 

@@ -20,7 +20,7 @@ from mmserve.prune.base import COUNTED, Evidence, Look, Plan, counts
 
 @dataclass(frozen=True)
 class Resize:
-    """Averages stand in the place of the patch at the middle of their area."""
+    """An average takes the place of the patch at the middle of its area."""
 
     needs: ClassVar[frozenset[Evidence]] = frozenset()
     amounts: ClassVar[frozenset[str]] = COUNTED

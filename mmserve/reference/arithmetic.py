@@ -37,7 +37,7 @@ def _possible(value: int, rng: random.Random) -> list[tuple[str, str, int, int]]
 
 
 def final_answer(text: str) -> str | None:
-    """What stands on the last ``Answer:`` line, None without one."""
+    """The text of the last ``Answer:`` line, None without one."""
     lines = [line for line in text.splitlines() if line.startswith("Answer:")]
     return lines[-1].removeprefix("Answer:").strip() if lines else None
 

@@ -43,7 +43,7 @@ class Actor:
     shape: Shape
     appears: int = 0
     leaves: int | None = None
-    moves: str = ""  # a key of DIRECTIONS; "" = it stands still
+    moves: str = ""  # a key of DIRECTIONS; "" = it does not move
     turns: tuple[int, str] | None = None
 
     def there(self, time: float) -> bool:
@@ -148,7 +148,7 @@ def draw_clip(rng: random.Random) -> Clip:
 
 
 def _moving(rng: random.Random) -> tuple[Actor, ...]:
-    """One shape that crosses the picture, or stands still, and up to two that stand in other rows and columns."""
+    """One shape that crosses the picture, or does not move, and up to two in other rows and columns."""
     mover, *others = _distinct(rng, rng.randint(1, 3))
     way = rng.choice((*DIRECTIONS, *DIRECTIONS, ""))
     if way:
@@ -220,7 +220,7 @@ def change(clip: Clip, _rng: random.Random) -> tuple[str, str] | None:
 def narration(clip: Clip, rng: random.Random) -> tuple[str, str]:
     """Every shape and what becomes of it, in random order. Taught, not tested, as listings of pictures are: a reader
     who sees part of it must find the shape by its looks, and its times by the shape."""
-    told = []
+    parts = []
     for actor in rng.sample(clip.actors, len(clip.actors)):
         said = f"the {actor.shape.name} at the {actor.shape.position}"
         if actor.moves:
@@ -233,8 +233,8 @@ def narration(clip: Clip, rng: random.Random) -> tuple[str, str]:
             said += f" turns {actor.turns[1]} at {actor.turns[0]} s"
         else:
             said += " stays"
-        told.append(said)
-    return "Tell what happens in any order.", ", ".join(told)
+        parts.append(said)
+    return "Tell what happens in any order.", ", ".join(parts)
 
 
 VIDEO = Subject(

@@ -32,7 +32,7 @@ from mmserve.reference.tokenizer import EOT, token_id
 PIXEL_MEAN = PIXEL_STD = 0.5
 #: Tokens of a block, as block-wise decoding will fill the canvas.
 BLOCK = 32
-#: Padding behind an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.
+#: Padding after an answer's end counts this much of a token: it is easy, and most of a short answer's canvas.
 PADDING_WEIGHT = 0.1
 #: One clip in so many is written as H.264 and read again, so that the model knows what compression does.
 COMPRESSED = 8
@@ -64,7 +64,7 @@ ROWS = {
     "watch": Rows(rows=24, canvas=((16,), (1.0,))),
     "stream": Rows(rows=16, packed=8),
 }
-#: Told in random order, so that what is left of a masked answer must tell what it speaks of.
+#: Written in random order, so that the unmasked part of an answer must name its subject.
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
 #: Everything that batches are drawn from.
 TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH}
@@ -78,8 +78,8 @@ Sample = tuple[Any, list[Question]]
 class Batch:
     """Rows ``[B, T]`` of chats, padded on the right, and what the loss takes of each position.
 
-    ``pixels [M, 3, PIXELS, PIXELS]`` are all pictures of all rows in order (None for text), whose tokens stand where
-    ``visual_at`` is True; ``pooled`` says that they are frames of videos. A ``packed`` row asks several questions of
+    ``pixels [M, 3, PIXELS, PIXELS]`` are all pictures of all rows in order (None for text), whose tokens are where
+    ``visual_at`` is True; ``pooled``: they are frames of videos. A ``packed`` row asks several questions of
     the same media, each as if alone: ``question`` numbers them from 1 (0 = the media before them), and ``positions``
     count on from the media in each. ``share`` sums to 1 over the answer tokens of a question and is 0 elsewhere;
     ``block`` is the answer block a position lies in (0 outside); ``seen`` is False at padding. ``labels`` teach the
@@ -279,7 +279,7 @@ def _row(
 def _prompt(
     media: list[list[int]], question: Question, tokenizer: PreTrainedTokenizerFast, question_first: bool
 ) -> tuple[list[int], int]:
-    """The prompt's ids with its media in place, and how many of them stand before the question's own."""
+    """The prompt's ids with its media in place, and how many of them come before the question's own."""
     image, video = token_id(tokenizer, IMAGE), token_id(tokenizer, VIDEO)
     shown = [{"type": "video" if video in ids else "image"} for ids in media]
     asked = {"type": "text", "text": question.text}

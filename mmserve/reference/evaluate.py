@@ -71,7 +71,7 @@ def evaluate(
     options: Options,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """Ask ``limit`` questions of each task of the server at ``target``, decoded as ``options`` say."""
+    """Ask ``limit`` questions of each task of the server at ``target``, decoded by ``options``."""
     rows = []
     with Client(target, timeout=600) as client, ThreadPoolExecutor(CONCURRENT) as pool:
         client.wait_ready()

@@ -104,7 +104,7 @@ def _config(
 
 
 def _generation(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The model was trained to fill the canvas behind an answer with the end of text, so that is not suppressed."""
+    """The model was trained to fill the canvas after an answer with the end of text, so that is not suppressed."""
     bos, eos, eot = tokenizer.convert_tokens_to_ids([BOS, EOS, EOT])
     suppressed = tokenizer.convert_tokens_to_ids([BOS, HEADER, HEADER_END, MASK, IMAGE, VIDEO])
     return {

@@ -109,7 +109,7 @@ def caption(scene: Scene, _rng: random.Random) -> tuple[str, str]:
 
 def listing(scene: Scene, rng: random.Random) -> tuple[str, str]:
     """Every shape in words and in random order. Taught, not tested: a reader who sees part of it must find the shape
-    it speaks of by what it looks like, for its place in the list says nothing. Short answers need that skill and teach
+    it is about by what it looks like, because its place in the list is random. Short answers need that skill and teach
     it poorly: after 100,000 of them, questions such as "Where is the red circle?" were answered by guessing a shape."""
     shapes = rng.sample(scene.shapes, len(scene.shapes))
     said = ", ".join(f"a {s.size} {s.name} at the {s.position}" for s in shapes)
@@ -145,7 +145,7 @@ def scene_json(scene: Scene, *, fields: tuple[str, ...], count: bool = False, co
 
 
 def as_json(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """The scene as JSON; the question says which fields are wanted."""
+    """The scene as JSON; the question names the fields."""
     if rng.random() < 0.35:
         return EVERYTHING, scene_json(scene, fields=FIELDS)
     fields = tuple(f for f in FIELDS if rng.random() < 0.6)
@@ -207,6 +207,6 @@ IMAGE = Subject(
 #: Tasks with a short answer.
 SHORT_TASKS = tuple(task for task in IMAGE.tasks if task != "caption")
 LISTING = Subject(draw_scene, lambda scene: (scene.picture,), {"listing": listing})
-#: A question that is asked of picture after picture: its text stands in front of the picture.
+#: A question that is asked of picture after picture: its text comes before the picture.
 WATCH = Subject(draw_scene, lambda scene: (scene.picture,), {"yes_no": yes_no})
 JSON = Subject(draw_scene, lambda scene: (scene.picture,), {"json": as_json})

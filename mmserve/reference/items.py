@@ -40,7 +40,7 @@ class Question:
 
 #: Draws something to ask about.
 Draw = Callable[[random.Random], Any]
-#: A question about what was drawn, as (text, answer); None where it allows none (no shape is unique, say).
+#: A question about what was drawn, as (text, answer); None where it allows none (no shape is unique, for example).
 Ask = Callable[[Any, random.Random], tuple[str, str] | None]
 
 

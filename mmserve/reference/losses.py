@@ -11,14 +11,14 @@ from torch import Tensor
 from mmserve.reference.data import UNORDERED, Batch
 from mmserve.reference.model import ReferenceModel
 
-#: Share of questions whose every answer token is masked: then only the picture tells.
+#: Share of questions whose every answer token is masked: then only the picture has the answer.
 ALL_MASKED = 0.4
 #: Share of questions whose answer is masked from a random token on, and how far from there the loss reaches in half of
 #: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
 #: Share of batches of a kind that are trained as ``staircase`` does, and tokens of a piece on average.
 STAIRCASE, STAIR = {"text": 0.4, "json": 0.4}, 4
-#: Masking rates of what is told in random order: what is left must tell which shape is meant.
+#: Masking rates of answers in random order: the unmasked part must identify the shape.
 UNORDERED_RATES = (0.3, 0.85)
 
 
@@ -26,8 +26,8 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     """Masked ids ``[B, T]`` and the loss weight of each position ``[B, T]`` (0 where not masked).
 
     A question masks each token of its answer with its own rate, drawn uniformly, or all of them (``ALL_MASKED`` of
-    questions). Of answers of more than one block, half are masked as block-wise decoding meets them: what stands left
-    of a random block is known, what stands right of it is masked and carries no loss. Of answers told in order, some
+    questions). Of answers of more than one block, half are masked as block-wise decoding meets them: what is left
+    of a random block is known, what is right of it is masked and carries no loss. Of answers in order, some
     are masked from a random token on (``FROM_A_TOKEN``), with the loss on the ``AHEAD`` tokens there or on all: what
     decoding meets most, for the surest token is mostly the next one. Whatever the masking, a token's weight is its
     share on average.
@@ -67,7 +67,7 @@ def staircase(batch: Batch, mask_id: int, generator: torch.Generator) -> tuple[B
     """The batch with every answer twice, and its masked ids and weights as ``mask_answers`` gives them.
 
     The second copy is all masks, cut into pieces of ``STAIR`` tokens on average, each of which sees itself and, of the
-    first copy, what stands left of it: every token of an answer is learned in one pass, as decoding meets it (the
+    first copy, what is left of it: every token of an answer is learned in one pass, as decoding meets it (the
     vectorised training of block diffusion, arXiv 2503.09573). Tokens of the first copy see none on their right, so
     nothing of a piece leaks into what it sees. Only for rows of one question.
     """
@@ -104,7 +104,7 @@ def _from_a_token(batch: Batch, cut: Tensor, far: Tensor) -> tuple[Tensor, Tenso
     """Masked positions ``[B, T]`` from a token of each answer on, and their weights; ``cut [B, questions]`` in [0, 1).
 
     The loss reaches ``AHEAD`` tokens, or to the answer's end where ``far [B, T]`` is True. The cut is uniform over the
-    answer's own tokens; the padding behind them is always masked.
+    answer's own tokens; the padding after them is always masked.
     """
     end = batch.share.shape[1]
     zeros = torch.zeros(cut.shape, dtype=torch.long, device=batch.share.device)

@@ -21,7 +21,7 @@ FRAMES = 8
 FRAME_TIME = "{seconds}s:"
 #: The tower layer whose patch features go to the decoder, as LLaVA counts it (the last but one).
 SELECT_LAYER = -2
-#: The decoder layer behind which training reads what the visual tokens have come to mean: half-way.
+#: The decoder layer after which training reads what the visual tokens have come to mean: half-way.
 TAUGHT_LAYER = 2
 
 
@@ -105,7 +105,7 @@ class ReferenceModel(nn.Module):
         self, visual: Tensor | None, ids: Tensor, visual_at: Tensor, positions: Tensor, sees: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logits ``[B, T, V]`` of ``ids [B, T]`` at integer ``positions [B, T]``, and the hidden states ``[B, T, D]``
-        behind ``TAUGHT_LAYER``.
+        after ``TAUGHT_LAYER``.
 
         The places where ``visual_at`` is True hold the tokens of ``visual``, in order; ``sees`` is the attention mask,
         bool ``[B, 1, T or 1, T]``.

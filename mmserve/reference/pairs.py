@@ -11,7 +11,7 @@ from mmserve.reference.scenes import COLORS, KINDS, MAX_SHAPES, SIZES, Scene, Sh
 
 @dataclass(frozen=True)
 class Pair:
-    """Two scenes; ``change`` says in words what became of the first, None where they have nothing in common."""
+    """Two scenes; ``change`` describes what became of the first, None where they have nothing in common."""
 
     first: Scene
     second: Scene
@@ -73,8 +73,10 @@ def cells(pair: Pair, rng: random.Random) -> tuple[str, str]:
     for index, scene in enumerate((pair.first, pair.second)):
         for shape in scene.shapes:
             held.setdefault(shape.position, ["nothing", "nothing"])[index] = shape.name
-    told = (f"{place}: {first} then {second}" for place, (first, second) in rng.sample(sorted(held.items()), len(held)))
-    return "Compare the images cell by cell in any order.", ", ".join(told)
+    parts = (
+        f"{place}: {first} then {second}" for place, (first, second) in rng.sample(sorted(held.items()), len(held))
+    )
+    return "Compare the images cell by cell in any order.", ", ".join(parts)
 
 
 PAIR = Subject(

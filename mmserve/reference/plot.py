@@ -9,7 +9,7 @@ from typing import Any
 
 from mmserve.errors import ConfigError
 
-#: Colours of the kinds of subject, one palette for both panels (Okabe and Ito's, told apart by everybody).
+#: Colours of the kinds of subject, one palette for both panels (Okabe and Ito's, safe for colour-blind readers).
 PALETTE = {
     "image": "#0072b2",
     "listing": "#56b4e9",

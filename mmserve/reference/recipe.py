@@ -7,7 +7,7 @@ from dataclasses import dataclass
 OBJECTIVES = ("diffusion", "causal")
 TRAINED = ("all", "decoder")
 
-#: Kinds of subject and their shares of the batches. While a model learns to look, a scene's JSON tells of every cell
+#: Kinds of subject and their shares of the batches. While a model learns to look, a scene's JSON describes every cell
 #: and a listing leads from looks to places; at the end what is hardest has most:
 #: comparing pictures and moments, or telling much.
 MIXES: dict[str, dict[str, float]] = {

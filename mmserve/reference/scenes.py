@@ -40,7 +40,7 @@ MAX_NOISE = 8.0
 
 @dataclass(frozen=True)
 class Shape:
-    """One drawn object: what it is, and which of the nine cells it stands in."""
+    """One drawn object: what it is, and which of the nine cells it is in."""
 
     kind: str
     color: str

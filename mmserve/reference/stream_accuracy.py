@@ -144,7 +144,7 @@ class Cache:
         return self.keys[0].shape[1] if self.keys else 0
 
     def run(self, x: Tensor, *, append: bool, rows: Tensor | None = None) -> Tensor:
-        """Hidden states ``[B, n, D]`` of embeddings ``x`` behind all that is kept of their streams; ``append`` keeps
+        """Hidden states ``[B, n, D]`` of embeddings ``x`` after all that is kept of their streams; ``append`` keeps
         them too. ``rows`` are the streams that x belongs to, by default each in turn."""
         past, new = len(self), x.shape[1]
         sees = torch.ones(new, past + new, dtype=torch.bool).tril(past)

@@ -70,5 +70,5 @@ class SeenFrames:
 
 
 def hash_of(clips: Sequence[Clip]) -> int:
-    """A number that tells sets of clips apart."""
+    """A number that distinguishes sets of clips."""
     return sum((number + 1) * clip.look for number, clip in enumerate(clips)) % (1 << 60)

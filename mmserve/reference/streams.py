@@ -243,7 +243,7 @@ def said_earlier(text: str) -> str:
 
 
 def _continued(text: str) -> str:
-    """A question's text where a time stands before it."""
+    """A question's text after a time."""
     text = text.replace(" during the video", "").replace(" in the video", "")
     return text[0].lower() + text[1:]
 

@@ -95,7 +95,7 @@ def change_labels(
 ) -> Tensor:
     """Labels ``[visual tokens of all pictures, 4]`` of what the decoder should know of each visual token of one prompt.
 
-    ``held`` tells what each picture shows, as (row, column) → (kind, colour); ``times`` are the seconds said in front
+    ``held``: what each picture shows, as (row, column) → (kind, colour); ``times`` are the seconds written before
     of frames. The four: the name now, the name in the picture before, what became of the cell, and the time.
     """
     names = torch.zeros(len(held), 3, 3, dtype=torch.long)
@@ -125,7 +125,7 @@ def window_labels(
 
     Four are those of ``change_labels`` for each clip by itself: ``clips`` and ``times`` are what its frames show and
     the seconds said in front of them. The fifth is how many frames of its clip are in front of the token's: ``ages``
-    tells that of each clip's first frame here, None where the window does not show it.
+    is that of each clip's first frame here, None where the window does not show it.
     """
     labels = [torch.full((carriers, 5), UNTAUGHT)]
     for held, said, age in zip(clips, times, ages, strict=True):

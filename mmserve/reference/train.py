@@ -326,7 +326,7 @@ def train(run: Run, *, workers: int) -> None:
 
 
 def _plot(folder: Path) -> str:
-    """Draw the run's log; says what was done."""
+    """Draw the run's log; returns what was done."""
     try:
         return f"wrote {plot(folder)}"
     except ImportError:

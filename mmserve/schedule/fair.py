@@ -47,7 +47,7 @@ def fair_order(entries: Sequence[Entry], costs: Sequence[float], served: Served)
 def charged(served: Served, taken: Sequence[tuple[Entry, float]]) -> Served:
     """``served`` after the entries ``taken``, each with its cost, in the order of ``fair_order``."""
     if not any(entry.tenant for entry, _cost in taken):
-        return served  # nobody is named: there is one tenant, or none was served
+        return served  # no tenant is named: there is one, or none was served
     time, tenants = served.time, dict(served.tenants)
     for entry, cost in taken:
         time = max(time, tenants.get(entry.tenant, 0.0))

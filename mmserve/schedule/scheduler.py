@@ -91,7 +91,7 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     for entry, cost in _ordered(ready, budgets, "prefill"):
         if entry.prefilled is None:
             if not running > 0 or entry.pages > pages:
-                running = 0  # nobody overtakes the first that does not fit: it would wait for ever
+                running = 0  # no request overtakes the first that does not fit: it would wait for ever
                 continue
             running, pages = running - 1, pages - entry.pages
         waiting.append((entry, cost))

@@ -30,7 +30,7 @@ class Score:
 
 
 def fit(sights: Sequence[Sight], *, seed: int, steps: int, progress: Callable[[str], None]) -> CommitFilter:
-    """A filter trained to tell which candidates of ``sights`` are right; the same for the same seed.
+    """A filter trained to predict which candidates of ``sights`` are right; the same for the same seed.
 
     Cross-entropy and AdamW at 3e-3 as in the reference, but in batches and with a rate that falls to 0. Raises
     ``ConfigError`` where nothing can be judged.

@@ -26,7 +26,7 @@ from mmserve.stages import Stages
 
 #: One in so many of the baseline's steps is kept: they differ by a token.
 EVERY = 4
-#: Stands where the baseline ended without a token, behind the end of its answer.
+#: The token of positions after the end of the baseline's answer, where it has none.
 NOTHING = -1
 
 
@@ -116,7 +116,7 @@ class Recorder:
 def _seen(state: Decoding) -> tuple[Candidates, int, np.ndarray, np.ndarray]:
     """A step's candidates, where its block begins, and what a filter sees of the block."""
     if state.candidates is None:
-        raise ValueError("looked at before anything was proposed")
+        raise ValueError("read before anything was proposed")
     return state.candidates, state.canvas.block_start, *block_confidence(state.canvas, state.candidates)
 
 

@@ -57,14 +57,14 @@ def train(
 
 
 def _recorded(recorder: Recorder, requests: list[Request], progress: Callable[[str], None]) -> Iterator[Trajectory]:
-    begun = told = time.monotonic()
+    begun = shown = time.monotonic()
     for number, request in enumerate(requests, start=1):
         yield recorder.trajectory(request)
         now = time.monotonic()
-        if now - told > PATIENCE or number == len(requests):
+        if now - shown > PATIENCE or number == len(requests):
             left = (now - begun) / number * (len(requests) - number)
             progress(f"{number} of {len(requests)} prompts decoded, about {left:.0f} s left of this")
-            told = now
+            shown = now
 
 
 def _figures(decoded: list[Decoded], baseline: list[Decoded]) -> dict[str, float]:

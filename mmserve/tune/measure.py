@@ -29,7 +29,7 @@ def measure(
     prompts: Sequence[Prompt],
     pairs: Sequence[Pair],
     rounds: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Measured]:
     """How each of ``pairs``, of which the first is plain decoding, does on ``prompts``.
 
@@ -38,7 +38,7 @@ def measure(
     _ask(client, model, prompts[0], pairs[0])  # warm-up
     answers: dict[int, list[Answer]] = {number: [] for number in range(len(pairs))}
     for index, prompt in enumerate(prompts):
-        say(f"{index} of {len(prompts)} prompts, {len(pairs)} pairs each")
+        report(f"{index} of {len(prompts)} prompts, {len(pairs)} pairs each")
         results = [[_ask(client, model, prompt, pair) for pair in pairs] for _ in range(rounds)]
         for number in range(len(pairs)):
             answers[number].append(_answer([each[number] for each in results]))

@@ -1,8 +1,8 @@
 """How long a new request would wait to start, foreseen from what the engine has been measured to do.
 
 Work is counted in tokens asked for: ``max_new_tokens`` of every sample. What counts is the work that ended while other
-requests had been waiting for a while: a server with places to spare ends as much as is asked of it, which proves nothing
-about what it could do. Until then nothing is foreseen, and nothing refused for it. The measurement fades over
+requests had been waiting for a while: the pace of a server with places to spare is the pace of its clients, not its
+own. Until then nothing is foreseen, and nothing is refused for it. The measurement fades over
 ``FADE_SECONDS`` of such time; the wait is in proportion to the work that waits now, so that an empty queue is no wait,
 whatever was measured before.
 """

@@ -15,7 +15,7 @@ class Arriving:
     """One request's prompt with one clip, from when its rows are known until all of its visual tokens are there.
 
     Written by the thread that reads the clip; ``filled`` is read by others, and what lies before it never changes.
-    ``begun`` is told the prompt, its ``features`` zero, and ``more`` how many of its rows are final.
+    ``begun`` is called with the prompt, its ``features`` zero, and ``more`` how many of its rows are final.
     """
 
     def __init__(self, begun: Callable[[Encoded], None], more: Callable[[int], None]) -> None:

@@ -35,7 +35,7 @@ class _Kept:
 
 @dataclass
 class _Making:
-    """A value that somebody makes; without an entry once it is ``done``, that failed."""
+    """A value being made; without an entry once it is ``done``, that failed."""
 
     done: threading.Event = field(default_factory=threading.Event)
     entry: Entry | None = None
@@ -62,9 +62,9 @@ class TensorCache:
     ) -> Iterator[list[Entry]]:
         """The value under each of ``keys``; none of them is dropped before the context ends, and none may be changed.
 
-        ``make`` makes the values of the keys at these indices, which nobody has; ``fits`` says whether a value that
-        was found is one that the key at this index can have. What ``make`` raises is raised here, and nobody else is
-        the worse for it: who waits for the same value makes it. ``check`` is called while others' values are waited
+        ``make`` makes the values of the keys at these indices, which are missing; ``fits`` returns whether a value that
+        was found is one that the key at this index can have. What ``make`` raises is raised here; other
+        callers are unaffected: who waits for the same value makes it. ``check`` is called while others' values are waited
         for, and raises to end that.
         """
         held: list[bytes] = []
@@ -80,7 +80,7 @@ class TensorCache:
     def found(self, keys: Sequence[bytes], fits: Callable[[int, Entry], bool]) -> Iterator[list[Entry | None]]:
         """What there is under ``keys``, in memory or on disk, held as by ``lease``; None where there is nothing.
 
-        Who goes on to ``lease`` what is missing is counted once for each key.
+        A caller that continues with ``lease`` for what is missing is counted once for each key.
         """
         held: list[bytes] = []
         try:
@@ -151,7 +151,7 @@ class TensorCache:
         return found
 
     def _join(self, key: bytes, entry: Entry, held: list[bytes]) -> None:
-        """Take note of who waited for ``entry``: where it is kept, it stays for them, too."""
+        """Note who waited for ``entry``: where it is kept, it is kept for them, too."""
         with self._lock:
             self._count["joined"] += 1
             kept = self._kept.get(key)
@@ -199,7 +199,7 @@ class TensorCache:
         fits: Callable[[int, Entry], bool],
         held: list[bytes],
     ) -> dict[bytes, Entry]:
-        """Values of the claimed keys, from disk or made; whatever happens, nobody waits for them any longer."""
+        """Values of the claimed keys, from disk or made; in any case nothing waits for them any longer."""
         found: dict[bytes, Entry] = {}
         try:
             for key in mine:
@@ -229,7 +229,7 @@ class TensorCache:
         """Keep ``entry``, referenced, if what is not referenced makes room for it."""
         size = sum(tensor.nbytes for tensor in entry.values())
         with self._lock:
-            if key in self._kept:  # one that did not fit, and that somebody still uses
+            if key in self._kept:  # one that did not fit, and that is still in use
                 return
             idle = [other for other, kept in self._kept.items() if not kept.references]
             if self._bytes + size - sum(self._kept[other].size for other in idle) > self.capacity:
@@ -250,7 +250,7 @@ class TensorCache:
 @dataclass(frozen=True)
 class EncoderCache:
     """What is kept of media, for all engines of a server: visual tokens, the pixels that they are made from, and what
-    decoders make of the tokens where these stand alone."""
+    decoders make of the tokens where these are alone."""
 
     tokens: TensorCache
     pixels: TensorCache

@@ -46,7 +46,7 @@ class Pictures:
     """An image, or frames of a clip in order: mode RGB, upright; ``seconds`` since the clip's first frame.
 
     ``piece``: what else is known of a piece of a stream; its ``seconds`` are on the stream's clock. ``details``:
-    whether each frame is to be looked at in detail (``Sampled.detail``); empty = all are. ``length``: seconds of the
+    whether each frame is in detail (``Sampled.detail``); empty = all are. ``length``: seconds of the
     whole video, None of images and pieces.
     """
 
@@ -59,7 +59,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Planned:
-    """That frames of these times are to come, None where that is not known, of a clip of so many seconds."""
+    """The times of the frames to come, None where they are not known, of a clip of so many seconds."""
 
     seconds: tuple[float, ...] | None
     length: float
@@ -173,7 +173,7 @@ class Child:
         self._process.wait()
 
     def _finish(self, last: dict[str, Any]) -> None:
-        """A job's last message: raise what it says."""
+        """A job's last message: raise its error."""
         if last["last"]:
             self._process.wait(_PATIENCE)
         if "refused" in last:
@@ -183,7 +183,7 @@ class Child:
         self.decoded = last.get("done", last.get("stopped", 0))
 
     def _stop(self) -> None:
-        """Have the process stop decoding; one that goes on is killed."""
+        """Have the process stop decoding; one that continues is killed."""
         until = time.monotonic() + _GRACE
 
         def check() -> None:

@@ -74,7 +74,7 @@ def looks_like(data: bytes) -> str:
 
 
 def cut_off(data: bytes, demuxer: str) -> bool:
-    """Whether the container's own sizes say that bytes are missing at the end; damaged sizes are not judged here."""
+    """Whether bytes are missing at the end by the container's own sizes; damaged sizes are not judged here."""
     match demuxer:
         case "avi":
             return 8 + int.from_bytes(data[4:8], "little") > len(data) + 1  # the padding byte may be missing

@@ -154,7 +154,7 @@ class Budget:
 
 
 class _Processes:
-    """Idle processes of this one, kept for whoever decodes next; each ends by itself after some minutes, and all of
+    """Idle processes of this one, kept for the next job; each ends by itself after some minutes, and all of
     them with the last pool."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class DecodePool:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """While the thread waits for somebody else, it does not count among those that decode."""
+        """While the thread waits for another one, it does not count among those that decode."""
         with self._changed:
             self._away += 1
             if self._queues:
@@ -289,7 +289,7 @@ class DecodePool:
                 self._queues.pop(owner, None)
             for future in futures:
                 if not future.cancel():
-                    future.exception()  # what still runs has ended before the caller goes on
+                    future.exception()  # what still runs has ended before the caller continues
 
     def close(self) -> None:
         """As ``Decoders.close``; nothing is decoded any more after the last."""
@@ -333,7 +333,7 @@ class DecodePool:
                 if self._closed:
                     for jobs in self._queues.values():
                         for job in jobs:
-                            job()  # only to say so: nothing runs after ``close``
+                            job()  # only to report the closing: nothing runs after ``close``
                     self._queues.clear()
                     return None
                 if self._queues and self._working - self._away < self._limits.decode_workers:

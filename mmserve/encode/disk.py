@@ -1,6 +1,6 @@
 """The second tier of a cache: a folder of safetensors files, bounded in bytes, that outlives the server.
 
-Each file says which key it is of and the hash of what it holds: one that was cut off, changed or renamed is removed,
+Each file has its key and the hash of its contents: one that was cut off, changed or renamed is removed,
 never used. Files appear whole, by renaming. Whatever else lies in the folder, a model's weights for example, is neither
 counted nor touched.
 """
@@ -78,7 +78,7 @@ class DiskCache:
                     os.utime(path)
                 return entry
             why = "it is not what was written under this key"
-        except Exception as error:  # noqa: BLE001 - whatever stands in a file fails no request
+        except Exception as error:  # noqa: BLE001 - no content of a file fails a request
             why = str(error)
         logger.warning("removed %s from the encoder cache: %s", path, why)
         with self._lock:
@@ -104,7 +104,7 @@ class DiskCache:
             self._tell(None)
         finally:
             with suppress(OSError):
-                partial.unlink(missing_ok=True)  # no room for it, or none on the disk: nobody counts its bytes
+                partial.unlink(missing_ok=True)  # no room for it, or none on the disk: its bytes are not counted
 
     def _tell(self, error: Exception | None) -> None:
         """A full disk fails for every request: only its beginning and its end are news."""
@@ -158,9 +158,9 @@ def _hold(folder: Path) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What a file says of itself, and its tensors, on the CPU.
+    """A file's header, and its tensors, on the CPU.
 
-    Read and not mapped: of a mapped file, what is cut off or written over later would be so in memory, too, behind the
+    Read and not mapped: of a mapped file, what is cut off or written over later would be so in memory, too, after the
     hash, and a page that is gone ends the process.
     """
     data = path.read_bytes()
@@ -169,7 +169,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _label(key: bytes, entry: Mapping[str, Tensor]) -> dict[str, str]:
-    """What a file says of itself: its key, and the SHA-256 of names, types, shapes and contents."""
+    """A file's header: its key, and the SHA-256 of names, types, shapes and contents."""
     made = sha256()
     for name, tensor in sorted(entry.items()):
         made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

@@ -16,7 +16,7 @@ from mmserve.models.decoder import DeepRows
 def place_features(model: LoadedModel, embeddings: Tensor, positions: np.ndarray, features: Tensor) -> DeepStack | None:
     """Put visual tokens into ``embeddings [N, D]`` at ``positions`` (int64, ascending); what they add further on.
 
-    ``features``: ``[n, (1 + deep layers) * D]``, what stands for an embedding and then what each layer takes.
+    ``features``: ``[n, (1 + deep layers) * D]``, an embedding, followed by what each layer adds.
     """
     at = torch.from_numpy(positions).to(model.device)
     layers, width = model.decoder.config.deep_layers, embeddings.shape[-1]

@@ -34,7 +34,7 @@ class Span:
 class Past:
     """K/V of rows of a prompt that were computed before the request came, such as those of a stream of video.
 
-    Both ``[N, n, G, K]``, keys before rotation; nobody changes them while a request has them.
+    Both ``[N, n, G, K]``, keys before rotation; never changed while a request has them.
     """
 
     rows: np.ndarray  # int64 [n], ascending: which rows of the prompt they are of; never its last

@@ -79,7 +79,7 @@ class Encoder:
     def load(self, request: Request, check: Check = lambda: None, arriving: Arriving | None = None) -> LoadedPrompt:
         """A request's prompt with its media read; to be closed after ``encode``. Towers have run of long clips alone.
 
-        ``arriving``: is told of a long clip, which must be the only media of the request, while it is read.
+        ``arriving``: called for a long clip, which must be the only media of the request, while it is read.
 
         Raises typed errors for bad media, for prompts too long as soon as that is known, and what ``check`` raises,
         which is called between frames.
@@ -261,7 +261,7 @@ class Encoder:
         return np.asarray(ids, dtype=np.int64)
 
     def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
-        """Refuse a prompt whose ids and ``media``, rows of each before pruning, are too many whatever a tower says.
+        """Refuse a prompt whose ids and ``media``, rows of each before pruning, are too many whatever a tower returns.
 
         How many rows pruning leaves is known only then, but where several axes count them, so are positions.
         """
@@ -330,7 +330,7 @@ def _text_rows(ids: np.ndarray) -> _Rows:
 
 
 def _places(pieces: list[_Rows], starts: list[int]) -> np.ndarray | None:
-    """Where each row stands, and the answer begins, as ``Canvas.create`` takes it; None = each where it is.
+    """The position of each row, and of the answer's begin, as ``Canvas.create`` takes them; None = the row's index.
 
     ``starts``: where each piece begins, and the answer.
     """

@@ -37,7 +37,7 @@ PARALLEL_PIXELS = 100_000_000
 
 
 class Footage:
-    """One video stream of a file, opened and indexed; within ``limits`` as far as its header and packets tell."""
+    """One video stream of a file, opened and indexed; within ``limits`` by its header and packets."""
 
     def __init__(
         self,
@@ -293,11 +293,11 @@ class _Packets:
 def _check_sampled(pixels: int, limits: MediaConfig, field: str) -> None:
     if pixels > limits.max_sampled_pixels:
         why = f"the limit is {limits.max_sampled_pixels} {named('max_sampled_pixels')}: send it smaller"
-        raise InvalidArgument.of(field, f"has {pixels} pixels in the frames that are looked at; {why}")
+        raise InvalidArgument.of(field, f"has {pixels} pixels in its sampled frames; {why}")
 
 
 def upright(frame: av.VideoFrame) -> Image.Image:
-    """The frame as a picture, turned and mirrored as its display matrix says (``libavutil/display.h``)."""
+    """The frame as a picture, turned and mirrored by its display matrix (``libavutil/display.h``)."""
     image = frame.to_image(threads=1)  # threads for scaling would stay until the frame is collected, two a frame
     image.info = {}
     side_data: Any = frame.side_data  # PyAV's stub has the type of motion vectors only

@@ -52,7 +52,7 @@ class Index:
         before: int | None = None
         for packet in container.demux(stream):
             if not packet.size:
-                continue  # the end of the stream, or a frame that AVI says to show again
+                continue  # the end of the stream, or a frame that is shown again (AVI)
             if packet.is_corrupt:
                 raise InvalidArgument.of(field, "is a damaged video: a packet is marked as corrupt")
             pts, dts, key = packet.pts, packet.dts, packet.is_keyframe
@@ -121,7 +121,7 @@ class Index:
 
 @dataclass
 class _Last:
-    """The latest time of a packet, and how long it says that its frame is on screen (0 = it does not)."""
+    """The latest time of a packet, and how long its frame is on screen (0 = unknown)."""
 
     time: int | None = None
     duration: int = 0

@@ -18,7 +18,7 @@ from torch import nn
 
 from mmserve.config import MediaConfig
 
-#: Libraries that have a say in pixels or features.
+#: Libraries that change pixels or features.
 _LIBRARIES = ("mmserve", "torch", "transformers", "pillow", "numpy", "av")
 
 

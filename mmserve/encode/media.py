@@ -39,7 +39,7 @@ _DAMAGE = (
     Image.DecompressionBombError,
 )
 OUT_OF_MEMORY = "needs more memory to decode than a decoder may take; send it smaller"
-#: The others are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and goes on.
+#: The others are rare, and libtiff's fax decoder prints a line to stderr for every damaged row and continues.
 _TIFF_COMPRESSIONS = ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg")
 _PILLOW = re.compile(r"PIL\.")
 _ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 0x0112, 0x0102, 0x0106

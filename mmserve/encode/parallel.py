@@ -115,7 +115,7 @@ class _Order:
                     return
                 first, run = self._runs.popleft()
             for place, number in enumerate(run, first):
-                with self._changed:  # whoever decodes the frame that is waited for never waits
+                with self._changed:  # the thread that decodes the next frame never waits
                     self._changed.wait_for(lambda place=place: place < self._place + self._room or self._ended)  # type: ignore[misc]
                 frame = footage.frame(decoder, number)
                 with self._changed:

@@ -1,8 +1,8 @@
-"""Where the rows of a prompt stand on several axes of position (M-RoPE, arXiv 2409.12191).
+"""Positions of a prompt's rows on several axes (M-RoPE, arXiv 2409.12191).
 
-A row of text stands at one place on all axes. Visual tokens without text between them share the place where they begin,
-and lie from there in time, by rows and by columns; what follows stands behind their last row or column, whichever is
-further. Time has no say in that, as in ``get_rope_index`` of transformers 5; an answer goes on behind the prompt's last
+A row of text has the same position on all axes. Visual tokens without text between them share their first position,
+and continue from there in time, by rows and by columns; what follows comes after their last row or column, whichever is
+further. Time does not count there, as in ``get_rope_index`` of transformers 5; an answer continues after the last
 row, as in its ``generate``, wherever the latest time may be.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 def axis_places(visual_R: Tensor, coordinates_An: Tensor) -> Tensor:
     """Places of a picture's rows, counted from where it begins, int64 ``[axes, R + 1]``: the last is what follows.
 
-    ``visual_R`` (bool) says which rows are visual tokens, ``coordinates_An`` (int64) where each of those lies from the
+    ``visual_R`` (bool): which rows are visual tokens, ``coordinates_An`` (int64): the offset of each of those from the
     first that has no text in front of it: time, row and column.
     """
     places = torch.zeros(len(coordinates_An), len(visual_R) + 1, dtype=torch.int64)

@@ -50,39 +50,39 @@ class PromptLook:
         added = deep_rows([(np.arange(size), deep)])
         positions = torch.from_numpy(places).to(self._model.device)
         scores = self._onlooker.look(kind, embeddings, positions, size, added)
-        stays = np.ones(size, dtype=bool)
+        kept = np.ones(size, dtype=bool)
         for grids in media:
             looks = [Look(1, len(rows), {kind: _at(scores, rows)}) for rows in grids]
             for rows, plan in zip(grids, pruner.plans(looks, amount), strict=True):
-                stays[rows] = False
-                stays[rows[plan.places.cpu().numpy()]] = True
-        return _kept(encoded, stays)
+                kept[rows] = False
+                kept[rows[plan.places.cpu().numpy()]] = True
+        return _kept(encoded, kept)
 
 
 def _at(scores: Tensor, rows: np.ndarray) -> Tensor:
     return scores[torch.from_numpy(rows).to(scores.device)]
 
 
-def _kept(encoded: Encoded, stays: np.ndarray) -> Encoded:
-    """What is left of a prompt where ``stays`` (bool ``[prompt]``) says so, each row with its place."""
-    if stays.all():
+def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
+    """The rows of a prompt where ``kept`` (bool ``[prompt]``) is True, each with its position."""
+    if kept.all():
         return encoded
     size = len(encoded.ids)
     places = encoded.places if encoded.places is not None else np.arange(size + 1)
     visual = np.zeros(size, dtype=bool)
     visual[encoded.image_rows] = True
-    chosen = torch.from_numpy(stays[visual])
-    left = np.concatenate([[0], np.cumsum(stays)])  # rows that stay before each
+    chosen = torch.from_numpy(kept[visual])
+    left = np.concatenate([[0], np.cumsum(kept)])  # kept rows before each
     features, beside = (
         None if tokens is None else tokens[chosen.to(tokens.device)]
         for tokens in (encoded.features, encoded.companion_features)
     )
     return Encoded(
-        encoded.ids[stays],
-        np.flatnonzero(visual[stays]),
+        encoded.ids[kept],
+        np.flatnonzero(visual[kept]),
         features,
         beside,
-        places[..., np.append(stays, True)],
-        encoded.pruned + int((~stays).sum()),
+        places[..., np.append(kept, True)],
+        encoded.pruned + int((~kept).sum()),
         tuple(replace(s, start=int(left[s.start]), stop=int(left[s.stop])) for s in encoded.spans),
     )

@@ -1,6 +1,6 @@
-"""Which frames of a video are looked at: rules over the times of its frames, and over what they show.
+"""Which frames of a video are sampled: rules over the times of its frames, and over what they show.
 
-A sampler is told the frames of one piece of video after another (a whole file is one piece), in presentation order, on
+A sampler takes the frames of one piece of video after another (a whole file is one piece), in presentation order, on
 one clock in seconds. It keeps what it needs from piece to piece as plain data, so that it can be sent to the process
 that decodes the next piece (``packed``, ``unpacked``).
 """
@@ -31,7 +31,7 @@ SCENE_RATE, SCENE_FRAMES, SCENE_SIMILARITY = 2.0, 4, 0.97
 class Sampled:
     """A frame that was chosen: its time on the stream's clock, RGB and upright.
 
-    ``detail`` is False for a frame that is to be looked at coarsely (``SlowFast``, and ``Scene`` after its first).
+    ``detail`` is False for a frame that gets few tokens (``SlowFast``, and ``Scene`` after its first).
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class Sampler(Protocol):
 
     @property
     def interval(self) -> float:
-        """Seconds that a still image lasts where nobody says when the next one begins."""
+        """Seconds that a still image lasts where the begin of the next one is unknown."""
         ...
 
     def look(self, times: Sequence[float], end: float) -> list[int]:

@@ -77,7 +77,7 @@ def read_segment(
         kinds = ", ".join((*CONTAINERS, *STREAMED))
         raise InvalidArgument.of(field, f"is {looks_like(data)}, not a readable {kinds} video or image")
     if cut_off(data, demuxer):
-        raise InvalidArgument.of(field, "is cut off: it is shorter than its header says")
+        raise InvalidArgument.of(field, "is cut off: it is shorter than its header states")
     with opened(data, demuxer, limits, field) as footage:
         _check(footage, field)
         yield from _chosen(footage, begin, sampler, field, watch)
@@ -95,7 +95,7 @@ def decode_segment(
 ) -> tuple[Read, Sampler]:
     """``read_segment`` by a pool's ``decode``: what was read, and the sampler for the next segment.
 
-    ``sampler`` stays as it is, so that a segment which is refused leaves no trace. ``resize``: as in ``MediaFile``.
+    ``sampler`` is unchanged, so that a segment which is refused leaves no trace. ``resize``: as in ``MediaFile``.
     """
     piece = Piece(len(segment.init), begin, packed(sampler))
     pictures = decode(MediaFile(segment.init + segment.data, True, field, resize=resize, piece=piece))

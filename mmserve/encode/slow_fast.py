@@ -1,4 +1,4 @@
-"""Which frames of a clip a request asks for, and frames that are looked at coarsely: one visual token each.
+"""Which frames of a clip a request asks for, and frames in the fast path (SlowFast): one visual token each.
 
 Slow-fast: few frames in detail, many compact (SlowFast-LLaVA, arXiv 2407.15841).
 """
@@ -26,7 +26,7 @@ from mmserve.encode.sampling import (
 )
 from mmserve.models.picture import Grid, Picture, Text
 
-#: In a prepared clip, bool ``[frames]``: which frames are looked at in detail; absent = all.
+#: In a prepared clip, bool ``[frames]``: which frames are in detail; absent = all.
 DETAILS = "details"
 
 
@@ -57,7 +57,7 @@ def chosen_frames(sampling: VideoSampling | None, frames: int, rate: float, own:
 
 
 def details_of(sampling: VideoSampling | None, details: Sequence[bool]) -> tuple[bool, ...]:
-    """Which frames are looked at in detail, given what the sampler of the file says."""
+    """Which frames are in detail, given the sampler's choice for the file."""
     every = None if sampling is None else sampling.detail_every
     return tuple(details) if every is None else tuple(i % every == 0 for i in range(len(details)))
 

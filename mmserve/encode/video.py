@@ -52,14 +52,14 @@ def read_video(
     seconds since the first frame of the file; it returns the seconds of the whole file.
 
     Of a short one there are ``rate`` a second, one at least (0 = no fewer). Which frames is ``spread``'s choice. Only
-    what they need is decoded: packets are read once, and decoding goes on from where it is unless a keyframe lies
+    what they need is decoded: packets are read once, and decoding continues from where it is unless a keyframe lies
     between there and the next frame wanted; then it starts again at that keyframe. The frames are bit for bit those of
     decoding everything. A display matrix (a phone held upright) is applied, to the nearest quarter turn; pixels are
     taken as square.
 
     Raises ``InvalidArgument`` naming ``field`` when the file is empty, of another kind, without video, damaged or
     cut off, or beyond ``limits`` (bytes, seconds, pixels and side of a frame, pixels of all frames together, and of
-    those that are looked at, which are in memory at once).
+    the sampled ones, which are in memory together).
 
     ``window``: as of ``MediaFile``. ``plan`` is called once, with the seconds of the frames that will come, and those
     of the whole file; a damaged or unusual file may turn out to have other frames.
@@ -97,7 +97,7 @@ def sample_video(
         wanted = sampler.look(times, footage.seconds)
         if len(wanted) > limits.max_sampled_frames:
             why = f"the limit is {limits.max_sampled_frames} {named('max_sampled_frames')}: ask for fewer a second"
-            raise InvalidArgument.of(field, f"has {len(wanted)} frames to be looked at; {why}")
+            raise InvalidArgument.of(field, f"has {len(wanted)} sampled frames; {why}")
         found = False
         taken = [times[number] for number in wanted]
         if isinstance(sampler, FixedRate):
@@ -140,6 +140,6 @@ def _footage(data: bytes, limits: MediaConfig, field: str) -> Iterator[Footage]:
     if demuxer is None:
         raise InvalidArgument.of(field, f"is {looks_like(data)}, not a readable {', '.join(CONTAINERS)} video")
     if cut_off(data, demuxer):
-        raise InvalidArgument.of(field, "is cut off: the file is shorter than its header says")
+        raise InvalidArgument.of(field, "is cut off: the file is shorter than its header states")
     with opened(data, demuxer, limits, field) as footage:
         yield footage

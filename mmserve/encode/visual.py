@@ -42,10 +42,10 @@ class Media:
     pruner: Pruner | None
     amount: Amount | None
     accompanied: bool  # the companion looks at it, too
-    among: bool = False  # one of several images, where a model that looks tells them from an only one
+    among: bool = False  # one of several images, where a model prepares those differently
     cache: str = ""  # the part of the caches that its tenant uses
     pixels: tuple[PixelRange, PixelRange] | None = None  # of images and of videos; None = the checkpoint's own
-    sampling: VideoSampling | None = None  # which frames of a clip; None = as the model's own settings say
+    sampling: VideoSampling | None = None  # which frames of a clip; None = by the model's own settings
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class Viewer:
         check: Check = lambda: None,
         look: Look | None = None,
     ) -> Loaded:
-        """Read a request's items: each is decoded and prepared once, whoever else has the same, and kept until closed.
+        """Read a request's items: each is decoded and prepared once for all requests, and kept until closed.
 
-        Of long clips the frames go through the tower as they come, and ``look`` is told of that.
-        As items are read, ``admit`` is told how many rows of the prompt each will be, 0 where that is not known yet:
+        Of long clips the frames go through the tower as they come, and ``look`` is called for that.
+        As items are read, ``admit`` is called with the rows of the prompt of each, 0 where that is not known yet:
         what it raises is raised here, and so is what ``check`` raises, which is called between frames. Raises
         ``InvalidArgument`` for bad media.
         """
@@ -141,9 +141,9 @@ class Viewer:
     ) -> Iterator[list[Visual]]:
         """The visual tokens of each item of ``loaded``, which stay in the cache until the context ends.
 
-        Before anything goes through a tower, ``admit`` is told how many rows of the prompt each item will be: what it
-        raises is raised here. On a CPU, what stands beside an item has no say in its tokens, and ``check`` is called
-        between two items.
+        Before anything goes through a tower, ``admit`` is called with the rows of the prompt of each item: what it
+        raises is raised here. On a CPU, the other items of a batch do not change an item's tokens, and ``check`` is
+        called between two items.
         """
         flat = [(one, i) for one in loaded for i in range(len(one.items))]
         missing = [(one, i) for one, i in flat if one.entries[i] is None]
@@ -380,7 +380,7 @@ def _needs(item: Media) -> frozenset[Evidence]:
 
 
 def _frames_of(vision: VisionEncoder) -> bytes:
-    """All that decides which frames of a video file are looked at where a request does not say."""
+    """All that decides which frames of a video file are sampled by default."""
     return repr((vision.frames_per_video, vision.frames_per_second, vision.own_frames)).encode()
 
 

@@ -1,4 +1,4 @@
-"""What a decoder reports while it works, so that somebody can end it or make it wait."""
+"""What a decoder reports while it works, so that its caller can end it or make it wait."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class Watching:
-    """How a clip is looked at. ``tower`` is held while the tower runs; ``field``: of the request, for errors."""
+    """How a clip is encoded. ``tower`` is held while the tower runs; ``field``: of the request, for errors."""
 
     model: Model
     vision: VisionEncoder
@@ -66,7 +66,7 @@ class Watching:
     ) -> Picture:
         """The clip as ``VisionEncoder.see`` shows it, some of its frames compact.
 
-        ``rows`` is told at least how many rows of the prompt it will be, as often as that is known better. ``check``
+        ``rows`` is called with a lower bound of its rows of the prompt, whenever that grows. ``check``
         is called between frames. What either raises is raised, as is ``InvalidArgument`` for a bad file.
         """
         vision = self.vision

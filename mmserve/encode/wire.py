@@ -1,4 +1,4 @@
-"""What the server and the processes that decode media say to each other.
+"""Messages between the server and the processes that decode media.
 
 The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
 ``STOP`` at any time. The process answers with messages: ``plan`` (of a clip with a ``window``: its length, and seconds
@@ -51,7 +51,7 @@ class MediaFile:
     """A file to decode. ``frames`` and ``rate``: as ``read_video`` takes them; ``name``: the field of the request.
 
     ``resize``: width and height that every picture is resized to by this filter of pillow, where that is the first
-    thing done to it anyway; a decoder may leave it to whoever takes the pictures. ``piece``: what is decoded then is a
+    thing done to it anyway; a decoder may leave it to the receiver of the pictures. ``piece``: decoded is then a
     piece of a stream. ``sampler`` (``sampling.packed``): chooses the frames of a clip, in place of ``frames`` and
     ``rate``. ``window``: of a clip whose frames are used as they come, how many the server holds at once; 0 = all.
     """

@@ -65,7 +65,7 @@ class Watched:
             raise InvalidArgument.of(self._name, late(self._seconds))
 
     def check_stop(self) -> None:
-        """Raise ``Stopped`` if the server says so."""
+        """Raise ``Stopped`` if the server has asked to stop."""
         with self._lock:
             if _readable(0.0) and _exactly(1) == wire.STOP:
                 raise Stopped
@@ -178,7 +178,7 @@ def _return_memory() -> None:
 
 
 def _taken() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
+    """Bytes of memory that this process has now; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:

@@ -22,7 +22,7 @@ class Transport(Protocol):
         ...
 
     def drop(self, request: RequestId) -> None:
-        """Forget a payload that nobody will receive; nothing happens if there is none."""
+        """Forget a payload that will not be received; nothing happens if there is none."""
         ...
 
     @property

@@ -182,7 +182,7 @@ def test_a_process_samples_as_this_one_does() -> None:
 def test_too_many_frames_are_refused() -> None:
     limits = MediaConfig(max_sampled_frames=5)
     encoder = Encoder(video_model(), limits, max_tokens=1024)
-    with pytest.raises(InvalidArgument, match=r"has 6 frames to be looked at; the limit is 5 \(\[media\] max_sampled"):
+    with pytest.raises(InvalidArgument, match=r"has 6 sampled frames; the limit is 5 \(\[media\] max_sampled"):
         encoder.encode([request_of(VideoSampling(fps=1))])
     encoder.encode([request_of(VideoSampling(fps=0.5))])
 

@@ -229,7 +229,7 @@ def test_refused_with_a_reason(kind: str, capfd: pytest.CaptureFixture[str]) -> 
         (MediaConfig(max_video_seconds=3.9), "lasts 4.0 seconds; the limit is 3.9"),
         (MediaConfig(max_pixels=64 * 48 - 1), "3071"),
         (MediaConfig(max_video_pixels=64 * 48 * 40 - 1), "has 40 frames of 64 x 48 pixels"),
-        (MediaConfig(max_sampled_pixels=64 * 48 * 3), "pixels in the frames that are looked at; the limit is 9216"),
+        (MediaConfig(max_sampled_pixels=64 * 48 * 3), "pixels in its sampled frames; the limit is 9216"),
     ],
 )
 @pytest.mark.parametrize("kind", ["mpegts", "h264"])

@@ -349,7 +349,7 @@ def test_refused_with_a_reason(kind: str, capfd: pytest.CaptureFixture[str]) -> 
         (MediaConfig(max_side=63), "64 x 48 pixels; the limit is 63 a side"),
         (MediaConfig(max_pixels=64 * 48 - 1), "64 x 48 pixels; the limit is 3071 in all"),
         (MediaConfig(max_video_pixels=64 * 48 * 40 - 1), "has 40 frames of 64 x 48 pixels"),
-        (MediaConfig(max_sampled_pixels=64 * 48 * 3), "pixels in the frames that are looked at; the limit is 9216"),
+        (MediaConfig(max_sampled_pixels=64 * 48 * 3), "pixels in its sampled frames; the limit is 9216"),
         (MediaConfig(max_video_seconds=0.1), "has more than 24 frames (240 a second)"),
     ],
 )

@@ -23,6 +23,8 @@ from mmserve.client import Client
 
 #: How often connections are cut, frames between two questions, and the longest answer in tokens.
 CUTS, ASK_EVERY, ANSWER = 50, 3, 24
+#: Questions that may be open together, fewer than a session admits by default.
+OPEN = 6
 _PIECE = 1 << 16
 
 
@@ -132,7 +134,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
 
 
 def _play(address: str, seed: int, count: int, pace: float) -> Played:
-    """Frames every ``pace`` seconds, and questions among them that are not waited for."""
+    """Frames every ``pace`` seconds, and questions among them, ``OPEN`` at a time."""
     clips, rng = clips_of(seed, count + 16), random.Random(f"cuts {seed}")
     with Client(address, timeout=PATIENCE) as client:
         client.wait_ready(PATIENCE)
@@ -144,6 +146,8 @@ def _play(address: str, seed: int, count: int, pace: float) -> Played:
                 if second % ASK_EVERY == ASK_EVERY - 1:
                     shown = next(s for s in clips if s.begin <= second < s.end)
                     text = rng.choice(shown.questions(rng) or clips[0].questions(rng)).text
+                    if len(asked) >= OPEN:
+                        asked[-OPEN].result()
                     asked.append(session.stream(text, max_new_tokens=ANSWER, timeout=PATIENCE))
             answers = [each.result().text for each in asked]
             return Played(session.statistics(PATIENCE).frames_taken, answers, session.resumes)

@@ -63,8 +63,8 @@ class TensorCache:
         """The value under each of ``keys``; none of them is dropped before the context ends, and none may be changed.
 
         ``make`` makes the values of the keys at these indices, which are missing; ``fits`` returns whether a value that
-        was found is one that the key at this index can have. What ``make`` raises is raised here; other
-        callers are unaffected: who waits for the same value makes it. ``check`` is called while others' values are waited
+        was found is one that the key at this index can have. What ``make`` raises is raised here; other callers are
+        unaffected: one that waits for the same value makes it. ``check`` is called while others' values are waited
         for, and raises to end that.
         """
         held: list[bytes] = []

@@ -17,6 +17,7 @@ from mmserve.decode.schedulers import load_schedulers
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool
 from mmserve.engine import Engine
+from mmserve.http import attach
 from mmserve.models.names import served_names
 from mmserve.models.registry import load_model
 from mmserve.rpc.server import Server
@@ -72,6 +73,7 @@ class BackgroundServer:
         self.config = replace(config, server=replace(config.server, host="127.0.0.1"))
         self.engines = build_engines(self.config)
         self._server = Server(self.config, self.engines)
+        self._http = attach(self._server)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmserve-grpc", daemon=True)
 

@@ -114,6 +114,8 @@ def _server(server: ServerConfig) -> Iterator[Finding]:
     from mmserve.rpc.certificates import check_certificates
 
     yield from _findings(f"port {server.port}", lambda: _bind(server.host, server.port))
+    if server.http_port:
+        yield from _findings(f"port {server.http_port}", lambda: _bind(server.host, server.http_port))
     if server.metrics_port:
         yield from _findings(f"port {server.metrics_port}", lambda: _bind(server.metrics_host, server.metrics_port))
     if server.tls_key:

@@ -50,6 +50,8 @@ class ServerConfig:
     keepalive_seconds: float = 30.0
     metrics_port: int = 0  # Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none
     metrics_host: str = "127.0.0.1"  # whoever reaches it may read them: no token is asked for
+    http_port: int = 0  # the HTTP APIs (extra mmserve[http]) on ``host``, with the same TLS and tokens; 0 = none
+    http_connections: int = 1024  # open at once; 0 = any number
     access_log: bool = True  # one line of the log a call, health checks that succeed excepted
 
 
@@ -337,8 +339,13 @@ def _check_quantized(engine: EngineConfig, where: str) -> None:
 
 #: What numbers must at least be (finite, too): table, least, what the least means, keys.
 _LEAST = (
-    ("server", 0, "", ("port", "metrics_port", "drain_seconds")),
-    ("server", 0, ", which means no limit", ("message_seconds", "connection_calls", "connection_idle_seconds")),
+    ("server", 0, "", ("port", "metrics_port", "http_port", "drain_seconds")),
+    (
+        "server",
+        0,
+        ", which means no limit",
+        ("message_seconds", "connection_calls", "connection_idle_seconds", "http_connections"),
+    ),
     ("server", 0, ", which means no limit", ("connection_age_seconds", "connection_grace_seconds")),
     ("server", 1, "", ("max_message_bytes", "keepalive_seconds")),
     (
@@ -377,6 +384,7 @@ _MOST_SECONDS = ((1 << 31) - 1) // 1000
 _MOST = {
     "port": 65535,
     "metrics_port": 65535,
+    "http_port": 65535,
     "max_message_bytes": (1 << 31) - 1,
     "connection_calls": (1 << 31) - 1,
     "keepalive_seconds": _MOST_SECONDS,
@@ -402,8 +410,9 @@ def _check_server(server: ServerConfig, where: str) -> None:
         if not getattr(server, key):
             which = "'127.0.0.1' is this machine alone, '0.0.0.0' every network"
             raise ConfigError(f"{where} {key} must not be empty: {which}")
-    if server.metrics_port and server.metrics_port == server.port:
-        raise ConfigError(f"{where} metrics_port must be another than port: they speak different protocols")
+    for one, other in (("metrics_port", "port"), ("http_port", "port"), ("http_port", "metrics_port")):
+        if getattr(server, one) and getattr(server, one) == getattr(server, other):
+            raise ConfigError(f"{where} {one} must be another than {other}: they speak different protocols")
     if not all(map(is_token, server.auth_tokens)):
         raise ConfigError(f"{where} auth_tokens must be printable ASCII, and none of them empty")
     if bool(server.tls_certificate) != bool(server.tls_key):

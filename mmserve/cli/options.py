@@ -188,6 +188,13 @@ def _refuse_settings(arguments: argparse.Namespace) -> None:
 def any_port(settings: Config) -> Config:
     """The settings of a server that only its own process talks to: a free port, and nobody is asked who they are."""
     server = replace(
-        settings.server, port=0, metrics_port=0, tls_certificate="", tls_key="", tls_client_ca="", auth_tokens=()
+        settings.server,
+        port=0,
+        metrics_port=0,
+        http_port=0,
+        tls_certificate="",
+        tls_key="",
+        tls_client_ca="",
+        auth_tokens=(),
     )
     return replace(settings, server=server, tenants=())

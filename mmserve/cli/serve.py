@@ -1,4 +1,4 @@
-"""Serve models over gRPC until SIGTERM or Ctrl-C."""
+"""Serve models over gRPC, and over HTTP on request, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mmserve.check import check
 from mmserve.cli.options import add_config, print_json, read_config, read_tables
 from mmserve.config import Config
 from mmserve.errors import ConfigError
+from mmserve.http import attach
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
 from mmserve.rpc.engines import EngineLike
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve serve``."""
     add_config(parser)
+    parser.add_argument("--http", type=int, metavar="PORT", help="serve OpenAI's HTTP API, too (extra mmserve[http])")
     parser.add_argument(
         "--log-format", choices=FORMATS, default="text", help="lines for people (the default), or a JSON object each"
     )
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve; the port is bound before models load, and the address is printed once all of them serve."""
+    if arguments.http is not None:
+        arguments.set.append(f"server.http_port={arguments.http}")
     if arguments.check:
         return _check(arguments)
     if arguments.json:
@@ -54,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def serve() -> _Loader:
         server = Server(settings, loading=names)
+        front = attach(server)
         where = f"{settings.server.host}:{await server.start()}"
+        if front is not None:
+            where += f", and over HTTP on {settings.server.host}:{front.port}"
         loader = _Loader(settings, server, f"mmserve serves {', '.join(names)} on {where}")
         await server.serve_until_signal(loader.start, lambda: read_config(arguments), loader.replacements)
         return loader

@@ -20,7 +20,7 @@ from mmserve.rpc import request_id
 logger = logging.getLogger("mmserve.access")
 
 #: Calls that come every second by themselves: written at DEBUG unless they fail.
-_ROUTINE = "/grpc.health.v1.Health/"
+_ROUTINE = ("/grpc.health.v1.Health/", "/health")
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 #: By (request streams, response streams).
 _MAKE = {
@@ -48,7 +48,7 @@ class Access(grpc.aio.ServerInterceptor):
         calls.begin(call)
         handler = await continuation(handler_call_details)
         if handler is None:  # gRPC itself answers
-            self._ended(call, "UNIMPLEMENTED", known=False)
+            ended(call, "UNIMPLEMENTED", self._metrics, log=self._log, known=False)
             return None
         return self._watched(handler, call)
 
@@ -101,27 +101,35 @@ class Access(grpc.aio.ServerInterceptor):
             raise
         self._ended(call, _code(context))
 
-    def _ended(self, call: Call, code: str, *, known: bool = True) -> None:
-        seconds = time.monotonic() - call.started
-        self._metrics.calls.handled(call.method if known else "", code, seconds)
-        if not self._log:
-            return
-        fields = {
-            "method": call.method,
-            "peer": call.peer,
-            "tenant": call.tenant,
-            "model": call.model,
-            "code": code,
-            "ms": round(1000 * seconds, 1),
-            "received_bytes": call.received,
-            "sent_bytes": call.sent,
-            "prompt_tokens": call.prompt_tokens,
-            "completion_tokens": call.completion_tokens,
-            "request_id": call.request_id,
-        }
-        routine = code == "OK" and call.method.startswith(_ROUTINE)
-        text = " ".join(f"{name}={_plain(str(value))}" for name, value in fields.items() if value != "")
-        logger.log(logging.DEBUG if routine else logging.INFO, "%s", text, extra={"fields": fields})
+    def _ended(self, call: Call, code: str) -> None:
+        ended(call, code, self._metrics, log=self._log)
+
+
+def ended(call: Call, code: str, metrics: Metrics, *, log: bool, known: bool = True) -> None:
+    """Count ``call``, which ended with ``code`` (a gRPC code's name), and write its line of the log.
+
+    ``known``: whether its method exists; one that does not is no label.
+    """
+    seconds = time.monotonic() - call.started
+    metrics.calls.handled(call.method if known else "", code, seconds)
+    if not log:
+        return
+    fields = {
+        "method": call.method,
+        "peer": call.peer,
+        "tenant": call.tenant,
+        "model": call.model,
+        "code": code,
+        "ms": round(1000 * seconds, 1),
+        "received_bytes": call.received,
+        "sent_bytes": call.sent,
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": call.completion_tokens,
+        "request_id": call.request_id,
+    }
+    routine = code == "OK" and call.method.startswith(_ROUTINE)
+    text = " ".join(f"{name}={_plain(str(value))}" for name, value in fields.items() if value != "")
+    logger.log(logging.DEBUG if routine else logging.INFO, "%s", text, extra={"fields": fields})
 
 
 def _let_go(error: BaseException) -> None:

@@ -19,6 +19,7 @@ from mmserve.tenants import Accepted, token_digest
 
 logger = logging.getLogger("mmserve.rpc")
 
+_WHY = "this server needs an accepted bearer token in the authorization metadata"
 _OPEN = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 #: Seconds between two lines of the log about refused calls, and characters of a method's name in them.
@@ -66,15 +67,29 @@ class BearerAuth(grpc.aio.ServerInterceptor):
             _current.set(tenant)  # the handler runs in the same task, which is this call's alone
             calls.current().tenant = tenant.name
             return await continuation(handler_call_details)
-        reason = "missing" if token is None else "unknown"
 
         async def refuse(_: Any, context: Any) -> None:
-            self._refused(reason)
-            self._log(f"{reason} token, {method[:_LOG_CHARACTERS]!r} from {context.peer()}")
-            why = "this server needs an accepted bearer token in the authorization metadata"
-            await abort(context, Unauthenticated(why))
+            await abort(context, self._refusal(token, method, context.peer()))
 
         return grpc.stream_stream_rpc_method_handler(refuse)  # on the wire, all four kinds of call are this one
+
+    def tenant_of(self, token: str | None, what: str, peer: str) -> Tenant:
+        """The tenant of a call to ``what`` with ``token``; raises ``Unauthenticated``, counted and logged.
+
+        ``ANONYMOUS`` where no token is asked for.
+        """
+        if not self._accepted:
+            return ANONYMOUS
+        tenant = None if token is None else self._tenant(token)
+        if tenant is None:
+            raise self._refusal(token, what, peer)
+        return tenant
+
+    def _refusal(self, token: str | None, what: str, peer: str) -> Unauthenticated:
+        reason = "missing" if token is None else "unknown"
+        self._refused(reason)
+        self._log(f"{reason} token, {what[:_LOG_CHARACTERS]!r} from {peer}")
+        return Unauthenticated(_WHY)
 
     def _tenant(self, token: str) -> Tenant | None:
         """Every digest is compared in full: how long it takes is the same for any token."""

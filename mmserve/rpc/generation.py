@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
 
 from mmserve.config import MediaConfig
-from mmserve.core.events import Failed, Finished
+from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.request import Request
+from mmserve.core.tenant import Tenant
 from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError
 from mmserve.observe import calls
@@ -31,8 +32,8 @@ logger = logging.getLogger("mmserve.rpc")
 _LOGGED = 500
 
 
-class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers ``Generate`` with the engine of the model that the request names."""
+class Generations:
+    """Requests on their way to the engine that answers them, from whatever front they come."""
 
     def __init__(self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics, room: Room) -> None:
         self._engines = engines
@@ -41,28 +42,24 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._limits = limits
         self._room = room
 
-    async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
-        """Stream the events of one request; a client that leaves cancels it."""
-        label = calls.current().request_id
-        own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
-        with ExitStack() as held:
-            async with errors_to_status(context, f"Generate {label}"):
-                with _told(own, label), self._metrics.watch() as watch:
-                    try:  # without a pause: what came in is counted before more may come
-                        engine, request = self._accepted(own, message, context, held, watch)
-                    except MMServeError as error:
-                        raise error.with_traceback(None) from None  # whose frames hold the message
-                    finally:
-                        del message  # its media were copied, and `Clear` would free nothing
-                        await context.send_initial_metadata(((request_id.KEY, label),))
-                    logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
-                    await _relay(engine, request, label, context, watch)
+    def watch(self) -> Watch:
+        """What counts one request from when it is read to its end."""
+        return self._metrics.watch()
 
-    def _accepted(
-        self, own: str, message: pb.GenerateRequest, context: Any, held: ExitStack, watch: Watch
+    def accepted(
+        self,
+        own: str,
+        message: pb.GenerateRequest,
+        tenant: Tenant,
+        deadline: float | None,
+        held: ExitStack,
+        watch: Watch,
     ) -> tuple[EngineLike, Request]:
-        """The request in ``message``, which is counted until ``held`` is closed, and who is to answer it."""
-        tenant = current_tenant()
+        """The engine and the request of ``message``, whose bytes are counted until ``held`` is closed.
+
+        ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). Raises
+        ``MMServeError`` where the request cannot be accepted.
+        """
         watch.tenant = tenant.name
         engine = self._engines.find(message.model)
         watch.model = calls.current().model = engine.info.name
@@ -72,14 +69,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             info=engine.info,
             limits=self._limits,
             media=lambda media_id: self._media.get(media_id, tenant.cache),
-            deadline=_deadline(context),
+            deadline=deadline,
             tenant=tenant,
         )
         held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
         return engine, request
 
 
-async def _relay(engine: EngineLike, request: Request, label: str, context: Any, watch: Watch) -> None:
+async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:
+    """The events of ``request``, which is cancelled where the generator is closed before the last one.
+
+    Raises the error of a ``Failed``.
+    """
     outbox = Outbox(request.sampling.n)
     engine.submit(request, outbox.put)
     try:
@@ -89,7 +90,7 @@ async def _relay(engine: EngineLike, request: Request, label: str, context: Any,
             watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
-            await context.write(convert.to_response(event, label))
+            yield event
     finally:
         if not outbox.ended:  # the client went away, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline
@@ -98,9 +99,37 @@ async def _relay(engine: EngineLike, request: Request, label: str, context: Any,
             engine.cancel(request.id, DeadlineExceeded("the deadline passed") if late else None)
 
 
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Answers ``Generate`` with the engine of the model that the request names."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    async def Generate(self, message: pb.GenerateRequest, context: Any) -> None:
+        """Stream the events of one request; a client that leaves cancels it."""
+        label = calls.current().request_id
+        own = uuid.uuid4().hex  # two clients may use one label: the engine's ids are its own
+        with ExitStack() as held:
+            async with errors_to_status(context, f"Generate {label}"):
+                with logged(own, label), self._generations.watch() as watch:
+                    try:  # without a pause: what came in is counted before more may come
+                        engine, request = self._generations.accepted(
+                            own, message, current_tenant(), _deadline(context), held, watch
+                        )
+                    except MMServeError as error:
+                        raise error.with_traceback(None) from None  # whose frames hold the message
+                    finally:
+                        del message  # its media were copied, and `Clear` would free nothing
+                        await context.send_initial_metadata(((request_id.KEY, label),))
+                    logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
+                    async with aclosing(answered(engine, request, watch)) as events:
+                        async for event in events:
+                            await context.write(convert.to_response(event, label))
+
+
 @contextmanager
-def _told(own: str, label: str) -> Iterator[None]:
-    """Have the log tell what a request was refused for, or failed of: in one line, whatever its client wrote."""
+def logged(own: str, label: str) -> Iterator[None]:
+    """Write to the log why a request was refused, or failed: in one line, whatever its client wrote."""
     try:
         yield
     except MMServeError as error:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +21,7 @@ from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import Access
 from mmserve.rpc.connections import connection_options
 from mmserve.rpc.engines import EngineLike, Engines
-from mmserve.rpc.generation import GenerationService
+from mmserve.rpc.generation import Generations, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
 from mmserve.rpc.media import MediaService
@@ -55,6 +55,19 @@ SERVICES = tuple(
 _GOODBYE_SECONDS = 2.0
 
 
+class Front(Protocol):
+    """Another protocol of the same server, on a port of its own; used on the server's event loop."""
+
+    async def start(self) -> None:
+        """Listen; raises ``ConfigError`` where that is impossible."""
+
+    async def stop(self, seconds: float) -> None:
+        """Stop listening, and let answers under way be sent for so many seconds. Nothing if it has not started."""
+
+    def follow(self, config: Config) -> None:
+        """Use the TLS files of ``config``, which are known to be usable, for new connections."""
+
+
 class Server:
     """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops.
 
@@ -73,9 +86,13 @@ class Server:
         self.media = MediaStore(config.media.store_bytes)
         self.metrics = Metrics(self.engines)
         self.sessions = Registry(config.video, self.metrics.sessions.sessions)
+        self.room = Room(config.media.live_bytes)
+        self.quotas = Quotas(self.metrics.tenants.limited)
+        self.generations = Generations(self.engines, self.media, config.media, self.metrics, self.room)
+        self._fronts: list[Front] = []
         self._hosts = Hosts(config)
         self.port = 0
-        self._guard = Guard(config, self.metrics.tenants.refused)
+        self.guard = Guard(config, self.metrics.tenants.refused)
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
@@ -85,6 +102,15 @@ class Server:
         # replace others on SIGHUP need theirs, too
         self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + 4, "mmserve-engine")
         self._replacement = Replacement(self.engines, config, self._elsewhere, self._leave)
+
+    @property
+    def ending(self) -> bool:
+        """Whether it drains or has stopped."""
+        return self._ending is not None
+
+    def attach(self, front: Front) -> None:
+        """Start and stop ``front`` with the server; before ``start``."""
+        self._fronts.append(front)
 
     async def start(self) -> int:
         """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
@@ -96,14 +122,17 @@ class Server:
         try:
             if self.config.server.metrics_port:
                 self._scraped = Endpoint(self.metrics.registry, self.config.server)
-                self._guard.endpoint = self._scraped
+                self.guard.endpoint = self._scraped
             for name, engine in self._given.items():
                 await self._for_all([engine], "start")
                 started.append(engine)
                 self.engines.add(name, engine)
+            for front in self._fronts:
+                await front.start()
             await self._grpc.start()
         except BaseException:
             await self._for_all(started, "stop")
+            await self._stop_fronts(0.0)
             await self._grpc.stop(None)
             await self._close_endpoint()
             raise
@@ -150,6 +179,8 @@ class Server:
         """
         config, apply = await self._elsewhere(self._read, read)
         apply()
+        for front in self._fronts:
+            front.follow(config)
         self._replacement.begin(config, load)
         for what in unfollowed(self.config, config):
             logger.warning("%s of the configuration differs from what the server runs with: restart it for that", what)
@@ -157,7 +188,7 @@ class Server:
 
     def _read(self, read: Callable[[], Config]) -> tuple[Config, Callable[[], None]]:
         config = read()
-        return config, self._guard.read(config)
+        return config, self.guard.read(config)
 
     async def serve_until_signal(
         self,
@@ -225,7 +256,7 @@ class Server:
                 logger.warning("requests were still running after %s seconds and were cancelled", seconds)
         finally:
             self._health.close()
-            await self._grpc.stop(_GOODBYE_SECONDS)
+            await asyncio.gather(self._grpc.stop(_GOODBYE_SECONDS), self._stop_fronts(_GOODBYE_SECONDS))
             await self._elsewhere(self._hosts.stop)
             await self._for_all(engines, "stop")
             await self._close_endpoint()
@@ -233,6 +264,9 @@ class Server:
             self._threads.shutdown(wait=False)
             self._ended.set()
             logger.info("stopped")
+
+    async def _stop_fronts(self, seconds: float) -> None:
+        await asyncio.gather(*(front.stop(seconds) for front in self._fronts))
 
     async def _close_endpoint(self) -> None:
         if self._scraped is not None:
@@ -254,23 +288,21 @@ class Server:
 
     def _build(self) -> Any:
         config = self.config.server
-        room = Room(self.config.media.live_bytes)
-        self._incoming = Incoming(config, room, self.metrics.message_refused)
-        quotas = Quotas(self.metrics.tenants.limited)
+        self._incoming = Incoming(config, self.room, self.metrics.message_refused)
         interceptors = [
             Access(self.metrics, log=config.access_log),
-            self._guard.auth,
-            quotas,
+            self.guard.auth,
+            self.quotas,
             self._incoming,
         ]
         server = grpc.aio.server(interceptors=interceptors, options=connection_options(config))
-        generation = GenerationService(self.engines, self.media, self.config.media, self.metrics, room)
+        generation = GenerationService(self.generations)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(
             MediaService(self.media, self.config.media, self.metrics.calls), server
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines, self._hosts), server)
-        video = VideoService(self.engines, self._hosts, self.sessions, self.config, self.metrics, quotas)
+        video = VideoService(self.engines, self._hosts, self.sessions, self.config, self.metrics, self.quotas)
         video_pb2_grpc.add_VideoServiceServicer_to_server(video, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -281,7 +313,7 @@ class Server:
         config = self.config.server
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:
-            certificates = self._guard.certificates
+            certificates = self.guard.certificates
             if certificates is None:
                 return int(self._grpc.add_insecure_port(f"{host}:{config.port}"))
             return int(self._grpc.add_secure_port(f"{host}:{config.port}", certificates.credentials()))

@@ -33,6 +33,7 @@ FLOORS = (
     ("engine", "stages", "decoders", "capabilities", "defaults", "record", "worker", "workers"),
     ("video",),
     ("rpc", "settle"),
+    ("http",),
     ("client",),
     ("assembly", "check"),
     ("reference",),
@@ -123,8 +124,8 @@ def test_core_and_schedule_reach_no_torch_through_their_own_imports() -> None:
     assert PACKAGE / "errors.py" in seen, "the walk followed no import"
 
 
-def test_only_rpc_the_client_and_v1_know_protobuf() -> None:
-    allowed = (PACKAGE / "rpc", PACKAGE / "v1", PACKAGE / "client")
+def test_only_the_fronts_the_client_and_v1_know_protobuf() -> None:
+    allowed = (PACKAGE / "rpc", PACKAGE / "http", PACKAGE / "v1", PACKAGE / "client")
     others = [f for f in _files(PACKAGE) if not any(f == a or a in f.parents for a in allowed)]
     assert _offences(others, (*PROTOBUF, "google")) == []
 

@@ -1,0 +1,29 @@
+"""The HTTP front: the APIs of OpenAI over the same engines, tenants and limits as gRPC (extra ``mmserve[http]``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mmserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mmserve.http.front import HttpFront
+    from mmserve.rpc.server import Server
+
+
+def attach(server: Server) -> HttpFront | None:
+    """Have ``server``, which has not started, serve HTTP where its configuration has an ``http_port``.
+
+    Raises ``ConfigError`` where the packages of the extra are missing.
+    """
+    if not server.config.server.http_port:
+        return None
+    try:
+        from mmserve.http.front import HttpFront
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"[server] http_port needs the package {error.name!r}: run pip install 'mmserve[http]'"
+        ) from error
+    front = HttpFront(server)
+    server.attach(front)
+    return front

@@ -1,0 +1,53 @@
+"""What surrounds every request over HTTP: its line of the access log, its metrics, and a bound on slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mmserve.http.errors import STATUS
+from mmserve.observe import calls
+from mmserve.observe.calls import Call
+from mmserve.observe.metrics import Metrics
+from mmserve.rpc.access import ended
+
+#: HTTP status to the name of a gRPC code, for metrics and the log; the first of those that share one.
+_CODES = {int(status): code for code, status in reversed(STATUS.items())}
+_UNKNOWN_ROUTE = 404, 405
+
+
+class Access:
+    """Wraps ``app``. A client that takes nothing for ``patience`` seconds is disconnected; 0 = it may."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, log: bool, patience: float) -> None:
+        self._app, self._metrics, self._log, self._patience = app, metrics, log, patience
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        host, port = scope.get("client") or ("", 0)
+        call = Call(scope["path"], peer=f"{host}:{port}")
+        calls.begin(call)
+        status = 500
+
+        async def counted() -> Message:
+            message = await receive()
+            call.received += len(message.get("body", b""))
+            return message
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            call.sent += len(message.get("body", b""))
+            async with asyncio.timeout(self._patience or None):
+                await send(message)
+
+        try:
+            await self._app(scope, counted, sent)
+        finally:
+            known = bool(call.request_id) or status not in _UNKNOWN_ROUTE
+            code = "OK" if status < 400 else _CODES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
+            ended(call, code, self._metrics, log=self._log, known=known)

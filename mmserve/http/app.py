@@ -1,0 +1,207 @@
+"""Routes of the HTTP front, and what happens around each request: access, tenants, limits, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing
+from typing import Any, TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mmserve.core.events import Admitted, Event, Finished
+from mmserve.core.tenant import Tenant
+from mmserve.errors import Cancelled, Internal, MMServeError
+from mmserve.http import chat
+from mmserve.http.body import Bodies
+from mmserve.http.errors import headers_of, openai_error, status_of
+from mmserve.observe import calls
+from mmserve.rpc import request_id
+from mmserve.rpc.generation import answered, logged
+from mmserve.rpc.server import Server
+from mmserve.v1 import generation_pb2 as pb
+
+logger = logging.getLogger("mmserve.http")
+
+Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+_BEARER = "bearer "
+
+
+class App:
+    """The ASGI application over ``server``; used on its event loop."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        # one thread: parsing holds the interpreter, so that two would serve nobody sooner
+        self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
+        self._bodies = Bodies(server.config.server, server.room, self._parser)
+        self.asgi = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._open(self._chat), methods=["POST"]),
+                Route("/v1/models", self._open(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._open(self._model), methods=["GET"]),
+                Route("/metrics", self._open(self._metrics), methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _no_route},
+        )
+
+    def close(self) -> None:
+        """End the thread that parses."""
+        self._parser.shutdown(wait=False)
+
+    def _open(self, handler: Handler) -> Handler:
+        """``handler`` for callers with an accepted token, with typed errors; ``calls.current()`` is its call."""
+
+        async def answer(request: Request) -> Response:
+            label = request.headers.get(request_id.KEY, "")
+            call = calls.current()
+            call.request_id = label if request_id.is_label(label) else uuid.uuid4().hex
+            try:
+                tenant = self._server.guard.auth.tenant_of(_token(request), request.url.path, call.peer)
+                call.tenant = tenant.name
+                request.state.tenant = tenant
+                response = await handler(request)
+            except MMServeError as error:
+                response = _refusal(error)
+            except Exception as error:  # noqa: BLE001 - a bug ends this request alone
+                response = _refusal(Internal.logged(error, request.url.path, logger))
+            response.headers[request_id.KEY] = call.request_id
+            return response
+
+        return answer
+
+    async def _health(self, _request: Request) -> Response:
+        loading = self._server.engines.loading
+        ready = not loading and not self._server.ending
+        return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+
+    async def _metrics(self, _request: Request) -> Response:
+        data = await asyncio.get_running_loop().run_in_executor(None, generate_latest, self._server.metrics.registry)
+        return Response(data, media_type=CONTENT_TYPE_LATEST)
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._server.engines]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._server.engines.find(name)
+        return JSONResponse(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        info = self._server.engines[name].info
+        return {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
+
+    async def _chat(self, request: Request) -> Response:
+        tenant: Tenant = request.state.tenant
+        held = ExitStack()
+        with contextlib.ExitStack() as unless_streamed:
+            unless_streamed.callback(held.close)
+            held.enter_context(self._server.quotas.taken(tenant))
+            asked = chat.asked(await self._bodies.read(request))
+            samples = asked.message.sampling.n or 1
+            logprobs = asked.message.stream.tokens
+            response = chat.Response(asked.message.model, uuid.uuid4().hex)
+            events = self._events(asked.message, tenant, held)
+            if not asked.stream:
+                async with aclosing(events):
+                    finished = await _unless_left(request, _finished(events))
+                return JSONResponse(response.whole(finished, logprobs=logprobs))
+            first = await _unless_left(request, anext(events))  # refusals have a status of their own until here
+            unless_streamed.pop_all()
+        chunks = response.chunks(_after(first, events), samples, logprobs=logprobs, usage_chunk=asked.usage_chunk)
+        return StreamingResponse(_lines(chunks, events, held), media_type="text/event-stream", headers=_UNBUFFERED)
+
+    async def _events(self, message: pb.GenerateRequest, tenant: Tenant, held: ExitStack) -> AsyncGenerator[Event]:
+        """Events of the request after its admission, the first once there is an answer to begin."""
+        own, label = uuid.uuid4().hex, calls.current().request_id
+        with logged(own, label), self._server.generations.watch() as watch:
+            engine, request = self._server.generations.accepted(own, message, tenant, None, held, watch)
+            logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
+            async with aclosing(answered(engine, request, watch)) as events:
+                async for event in events:
+                    if not isinstance(event, Admitted):
+                        yield event
+
+
+#: Proxies pass events on as they come.
+_UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def _refusal(error: MMServeError) -> Response:
+    return JSONResponse(openai_error(error, chat.NAMES), status_of(error), headers_of(error))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """A path or method that does not exist, as an error of the API."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+def _token(request: Request) -> str | None:
+    """The token of ``Authorization: Bearer``, or of Anthropic's ``x-api-key``."""
+    given = request.headers.get("authorization", "")
+    if given.lower().startswith(_BEARER):
+        return given[len(_BEARER) :]
+    return request.headers.get("x-api-key")
+
+
+async def _finished(events: AsyncIterator[Event]) -> list[Finished]:
+    return [event async for event in events if isinstance(event, Finished)]
+
+
+async def _after(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    yield first
+    async for event in events:
+        yield event
+
+
+async def _unless_left(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled where the client disconnects first; raises ``Cancelled`` then."""
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Cancelled("the client disconnected")
+        return task.result()
+    finally:
+        for one in (task, left):
+            one.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _lines(
+    chunks: AsyncIterator[dict[str, Any]], events: AsyncGenerator[Event], held: ExitStack
+) -> AsyncIterator[str]:
+    """Server-sent events of ``chunks``; an error is one, too, and ends them without ``[DONE]``."""
+    with held:
+        async with aclosing(events):
+            try:
+                async for chunk in chunks:
+                    yield f"data: {json.dumps(chunk)}\n\n"
+            except MMServeError as error:
+                yield f"data: {json.dumps(openai_error(error, chat.NAMES))}\n\n"
+                return
+            except Exception as error:  # noqa: BLE001 - a bug ends this request alone
+                yield f"data: {json.dumps(openai_error(Internal.logged(error, 'a stream', logger), {}))}\n\n"
+                return
+            yield "data: [DONE]\n\n"

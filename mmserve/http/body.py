@@ -1,0 +1,74 @@
+"""Bodies of requests: JSON objects, bounded in bytes and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import Executor
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from mmserve.config import ServerConfig
+from mmserve.errors import Cancelled, InvalidArgument
+from mmserve.http.errors import BadRequest
+from mmserve.rpc.room import Room
+
+#: Larger bodies are parsed off the event loop, and count among what requests hold meanwhile (bytes).
+INLINE_BYTES = 1 << 20
+
+
+class Bodies:
+    """Reads bodies within ``max_message_bytes`` and ``message_seconds`` of ``config``; ``parser`` runs long parses."""
+
+    def __init__(self, config: ServerConfig, room: Room, parser: Executor) -> None:
+        self._config, self._room, self._parser = config, room, parser
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """The JSON object that ``request`` carries; raises ``InvalidArgument``, or ``BadRequest`` with its status."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also keeps forms of foreign pages out, which a browser sends unasked
+            raise BadRequest(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the content-type must be application/json")
+        try:
+            async with asyncio.timeout(self._config.message_seconds or None):
+                data = await self._bytes(request)
+        except TimeoutError:
+            why = f"the body took longer than {self._config.message_seconds:g} s (message_seconds) to arrive"
+            raise BadRequest(HTTPStatus.REQUEST_TIMEOUT, why) from None
+        except ClientDisconnect:
+            raise Cancelled("the client went away while it sent the request") from None
+        if len(data) <= INLINE_BYTES:
+            found = _parsed(data)
+        else:
+            with self._room.taken((), len(data)):
+                found = await asyncio.get_running_loop().run_in_executor(self._parser, _parsed, data)
+        if not isinstance(found, dict):
+            raise InvalidArgument.of("body", "must be a JSON object")
+        return found
+
+    async def _bytes(self, request: Request) -> bytes:
+        most = self._config.max_message_bytes
+        why = f"the body is larger than {most} bytes (max_message_bytes); upload large media first, over gRPC"
+        given = request.headers.get("content-length", "")
+        if given.isdecimal() and int(given) > most:
+            raise BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+        data = bytearray()
+        async for chunk in request.stream():
+            if len(data) + len(chunk) > most:
+                raise BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+            data += chunk
+        return bytes(data)
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data, parse_constant=_constant)
+    except RecursionError:
+        raise InvalidArgument.of("body", "is nested too deeply") from None
+    except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
+        raise InvalidArgument.of("body", f"must be JSON: {str(error)[:200]}") from None
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,82 @@
+"""Errors as HTTP responses: status, headers, and the JSON body of OpenAI's APIs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted
+
+#: gRPC code to HTTP status. What a model cannot do is the caller's to change, as is an unsuitable argument.
+STATUS = {
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "FAILED_PRECONDITION": HTTPStatus.BAD_REQUEST,
+    "UNIMPLEMENTED": HTTPStatus.BAD_REQUEST,
+    "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "RESOURCE_EXHAUSTED": HTTPStatus.TOO_MANY_REQUESTS,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "DEADLINE_EXCEEDED": HTTPStatus.GATEWAY_TIMEOUT,
+    "CANCELLED": 499,  # nginx's "client closed request"
+    "INTERNAL": HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+#: HTTP status to the ``type`` of OpenAI's errors.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class BadRequest(InvalidArgument):
+    """A request that cannot be read as one of its API: its own status, such as 413 for a body that is too long."""
+
+    def __init__(self, status: HTTPStatus, description: str) -> None:
+        super().__init__()
+        self.status, self.description = status, description
+
+    @property
+    def message(self) -> str:
+        """What is wrong."""
+        return self.description
+
+    def __str__(self) -> str:
+        return self.description
+
+
+def status_of(error: MMServeError) -> int:
+    """The HTTP status of ``error``."""
+    return int(error.status if isinstance(error, BadRequest) else STATUS[error.code])
+
+
+def headers_of(error: MMServeError) -> dict[str, str]:
+    """``Retry-After`` (whole seconds) where the error has a time, and the scheme that a missing token must have."""
+    if isinstance(error, ResourceExhausted) and error.retry_after is not None:
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    return {"www-authenticate": "Bearer"} if status_of(error) == HTTPStatus.UNAUTHORIZED else {}
+
+
+def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any]:
+    """The body of ``error``: ``param`` is the first wrong field, ``code`` the gRPC code in lower case.
+
+    ``names``: fields of ``GenerateRequest`` to those of the request's API.
+    """
+    message, param = error.message, None
+    if isinstance(error, InvalidArgument) and error.violations:
+        wrong = [(_named(v.field, names), v.description) for v in error.violations]
+        message, param = "; ".join(f"{field}: {description}" for field, description in wrong), wrong[0][0]
+    kind = _TYPES.get(status_of(error), "server_error" if status_of(error) >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code.lower()}}
+
+
+def _named(field: str, names: Mapping[str, str]) -> str:
+    """``field`` under its name of the API, with its rest (``stop[0]``)."""
+    for path, name in names.items():
+        if field == path or field.startswith((f"{path}[", f"{path}.")):
+            return name + field[len(path) :]
+    return field

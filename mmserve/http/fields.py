@@ -1,0 +1,101 @@
+"""Fields of JSON bodies: taken one by one, each of its type; what is left over is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+
+from mmserve.errors import FieldViolation, InvalidArgument
+from mmserve.v1 import generation_pb2 as pb
+
+#: JSON's names of Python's types.
+_NAMES = {
+    str: "a string",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
+_TYPES: Mapping[int, type] = {
+    FieldDescriptor.CPPTYPE_DOUBLE: float,
+    FieldDescriptor.CPPTYPE_UINT32: int,
+    FieldDescriptor.CPPTYPE_UINT64: int,
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_STRING: str,
+}
+#: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, by protobuf's JSON names.
+OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint")
+
+
+class Fields:
+    """The fields of a JSON object at ``path``; each ``take`` removes one."""
+
+    def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
+        self._left = {name: value for name, value in body.items() if value is not None}
+        self._path = path
+
+    def path(self, name: str) -> str:
+        """``name`` with the path of the object in front of it."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def take(self, name: str, kind: type, default: Any = None) -> Any:
+        """The value of ``name``, ``default`` if absent or null; ``InvalidArgument`` where it is no ``kind``."""
+        value = self._left.pop(name, None)
+        return default if value is None else typed(value, kind, self.path(name))
+
+    def any(self, name: str) -> Any:
+        """The value of ``name``, of any type; None where it is absent or null."""
+        return self._left.pop(name, None)
+
+    def nested(self, name: str) -> Fields | None:
+        """The fields of the object ``name``; None where it is absent or null."""
+        value = self.take(name, dict)
+        return None if value is None else Fields(value, self.path(name))
+
+    def end(self, why: str = "is no field of this API") -> None:
+        """Raise ``InvalidArgument`` with every field that nothing has taken."""
+        if self._left:
+            raise InvalidArgument(*(FieldViolation(self.path(name)[:200], why) for name in self._left))
+
+
+def typed(value: Any, kind: type, path: str) -> Any:
+    """``value``, which must be of the JSON type ``kind``; an integer is a number, too."""
+    if kind is float and type(value) is int:
+        return float(value) if abs(value) < 1 << 63 else _wrong(path, float)
+    return value if type(value) is kind else _wrong(path, kind)
+
+
+def _wrong(path: str, kind: type) -> Any:
+    raise InvalidArgument.of(path, f"must be {_NAMES[kind]}")
+
+
+def copy_fields(fields: Fields, message: pb.GenerateRequest, table: Mapping[str, str]) -> None:
+    """Set the fields of ``message`` (dotted paths) that ``table`` names for JSON names, from those present."""
+    for name, path in table.items():
+        *outer, leaf = path.split(".")
+        target: Any = message
+        for part in outer:
+            target = getattr(target, part)
+        value = fields.take(name, _TYPES[target.DESCRIPTOR.fields_by_name[leaf].cpp_type])
+        if value is None:
+            continue
+        try:
+            setattr(target, leaf, value)
+        except ValueError:
+            raise InvalidArgument.of(fields.path(name), "is out of range") from None
+
+
+def merge_own(fields: Fields, message: pb.GenerateRequest) -> None:
+    """Merge the ``mmserve`` object into ``message``: fields of ``GenerateRequest`` in protobuf's JSON form."""
+    own = fields.take("mmserve", dict, {})
+    for name in own:
+        if name not in OWN:
+            raise InvalidArgument.of(f"mmserve.{name}"[:200], f"must be one of {', '.join(OWN)}")
+    try:
+        message.MergeFrom(json_format.ParseDict(own, pb.GenerateRequest(), max_recursion_depth=30))
+    except json_format.ParseError as error:
+        raise InvalidArgument.of("mmserve", str(error)[:400]) from None

@@ -1,0 +1,347 @@
+"""The HTTP front over real sockets: the official OpenAI client, and requests no client would send."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import logging
+import random
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from certificates import self_signed
+from e2e_helpers import EMPTY, PATIENCE, Running, gated, running, settings, wait_for
+
+from mmserve.assembly import BackgroundServer
+from mmserve.errors import ConfigError
+from mmserve.http import chat, front
+from mmserve.reference.tasks import sample
+from mmserve.tenants import TenantConfig
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "How many shapes are there?"}]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    server = {"http_port": free_port(), "max_message_bytes": 1 << 20, "message_seconds": 2.0}
+    with running(settings(server=server, engine={"max_samples": 4})) as found:
+        yield found
+        found.assert_serves()
+
+
+@pytest.fixture
+def port(served: Running) -> int:
+    return served.background.config.server.http_port
+
+
+@pytest.fixture
+def client(port: int) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+def scene(seed: int = 0) -> tuple[bytes, str, list[Any]]:
+    """A picture, a question about it, and both as messages."""
+    picture, question = sample("count", random.Random(seed))
+    url = "data:image/png;base64," + base64.b64encode(picture.png()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question.text}]
+    return picture.png(), question.text, [{"role": "user", "content": parts}]
+
+
+def ask(port: int, body: Any, path: str = CHAT, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
+    """Status, JSON body and headers of a POST; ``body`` is bytes, or becomes JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, data, {"content-type": "application/json", **(headers or {})})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer, response.headers
+
+
+def head(length: str) -> bytes:
+    """The head of a POST with a line about its body's length."""
+    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{length}\r\n\r\n".encode()
+
+
+def test_an_answer_is_that_of_grpc(served: Running, client: openai.OpenAI) -> None:
+    picture, text, messages = scene()
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    expected = served.client.generate(text, images=[picture], max_new_tokens=24, **options)
+    found = client.chat.completions.create(
+        model="reference", messages=messages, max_completion_tokens=24, logprobs=True, **options
+    )
+    choice = found.choices[0]
+    assert choice.message.content == expected.text and choice.finish_reason == "stop"
+    assert found.usage is not None and choice.logprobs is not None and choice.logprobs.content is not None
+    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert found.usage.completion_tokens == expected.usage.completion_tokens == len(choice.logprobs.content)
+    assert all(token.logprob <= 0 for token in choice.logprobs.content)
+    assert found.id.startswith("chatcmpl-") and found.object == "chat.completion"
+
+
+def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
+    _, _, messages = scene(1)
+    asked: dict[str, Any] = {"model": "reference", "messages": messages, "max_tokens": 32, "n": 2, "temperature": 1.0}
+    whole = client.chat.completions.create(**asked)
+    texts, reasons, usages = ["", ""], [None, None], []
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        usages += [chunk.usage] if chunk.usage else []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usages == [whole.usage]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "accepts"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "strict": True, "schema": SCHEMA},
+                }
+            },
+            lambda text: set(json.loads(text)) == {"colour", "count"},
+        ),
+        ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, lambda text: json.loads(text)["count"] <= 9),
+        ({"extra_body": {"structured_outputs": {"regex": "[a-c]{3}"}}}, lambda text: set(text) <= set("abc")),
+        ({"extra_body": {"guided_choice": ["left", "right"]}}, lambda text: text in ("left", "right")),
+        ({"extra_body": {"guided_grammar": 'start: "x" | "y"'}}, lambda text: text in ("x", "y")),
+        ({"extra_body": {"guided_grammar": 'root ::= "x" | "y"'}}, lambda text: text in ("x", "y")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_constraints_hold(client: openai.OpenAI, options: dict[str, Any], accepts: Any) -> None:
+    found = client.chat.completions.create(
+        model="reference", messages=HELLO, max_tokens=40, temperature=2.0, seed=1, **options
+    )
+    assert accepts(found.choices[0].message.content)
+
+
+def test_policies_are_set_under_mmserve(served: Running, client: openai.OpenAI) -> None:
+    plain = {"diffusion": {"noCache": {}, "lowConfidence": {}, "steps": 6}}
+    found = client.chat.completions.create(
+        model="reference", messages=HELLO, max_tokens=6, extra_body={"mmserve": plain}
+    )
+    own: Any = found.model_extra
+    assert own["mmserve"]["forwards"] == 6
+
+
+CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
+    ({"model": "gone"}, 404, None, "there is reference"),
+    ({"model": None}, 400, "model", "is required"),
+    ({"messages": []}, 400, "messages", "at least one message"),
+    ({"messages": "hi"}, 400, "messages", "an array"),
+    ({"messages": [{"role": "tool", "content": "1"}]}, 400, "messages[0].role", "'assistant'"),
+    ({"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content", "a string or an array"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type", ""),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]},
+        400,
+        "messages[0].content[0].image_url.url",
+        "are not fetched",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}]}
+            ]
+        },
+        400,
+        "messages[0].content[0].image_url.url",
+        "base64",
+    ),
+    ({"temperature": -1}, 400, "temperature", "at least 0"),
+    ({"temperature": "hot"}, 400, "temperature", "a number"),
+    ({"temperature": True}, 400, "temperature", "a number"),
+    ({"seed": 1 << 64}, 400, "seed", "out of range"),
+    ({"n": 0}, 400, "n", "at least 1"),
+    ({"n": 5}, 400, "n", "must be in [1, 4]"),
+    ({"stop": [""]}, 400, "stop[0]", "empty"),
+    ({"max_tokens": 8, "max_completion_tokens": 8}, 400, "max_tokens", "set one of them"),
+    ({"max_completion_tokens": 100_000}, 400, "max_completion_tokens", "must be in"),
+    ({"top_logprobs": 3}, 400, "top_logprobs", "not supported"),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
+    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream = true"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
+        400,
+        "response_format",
+        "",
+    ),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex", "combined"),
+    ({"mmserve": {"tenant": 1}}, 400, "mmserve.tenant", "must be one of"),
+    ({"mmserve": {"diffusion": {"steps": 0}}}, 400, "mmserve.diffusion.steps", "at least 1"),
+    ({"mmserve": {"diffusion": {"steps": "many"}}}, 400, "mmserve", "steps"),
+    ({"mmserve": {"kv_reduction": {"heavy_hitters": {"budget": 8}}}}, 400, None, ""),
+    ({"colour": "red"}, 400, "colour", "no field"),
+]
+
+
+@pytest.mark.parametrize(("changes", "status", "param", "text"), CASES, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_named(port: int, changes: dict[str, Any], status: int, param: str | None, text: str) -> None:
+    found, body, headers = ask(
+        port, {"model": "reference", "messages": HELLO, **changes}, headers={"x-request-id": "a1"}
+    )
+    error = body["error"]
+    assert (found, headers["x-request-id"]) == (status, "a1")
+    assert text in error["message"] and (error["param"] or "").startswith(param or "")
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status", "text"),
+    [
+        (b"{", {}, 400, "must be JSON"),
+        (b"[1]", {}, 400, "a JSON object"),
+        (b'{"a": NaN}', {}, 400, "NaN"),
+        (b"[" * 200_000, {}, 400, "nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", {}, 400, "must be JSON"),
+        (b'{"a": "\xff"}', {}, 400, "must be JSON"),
+        (b"{}", {"content-type": "text/plain"}, 415, "application/json"),
+        (b" " * ((1 << 20) + 1), {}, 413, "max_message_bytes"),
+        (b"{}", {"content-length": str(1 << 40)}, 413, "max_message_bytes"),
+    ],
+    ids=["cut", "array", "nan", "deep", "digits", "bytes", "form", "long", "announced"],
+)
+def test_hostile_bodies(port: int, data: bytes, headers: dict[str, str], status: int, text: str) -> None:
+    found, body, _ = ask(port, data, headers=headers)
+    assert found == status and text in body["error"]["message"]
+
+
+def test_a_body_without_a_length_is_bounded_too(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall(
+            head("transfer-encoding: chunked") + b"".join(b"20000\r\n" + b" " * 0x20000 + b"\r\n" for _ in range(9))
+        )
+        assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_body_that_comes_too_slowly(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall(head("content-length: 9") + b"{")
+        assert b" 408 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nhost: x\r\nx: "], ids=["silent", "slow head"])
+def test_a_head_that_does_not_come(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "PATIENCE", 0.3)
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall(sent)
+        assert connection.recv(4096) == b""
+
+
+def test_routes_models_health_and_metrics(client: openai.OpenAI, port: int) -> None:
+    assert [model.id for model in client.models.list()] == ["reference"]
+    assert client.models.retrieve("reference").owned_by == "mmserve"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gone")
+    assert ask(port, {}, path="/v1/embeddings")[0] == 404
+    assert ask(port, {}, path="/v1/models")[0] == 405
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    for path, expected in (("/health", b'"ok"'), ("/metrics", b"mmserve:num_requests_running")):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        assert response.status == 200 and expected in response.read()
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels(
+    served: Running, port: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gated(served.engine, monkeypatch) as gates:
+        gates.decode.close()
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+            body = json.dumps({"model": "reference", "messages": HELLO, "stream": stream}).encode()
+            connection.sendall(head(f"content-length: {len(body)}") + body)
+            wait_for("the request to reach decode", lambda: gates.decode.waiting)
+        wait_for("the request to be aborted", served.doomed)
+        gates.open()
+    wait_for("an empty engine", lambda: served.engine.stats() == EMPTY)
+
+
+def test_a_log_line_and_a_label(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mmserve.access"):
+        ask(port, {"model": "reference", "messages": HELLO, "max_tokens": 4}, headers={"x-request-id": "mine"})
+        wait_for("the line", lambda: any("request_id=mine" in line for line in caplog.messages))
+    line = next(line for line in caplog.messages if "request_id=mine" in line)
+    assert f"method={CHAT}" in line and "code=OK" in line and "model=reference" in line and "completion_tokens=" in line
+
+
+def test_tokens_and_tenants(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret\n")
+    tenants = (TenantConfig(name="a", token_file=str(tmp_path / "tokens"), rate=0.01, burst=1),)
+    config = settings(server={"http_port": free_port()})
+    port = config.server.http_port
+    with BackgroundServer(type(config)(server=config.server, engine=config.engine, tenants=tenants)):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+            status, body, answered = ask(port, {}, headers=headers)
+            assert status == 401 and body["error"]["type"] == "authentication_error"
+            assert answered["www-authenticate"] == "Bearer"
+        asked = {"model": "reference", "messages": HELLO, "max_tokens": 4}
+        assert ask(port, asked, headers={"x-api-key": "secret"})[0] == 200
+        status, body, answered = ask(port, asked, headers={"authorization": "Bearer secret"})
+        assert status == 429 and int(answered["retry-after"]) >= 1 and "rate" in body["error"]["message"]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().status == 401
+        connection.close()
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path, "localhost")
+    keys = {"tls_certificate": str(certificate), "tls_key": str(key), "http_port": free_port()}
+    with BackgroundServer(settings(server=keys)):
+        context = ssl.create_default_context(cafile=str(certificate))
+        connection = http.client.HTTPSConnection(
+            "localhost", int(str(keys["http_port"])), context=context, timeout=PATIENCE
+        )
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_a_port_in_use_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = settings(server={"http_port": taken.getsockname()[1]})
+        with pytest.raises(ConfigError, match="is the port in use"), BackgroundServer(config):
+            pass
+    monkeypatch.delitem(sys.modules, "mmserve.http.front")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mmserve\[http\]'"):
+        BackgroundServer(settings(server={"http_port": free_port()}))
+
+
+def test_every_field_is_in_the_documentation() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for name in (*chat.SAMPLING, *chat.NEUTRAL, *chat.LABELS, "response_format", "structured_outputs", "stop"):
+        assert f"`{name}`" in table, name

@@ -139,7 +139,8 @@ def _play(address: str, seed: int, count: int, pace: float) -> Played:
     with Client(address, timeout=PATIENCE) as client:
         client.wait_ready(PATIENCE)
         with client.video_session(timeout=PATIENCE) as session:
-            begun, asked = time.monotonic(), []
+            begun = time.monotonic()
+            asked: list[Any] = []
             for second in range(count):
                 time.sleep(max(0.0, begun + pace * second - time.monotonic()))
                 push(session, clips, second)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -18,13 +16,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from mmserve.core.events import Admitted, Event, Finished
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, MMServeError
-from mmserve.http import chat
+from mmserve.http.api import Api
 from mmserve.http.body import Bodies
-from mmserve.http.errors import headers_of, openai_error, status_of
+from mmserve.http.chat import Chat
+from mmserve.http.errors import headers_of, status_of
+from mmserve.http.messages import Messages
+from mmserve.http.responses import Responses
 from mmserve.observe import calls
 from mmserve.rpc import request_id
 from mmserve.rpc.generation import answered, logged
@@ -36,6 +38,9 @@ logger = logging.getLogger("mmserve.http")
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 _BEARER = "bearer "
+CHAT = Chat()
+#: Path to API, of those that generate.
+APIS: dict[str, Api] = {"/v1/chat/completions": CHAT, "/v1/messages": Messages(), "/v1/responses": Responses()}
 
 
 class App:
@@ -48,7 +53,7 @@ class App:
         self._bodies = Bodies(server.config.server, server.room, self._parser)
         self.asgi = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._open(self._chat), methods=["POST"]),
+                *(Route(path, self._open(self._generates(api), api), methods=["POST"]) for path, api in APIS.items()),
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", self._open(self._model), methods=["GET"]),
                 Route("/metrics", self._open(self._metrics), methods=["GET"]),
@@ -61,8 +66,8 @@ class App:
         """End the thread that parses."""
         self._parser.shutdown(wait=False)
 
-    def _open(self, handler: Handler) -> Handler:
-        """``handler`` for callers with an accepted token, with typed errors; ``calls.current()`` is its call."""
+    def _open(self, handler: Handler, api: Api = CHAT) -> Handler:
+        """``handler`` for callers with an accepted token, with errors of ``api``; ``calls.current()`` is its call."""
 
         async def answer(request: Request) -> Response:
             label = request.headers.get(request_id.KEY, "")
@@ -74,9 +79,9 @@ class App:
                 request.state.tenant = tenant
                 response = await handler(request)
             except MMServeError as error:
-                response = _refusal(error)
+                response = _refusal(api, error)
             except Exception as error:  # noqa: BLE001 - a bug ends this request alone
-                response = _refusal(Internal.logged(error, request.url.path, logger))
+                response = _refusal(api, Internal.logged(error, request.url.path, logger))
             response.headers[request_id.KEY] = call.request_id
             return response
 
@@ -103,25 +108,24 @@ class App:
         info = self._server.engines[name].info
         return {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
 
-    async def _chat(self, request: Request) -> Response:
-        tenant: Tenant = request.state.tenant
-        held = ExitStack()
-        with contextlib.ExitStack() as unless_streamed:
-            unless_streamed.callback(held.close)
-            held.enter_context(self._server.quotas.taken(tenant))
-            asked = chat.asked(await self._bodies.read(request))
-            samples = asked.message.sampling.n or 1
-            logprobs = asked.message.stream.tokens
-            response = chat.Response(asked.message.model, uuid.uuid4().hex)
-            events = self._events(asked.message, tenant, held)
-            if not asked.stream:
-                async with aclosing(events):
-                    finished = await _unless_left(request, _finished(events))
-                return JSONResponse(response.whole(finished, logprobs=logprobs))
-            first = await _unless_left(request, anext(events))  # refusals have a status of their own until here
-            unless_streamed.pop_all()
-        chunks = response.chunks(_after(first, events), samples, logprobs=logprobs, usage_chunk=asked.usage_chunk)
-        return StreamingResponse(_lines(chunks, events, held), media_type="text/event-stream", headers=_UNBUFFERED)
+    def _generates(self, api: Api) -> Handler:
+        """The handler of an API that generates."""
+
+        async def answer(request: Request) -> Response:
+            tenant: Tenant = request.state.tenant
+            with ExitStack() as held:
+                held.enter_context(self._server.quotas.taken(tenant))
+                asked = api.read(await self._bodies.read(request))
+                events = self._events(asked.message, tenant, held)
+                if not asked.stream:
+                    async with aclosing(events):
+                        finished = await _unless_left(request, _finished(events))
+                    return JSONResponse(asked.reply.whole(finished))
+                first = await _unless_left(request, anext(events))  # refusals have a status of their own until here
+                lines = _lines(api, asked.reply.lines(_after(first, events)))
+                return _Stream(lines, events, held.pop_all())
+
+        return answer
 
     async def _events(self, message: pb.GenerateRequest, tenant: Tenant, held: ExitStack) -> AsyncGenerator[Event]:
         """Events of the request after its admission, the first once there is an answer to begin."""
@@ -139,8 +143,8 @@ class App:
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def _refusal(error: MMServeError) -> Response:
-    return JSONResponse(openai_error(error, chat.NAMES), status_of(error), headers_of(error))
+def _refusal(api: Api, error: MMServeError) -> Response:
+    return JSONResponse(api.error(error), status_of(error), headers_of(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -160,7 +164,8 @@ def _token(request: Request) -> str | None:
 
 
 async def _finished(events: AsyncIterator[Event]) -> list[Finished]:
-    return [event async for event in events if isinstance(event, Finished)]
+    found = [event async for event in events if isinstance(event, Finished)]
+    return sorted(found, key=lambda event: event.sample)
 
 
 async def _after(first: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
@@ -189,19 +194,26 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _lines(
-    chunks: AsyncIterator[dict[str, Any]], events: AsyncGenerator[Event], held: ExitStack
-) -> AsyncIterator[str]:
-    """Server-sent events of ``chunks``; an error is one, too, and ends them without ``[DONE]``."""
-    with held:
-        async with aclosing(events):
-            try:
-                async for chunk in chunks:
-                    yield f"data: {json.dumps(chunk)}\n\n"
-            except MMServeError as error:
-                yield f"data: {json.dumps(openai_error(error, chat.NAMES))}\n\n"
-                return
-            except Exception as error:  # noqa: BLE001 - a bug ends this request alone
-                yield f"data: {json.dumps(openai_error(Internal.logged(error, 'a stream', logger), {}))}\n\n"
-                return
-            yield "data: [DONE]\n\n"
+class _Stream(StreamingResponse):
+    """Server-sent ``lines``; however they end, ``events`` and ``held`` are closed."""
+
+    def __init__(self, lines: AsyncIterator[str], events: AsyncGenerator[Event], held: ExitStack) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers=_UNBUFFERED)
+        self._events, self._held = events, held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the lines."""
+        with self._held:
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
+
+
+async def _lines(api: Api, lines: AsyncIterator[str]) -> AsyncIterator[str]:
+    """``lines``; an error after the first is a line, too, and the last."""
+    try:
+        async for line in lines:
+            yield line
+    except MMServeError as error:
+        yield api.error_line(error)
+    except Exception as error:  # noqa: BLE001 - a bug ends this request alone
+        yield api.error_line(Internal.logged(error, "a stream", logger))

@@ -89,6 +89,16 @@ def copy_fields(fields: Fields, message: pb.GenerateRequest, table: Mapping[str,
             raise InvalidArgument.of(fields.path(name), "is out of range") from None
 
 
+def stops(fields: Fields, name: str) -> list[str]:
+    """The strings of ``name``, which is a string or an array of them."""
+    value = fields.any(name)
+    if value is None:
+        return []
+    path = fields.path(name)
+    found = [value] if isinstance(value, str) else typed(value, list, path)
+    return [typed(stop, str, f"{path}[{i}]") for i, stop in enumerate(found)]
+
+
 def merge_own(fields: Fields, message: pb.GenerateRequest) -> None:
     """Merge the ``mmserve`` object into ``message``: fields of ``GenerateRequest`` in protobuf's JSON form."""
     own = fields.take("mmserve", dict, {})

@@ -21,7 +21,7 @@ from e2e_helpers import EMPTY, PATIENCE, Running, gated, running, settings, wait
 
 from mmserve.assembly import BackgroundServer
 from mmserve.errors import ConfigError
-from mmserve.http import chat, front
+from mmserve.http import front
 from mmserve.reference.tasks import sample
 from mmserve.tenants import TenantConfig
 
@@ -339,9 +339,3 @@ def test_a_port_in_use_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"pip install 'mmserve\[http\]'"):
         BackgroundServer(settings(server={"http_port": free_port()}))
-
-
-def test_every_field_is_in_the_documentation() -> None:
-    table = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    for name in (*chat.SAMPLING, *chat.NEUTRAL, *chat.LABELS, "response_format", "structured_outputs", "stop"):
-        assert f"`{name}`" in table, name

@@ -1,0 +1,88 @@
+"""What the APIs of the HTTP front have in common: how each reads bodies, and how it writes answers and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mmserve.core.events import Event, Finished
+from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.http.fields import Fields
+from mmserve.v1 import generation_pb2 as pb
+
+#: Name to accepted values, and what is said of others.
+Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
+
+
+class Reply(Protocol):
+    """How one request is answered."""
+
+    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """The JSON object of an answer whose samples are ``finished``, in order."""
+        ...
+
+    def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+        """The same answer as server-sent events."""
+        ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body that was read."""
+
+    message: pb.GenerateRequest
+    stream: bool
+    reply: Reply
+
+
+class Api(Protocol):
+    """One API: a kind of body, of answer and of error."""
+
+    def read(self, body: dict[str, Any]) -> Asked:
+        """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
+        ...
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """The body of a response with ``error``."""
+        ...
+
+    def error_line(self, error: MMServeError) -> str:
+        """The server-sent event of an error in the middle of a stream."""
+        ...
+
+
+def sse(data: Mapping[str, Any], event: str = "") -> str:
+    """A server-sent event with JSON; ``event``: its name, where it has one."""
+    line = f"data: {json.dumps(data)}\n\n"
+    return f"event: {event}\n{line}" if event else line
+
+
+def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> None:
+    """Take fields that change nothing at the values in ``neutral``, and ``labels``, which are strings of the caller.
+
+    Raises ``InvalidArgument`` for other values.
+    """
+    for name, (accepted, why) in neutral.items():
+        value = fields.any(name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in accepted):
+            raise InvalidArgument.of(fields.path(name), why)
+    for name in labels:
+        fields.take(name, str)
+
+
+def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:
+    """What other APIs have no field for: forward passes, and warnings about constraints and policies."""
+    return {
+        "forwards": sum(one.forwards for one in finished),
+        "warnings": list(dict.fromkeys(warning for one in finished for warning in one.warnings)),
+    }
+
+
+def required(fields: Fields, name: str, kind: type, why: str = "is required") -> Any:
+    """The value of ``name``; raises ``InvalidArgument`` where it is absent."""
+    value = fields.take(name, kind)
+    if value is None:
+        raise InvalidArgument.of(fields.path(name), why)
+    return value

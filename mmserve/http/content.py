@@ -1,0 +1,50 @@
+"""Messages of a chat in bodies: roles, and contents that are a text or an array of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mmserve.errors import InvalidArgument
+from mmserve.http.fields import Fields, typed
+from mmserve.rpc.roles import role_number
+from mmserve.v1 import generation_pb2 as pb
+
+#: Reads the other fields of a part, which it takes; ``type`` of the part to reader.
+Readers = Mapping[str, Callable[[Fields], pb.ContentPart]]
+#: Names of roles in bodies, to ours.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+
+def text_part(fields: Fields) -> pb.ContentPart:
+    """A part with a ``text``."""
+    return pb.ContentPart(text=fields.take("text", str, ""))
+
+
+def message(role: str, content: Any, path: str, readers: Readers) -> pb.ChatMessage:
+    """A message with the ``content`` at ``path``; raises ``InvalidArgument``."""
+    if isinstance(content, str):
+        parts = [pb.ContentPart(text=content)]
+    elif isinstance(content, list):
+        parts = [_part(part, f"{path}[{i}]", readers) for i, part in enumerate(content)]
+    else:
+        raise InvalidArgument.of(path, "must be a string or an array of parts")
+    return pb.ChatMessage(role=pb.Role.Name(role_number(ROLES[role])), parts=parts)
+
+
+def role_of(fields: Fields, known: tuple[str, ...]) -> str:
+    """The ``role`` of a message, one of ``known``; raises ``InvalidArgument``."""
+    role = fields.take("role", str, "")
+    if role not in known:
+        raise InvalidArgument.of(fields.path("role"), f"must be one of {', '.join(map(repr, known))}")
+    return str(role)
+
+
+def _part(part: Any, path: str, readers: Readers) -> pb.ContentPart:
+    fields = Fields(typed(part, dict, path), path)
+    kind = fields.take("type", str, "")
+    if kind not in readers:
+        raise InvalidArgument.of(f"{path}.type", f"must be one of {', '.join(map(repr, readers))}")
+    found = readers[kind](fields)
+    fields.end()
+    return found

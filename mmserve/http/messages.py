@@ -1,0 +1,186 @@
+"""Anthropic's messages: their bodies as ``GenerateRequest``, and events as their messages and streams."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from mmserve.core.events import Delta, Event, Finished
+from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.http import media
+from mmserve.http.api import Asked, Neutral, own_fields, required, sse, take_neutral
+from mmserve.http.constraints import constrain, format_of
+from mmserve.http.content import message, role_of, text_part
+from mmserve.http.errors import openai_error, status_of
+from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
+from mmserve.observe import calls
+from mmserve.v1 import generation_pb2 as pb
+
+SAMPLING = {
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "seed": "sampling.seed",
+    "max_tokens": "sampling.max_new_tokens",
+}
+NAMES = {path: name for name, path in SAMPLING.items()} | {
+    "sampling.stop": "stop_sequences",
+    "constraint": "output_config.format",
+    "diffusion": "mmserve.diffusion",
+    "vision": "mmserve.vision",
+    "kv_reduction": "mmserve.kv_reduction",
+    "image_reuse": "mmserve.image_reuse",
+}
+NEUTRAL: Neutral = {
+    "tools": (([],), "is not supported"),
+    "tool_choice": (({"type": "none"}, {"type": "auto"}), "is not supported"),
+    "thinking": (({"type": "disabled"},), "must be disabled: no model here reasons apart from its answer"),
+    "service_tier": (("auto", "standard_only"), "must be 'auto' or 'standard_only'"),
+    "container": ((), "is not supported"),
+    "mcp_servers": (([],), "is not supported"),
+}
+#: HTTP status to the ``type`` of an error.
+_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
+
+
+class Messages:
+    """``/v1/messages``."""
+
+    def read(self, body: dict[str, Any]) -> Asked:
+        """As of ``Api.read``."""
+        fields, found = Fields(body), pb.GenerateRequest()
+        found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+        system = fields.any("system")
+        if system is not None:
+            found.messages.append(message("system", system, "system", {"text": _text}))
+        for i, chat in enumerate(fields.take("messages", list, [])):
+            each = Fields(typed(chat, dict, f"messages[{i}]"), f"messages[{i}]")
+            role = role_of(each, ("user", "assistant"))
+            readers = {"text": _text, "image": _image, "video": _video}
+            found.messages.append(message(role, each.any("content"), each.path("content"), readers))
+            each.end()
+        if body.get("max_tokens") is None:
+            raise InvalidArgument.of("max_tokens", "is required")
+        copy_fields(fields, found, SAMPLING)
+        found.sampling.stop.extend(stops(fields, "stop_sequences"))
+        stream = found.stream.deltas = fields.take("stream", bool, False)
+        constrain(fields, found)
+        _output_config(fields, found)
+        merge_own(fields, found)
+        take_neutral(fields, NEUTRAL, ())
+        labels = fields.nested("metadata") or Fields({})
+        labels.take("user_id", str)
+        labels.end()
+        fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
+        fields.end()
+        return Asked(found, stream, _Reply(found.model))
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """As of ``Api.error``."""
+        status, text = status_of(error), openai_error(error, NAMES)["error"]["message"]
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        kind = "overloaded_error" if status == 503 else kind
+        body = {"type": "error", "error": {"type": kind, "message": text}}
+        return {**body, "request_id": calls.current().request_id}
+
+    def error_line(self, error: MMServeError) -> str:
+        """As of ``Api.error_line``."""
+        return sse(self.error(error), "error")
+
+
+def _output_config(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Structured outputs: ``output_config.format`` with a ``schema``."""
+    config = fields.nested("output_config")
+    if config is None:
+        return
+    given = config.nested("format")
+    if given is not None:
+        constraint = format_of(given, given)
+        given.end()
+        if constraint is not None and found.HasField("constraint"):
+            raise InvalidArgument.of("output_config.format", "cannot be combined with another constraint")
+        if constraint is not None:
+            found.constraint.CopyFrom(constraint)
+    config.end()
+
+
+def _text(fields: Fields) -> pb.ContentPart:
+    fields.take("cache_control", dict)
+    return text_part(fields)
+
+
+def _image(fields: Fields) -> pb.ContentPart:
+    fields.take("cache_control", dict)
+    return media.image(*_source(fields))
+
+
+def _video(fields: Fields) -> pb.ContentPart:
+    return media.video(*_source(fields))
+
+
+def _source(fields: Fields) -> tuple[str, str]:
+    """A source as a URL, and where it is."""
+    source = fields.nested("source") or Fields({}, fields.path("source"))
+    kind = source.take("type", str, "")
+    if kind == "url":
+        found = source.take("url", str, "")
+    elif kind == "base64":
+        found = f"data:{source.take('media_type', str, '')};base64,{source.take('data', str, '')}"
+    else:
+        raise InvalidArgument.of(source.path("type"), "must be 'base64' or 'url'")
+    source.end()
+    return found, source.path("data" if kind == "base64" else "url")
+
+
+class _Reply:
+    """The answer to one message."""
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+
+    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """As of ``Reply.whole``."""
+        (one,) = finished
+        content = [{"type": "text", "text": one.text, "citations": None}]
+        return {**self._message(content, one.reason), "usage": _usage(one), "mmserve": own_fields(finished)}
+
+    async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+        """``message_start``, one content block with its deltas, ``message_delta`` with the usage, ``message_stop``."""
+        begun = {**self._message([], None), "usage": _usage(None)}
+        yield sse({"type": "message_start", "message": begun}, "message_start")
+        block = {"type": "text", "text": "", "citations": None}
+        yield sse({"type": "content_block_start", "index": 0, "content_block": block}, "content_block_start")
+        async for event in events:
+            if isinstance(event, Delta):
+                delta = {"type": "text_delta", "text": event.text}
+                yield sse({"type": "content_block_delta", "index": 0, "delta": delta}, "content_block_delta")
+            elif isinstance(event, Finished):
+                yield sse({"type": "content_block_stop", "index": 0}, "content_block_stop")
+                end = {"stop_reason": _REASONS[event.reason], "stop_sequence": None, "stop_details": None}
+                own = {"usage": _usage(event), "mmserve": own_fields([event])}
+                yield sse({"type": "message_delta", "delta": {**end, "container": None}, **own}, "message_delta")
+        yield sse({"type": "message_stop"}, "message_stop")
+
+    def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        end = {"stop_reason": None if reason is None else _REASONS[reason], "stop_sequence": None, "stop_details": None}
+        return {**self._common, "content": content, **end, "container": None}
+
+
+def _usage(one: Finished | None) -> dict[str, Any]:
+    """Tokens that were run and read from the cache; all 0 before the answer."""
+    cached = 0 if one is None else one.usage.cached_tokens
+    return {
+        "input_tokens": 0 if one is None else one.usage.prompt_tokens - cached,
+        "output_tokens": 0 if one is None else one.usage.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "cache_creation": None,
+        "output_tokens_details": None,
+        "inference_geo": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+    }

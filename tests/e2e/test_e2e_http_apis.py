@@ -1,0 +1,136 @@
+"""Anthropic's messages and Open Responses over real sockets, by the official clients; a compliance suite of all APIs."""
+
+from __future__ import annotations
+
+import base64
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import llm_comply
+import openai
+import pydantic
+import pytest
+from e2e_helpers import PATIENCE, Running, running, settings
+from llm_comply.config import ComplianceConfig
+from llm_comply.runner import TestRunner as Runner
+from llm_comply.schema import SpecLoader
+from llm_comply.test_case import TestCase as Case
+from llm_comply.tests import get_tests
+
+from mmserve.http import chat, messages, responses
+from mmserve.reference.tasks import sample
+
+#: API to the file with its schemas.
+SPECS = {"openai-chat": "openai_chat.json", "anthropic": "anthropic.json", "open-responses": "openresponses.json"}
+CASES = [(api, case) for api in SPECS for case in get_tests(api)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with running(settings(server={"http_port": free_port()}, engine={"max_tokens": 4096})) as found:
+        yield found
+        found.assert_serves()
+
+
+@pytest.fixture(scope="module")
+def url(served: Running) -> str:
+    return f"http://127.0.0.1:{served.background.config.server.http_port}"
+
+
+@pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
+@pytest.mark.parametrize(("api", "case"), CASES, ids=[f"{api}-{case.id}" for api, case in CASES])
+def test_compliance(url: str, api: str, case: Case) -> None:
+    spec = SpecLoader(str(Path(llm_comply.__file__).parent / "specs" / SPECS[api]))
+    runner = Runner(ComplianceConfig(f"{url}/v1", "any", "reference", timeout=PATIENCE), [case], spec)
+    result = runner.run_one(case)
+    if result.status.value == "skipped":
+        pytest.skip(str(result.errors))
+    if "tool-calling" in case.id:  # refused until there are tools
+        assert result.errors[0].startswith("HTTP 400")
+        return
+    assert not result.errors
+
+
+@pytest.fixture
+def of_anthropic(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+@pytest.fixture
+def of_openai(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+def scene(seed: int) -> tuple[bytes, str]:
+    picture, question = sample("count", random.Random(seed))
+    return picture.png(), question.text
+
+
+def test_messages_of_anthropic(served: Running, of_anthropic: anthropic.Anthropic) -> None:
+    picture, text = scene(3)
+    expected = served.client.generate(text, images=[picture], max_new_tokens=24)
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
+    question = {"type": "text", "text": text}
+    asked: Any = {
+        "model": "reference",
+        "max_tokens": 24,
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": text}]}
+        ],
+    }
+    found = of_anthropic.messages.create(**asked)
+    assert found.content[0].type == "text" and found.content[0].text == expected.text
+    assert found.stop_reason == "end_turn" and found.usage.output_tokens == expected.usage.completion_tokens
+    with of_anthropic.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == expected.text
+        assert stream.get_final_message().usage.output_tokens == expected.usage.completion_tokens
+    stopped = of_anthropic.messages.create(**{**asked, "stop_sequences": [expected.text[:1]]})
+    assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence is None
+    for wrong, error in (
+        ({"model": "gone"}, anthropic.NotFoundError),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, anthropic.BadRequestError),
+    ):
+        with pytest.raises(error):
+            of_anthropic.messages.create(**{**asked, **wrong})
+
+
+class Scene(pydantic.BaseModel):
+    colour: str
+    count: int
+
+
+def test_responses_of_openai(served: Running, of_openai: openai.OpenAI) -> None:
+    picture, text = scene(4)
+    expected = served.client.generate(text, images=[picture], max_new_tokens=24)
+    image = "data:image/png;base64," + base64.b64encode(picture).decode()
+    content = [{"type": "input_image", "image_url": image, "detail": "auto"}, {"type": "input_text", "text": text}]
+    asked: Any = {"model": "reference", "input": [{"role": "user", "content": content}], "max_output_tokens": 24}
+    found = of_openai.responses.create(**asked)
+    assert found.output_text == expected.text and found.status == "completed"
+    assert found.usage is not None and found.usage.output_tokens == expected.usage.completion_tokens
+    events = list(of_openai.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
+    parsed = of_openai.responses.parse(model="reference", input="Describe it.", text_format=Scene, max_output_tokens=64)
+    assert isinstance(parsed.output_parsed, Scene)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        of_openai.responses.create(**asked, previous_response_id="resp_1")
+
+
+def test_every_field_is_in_the_documentation() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for api in (chat, messages, responses):
+        for name in (*api.SAMPLING, *api.NEUTRAL, *getattr(api, "LABELS", ())):
+            assert f"`{name}`" in table, name

@@ -1,4 +1,4 @@
-"""Anthropic's messages and Open Responses over real sockets, by the official clients; a compliance suite of all APIs."""
+"""Anthropic's messages and Open Responses over real sockets, by official clients; a compliance suite of all APIs."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def test_messages_of_anthropic(served: Running, of_anthropic: anthropic.Anthropi
     asked: Any = {
         "model": "reference",
         "max_tokens": 24,
-        "messages": [
-            {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": text}]}
-        ],
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}, question]}],
     }
     found = of_anthropic.messages.create(**asked)
     assert found.content[0].type == "text" and found.content[0].text == expected.text

@@ -1,4 +1,5 @@
-"""The pass over new rows of streams: each sees the rows that its stream keeps, and those of its own left of it.
+"""The pass over new rows of streams: each sees the rows that its stream keeps, and of its own those that its model's
+attention lets it: left of it, or up to the end of its block.
 
 Rows of several frames and streams go through the model's products together and attend frame by frame, so that no bit
 of a row depends on what is run beside it.
@@ -25,7 +26,7 @@ from mmserve.video.rows import Buffers
 
 @dataclass(frozen=True)
 class New:
-    """Rows of one frame, or of what else is appended together, written after the first ``start`` rows of
+    """Rows that are appended together, such as those of a frame, written after the first ``start`` rows of
     ``buffers``."""
 
     buffers: Buffers
@@ -40,9 +41,11 @@ class New:
 
 
 @lru_cache(maxsize=256)
-def _sight(rows: int, start: int, device: torch.device) -> Tensor:
-    """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to."""
-    return torch.ones(rows, start + rows, dtype=torch.bool, device=device).tril(start)
+def _sight(rows: int, start: int, block: int, device: torch.device) -> Tensor:
+    """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to: up to the end of its block of ``block``
+    positions, counted from the stream's first row."""
+    at = torch.arange(start + rows, device=device)
+    return at < ((at[start:, None] // block) + 1) * block
 
 
 @torch.inference_mode()
@@ -59,7 +62,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
     x_TD = F.pad(torch.cat([new.x_RD for new in batch]), (0, 0, 0, short))
     places = torch.from_numpy(np.concatenate([new.places for new in batch])).to(model.device)
 
-    decoder = model.decoder
+    decoder, block = model.decoder, model.spec.attention_block or 1
     cos, sin = decoder.rotary(F.pad(places, (0, short)))
 
     def write(layer: int, k: Tensor, v: Tensor) -> None:
@@ -81,7 +84,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
                 q[rows],
                 keys[layer, : new.stop],
                 values[layer, : new.stop],
-                _sight(len(new.x_RD), new.start, model.device),
+                _sight(len(new.x_RD), new.start, block, model.device),
             )
         return seen
 

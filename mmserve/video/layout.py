@@ -142,7 +142,8 @@ def embedded_rows(model: LoadedModel, ids: np.ndarray, tokens_kD: Tensor | None)
 
 @dataclass(frozen=True)
 class Branch:
-    """What a question sees of a stream: rows, and their K/V ``[N, n, G, K]`` or their visual tokens ``[k, D]``."""
+    """What a question sees of a stream: rows, the K/V ``[N, n, G, K]`` of the first n of them, and the visual tokens
+    ``[k, D]`` of all, None where the rows all have K/V."""
 
     table: Table
     keys: Tensor | None
@@ -173,7 +174,7 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     rows = kept.ids.copy()
     rows[kept.visual] = model.spec.video_id or 0
     ids = np.concatenate([front, rows, after])
-    start, end, new = len(front), len(front) + len(kept), request.sampling.max_new_tokens
+    start, new = len(front), request.sampling.max_new_tokens
     if len(ids) + new > min(most, model.spec.max_tokens):
         raise InvalidArgument.of(
             "messages",
@@ -183,10 +184,9 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     places = _places(kept, 0 if own else len(before) - sinks, front, len(after))
     if places is not None and int(places[-1]) + new > model.spec.max_tokens:
         places = None  # no room after their places: numbered from 0, as after ``renumber``
-    past = None
-    if branch.keys is not None and branch.values is not None:
-        skip = 0 if own else sinks
-        past = Past(np.arange(start, end), branch.keys[:, skip:], branch.values[:, skip:])
+    past, skip = None, 0 if own else sinks
+    if branch.keys is not None and branch.values is not None and (held := branch.keys.shape[1] - skip) > 0:
+        past = Past(np.arange(start, start + held), branch.keys[:, skip:], branch.values[:, skip:])
     spans = () if past is not None else _spans(kept, start, places)
     encoded = Encoded(ids, start + kept.visual, branch.tokens_kD, places=places, spans=spans, past=past)
     spared = reused(reuse_of(request), encoded) if past is None else len(past.rows)

@@ -1,5 +1,7 @@
 """What is kept of one stream, and how it changes: rows come, rows are evicted, questions see a branch.
 
+K/V of a row are final once its block is whole: at once where attention is causal, a block of one. Where blocks are
+longer, the last rows may be pending: they have visual tokens only, and a question runs them in its own prompt.
 One thread changes it; any thread may take a branch or look at the counters.
 """
 
@@ -38,6 +40,11 @@ class Streaming:
     header: np.ndarray  # int64: ids of the sinks
 
     @property
+    def block(self) -> int:
+        """Positions of a block, counted from a stream's first row, that are run together."""
+        return self.model.spec.attention_block or 1
+
+    @property
     def reserve(self) -> int:
         """Rows and positions that are left for a question and its answer."""
         return min(RESERVE, self.most // 4)
@@ -51,6 +58,7 @@ class StreamState:
         self._features = keeps_features(model, memory)
         self._lock = threading.Lock()
         self._seen = self._frames = self._evicted = 0
+        self._final = 0  # rows, from the first, that are not pending
         self._before: Tensor | None = None  # visual tokens of the newest frame
         nothing = np.zeros(0, dtype=np.int64)
         self._archive = Archive(memory.host_bytes) if memory.policy == "recall" else None
@@ -63,7 +71,7 @@ class StreamState:
     def branch(self, scope: Scope | None) -> Branch:
         """What a question about ``scope`` sees (None = all that is kept); ``FailedPrecondition`` where that is none."""
         with self._lock:
-            table, buffers = self._table, self._buffers
+            table, buffers, final = self._table, self._buffers, self._final
         own = table.kind >= Kind.LABEL
         if not own.any():
             raise FailedPrecondition("the stream has no frame yet: ask once the first one is there")
@@ -76,9 +84,10 @@ class StreamState:
                 raise FailedPrecondition(nothing_of(scope, table.seconds[own]))
             index = np.flatnonzero(within | (table.kind == Kind.SINK))
             table = table.take(index).at(np.arange(len(index)))
-        keys, values = (None if kv is None else _rows(kv, index, 1) for kv in (buffers.keys, buffers.values))
+        done = index[index < final]
+        keys, values = (None if kv is None else _rows(kv, done, 1) for kv in (buffers.keys, buffers.values))
         tokens = None
-        if keys is None and buffers.features is not None:
+        if (keys is None or len(done) < len(index)) and buffers.features is not None:
             tokens = _rows(buffers.features, index[table.visual], 0)
         return Branch(table, keys, values, tokens, self._model.header)
 
@@ -146,8 +155,11 @@ class StreamState:
     def coming(self, shown: Shown, beside: Table | None) -> tuple[Table, New | None]:
         """The rows that ``shown`` becomes after those that are kept and ``beside``, and the pass that they need."""
         before = self._table if beside is None else self._table.then(beside)
+        start = self._final if beside is None else self._whole(len(before))
         table = frame_rows(shown.ids, shown.number, shown.seconds, next_place(before.places))
-        return table, self._written(self._buffers, len(before), table, shown.tokens_kD)
+        _put(self._buffers, len(before), table, shown.tokens_kD)
+        after = before.then(table)
+        return table, self._written(self._buffers, after, start, self._whole(len(after)), shown.tokens_kD)
 
     def commit(self, table: Table, shown: Shown) -> None:
         """The rows of one more frame, ``shown``, are there: questions see them from now on."""
@@ -155,18 +167,20 @@ class StreamState:
             if self._archive is not None:
                 self._archive.add(shown)
             self._table = self._table.then(table)
+            self._final = self._whole(len(self._table))
             self._frames += 1
 
     def _begin(self) -> None:
         """The chat's header."""
         table = sinks(self._model.header)
-        self._run(self._written(self._buffers, 0, table, None))
+        final = self._whole(len(table))
+        self._run(self._written(self._buffers, table, 0, final))
         with self._lock:
-            self._table = table
+            self._table, self._final = table, final
 
     def _evict(self, most: int) -> None:
         """Leave at most ``most`` rows, chosen by the policy."""
-        table, old = self._table, self._buffers
+        table, old, final = self._table, self._buffers, self._final
         left = self._policy.left(self._rows(), most)
         front = left.keep[: table.take(left.keep).first]  # sinks and carriers
         rest = left.keep[len(front) :]
@@ -175,28 +189,35 @@ class StreamState:
         kept = kept.at(after_eviction(self._memory.positions, kept.places, kept.first))
         fresh = self._empty()
         fresh.copy_rows(old, front, 0)
+        done = np.count_nonzero(front < final)
         if tokens is not None:
-            fresh.turn(self._model.model, kept.places[: len(front)])
-            carriers = kept.take(np.arange(len(front), kept.first))
-            self._run(self._written(fresh, len(front), carriers, tokens))
+            _put(fresh, len(front), pooled, tokens)
+            if done == len(front):  # else what is in front of the carriers is pending, and so are they
+                fresh.turn(self._model.model, kept.places[:done])
+                self._run(self._written(fresh, kept, done, kept.first))
+                done = kept.first
         fresh.copy_rows(old, rest, kept.first)
-        fresh.turn(self._model.model, kept.places)
+        if done == kept.first:
+            done += np.count_nonzero(rest < final)
+        fresh.turn(self._model.model, kept.places[:done])
         with self._lock:
-            self._table, self._buffers = kept, fresh
+            self._table, self._buffers, self._final = kept, fresh, done
             self._evicted += len(table) - len(left.keep)
 
     def _count_anew(self) -> None:
         """Positions begin at 0 again; under ``reanchor`` the rows are run again there."""
-        table, buffers = self._table.at(np.arange(len(self._table))), self._buffers
+        table, buffers, final = self._table.at(np.arange(len(self._table))), self._buffers, self._final
         if self._memory.positions == "reanchor":
             old, buffers = buffers, self._empty()
             assert old.features is not None
             visual = torch.from_numpy(table.visual).to(old.features.device)
-            self._run(self._written(buffers, 0, table, old.features[visual]))
+            _put(buffers, 0, table, old.features[visual])
+            final = len(table) - len(table) % self._model.block
+            self._run(self._written(buffers, table, 0, final))
         else:
-            buffers.turn(self._model.model, table.places)
+            buffers.turn(self._model.model, table.places[:final])
         with self._lock:
-            self._table, self._buffers = table, buffers
+            self._table, self._buffers, self._final = table, buffers, final
 
     def _pooled(self, frames: np.ndarray) -> tuple[Table, Tensor | None]:
         """A carrier for each of ``frames``, and the tokens ``[k, D]`` of these rows: means of the frames' tokens."""
@@ -216,19 +237,29 @@ class StreamState:
         table, buffers, needs = self._table, self._buffers, self._policy.needs
         norms = features = None
         if "norms" in needs and buffers.keys is not None:
-            norms = _array(buffers.keys[:, : len(table)].float().norm(dim=-1).mean((0, 2)))
+            norms = np.zeros(len(table), np.float32)  # pending rows have no keys to be judged by, and stay
+            norms[: self._final] = _array(buffers.keys[:, : self._final].float().norm(dim=-1).mean((0, 2)))
         if "features" in needs and buffers.features is not None:
             features = _array(buffers.features[: len(table)])
         return Rows(table.kind, table.frame, norms, features)
 
-    def _written(self, buffers: Buffers, start: int, table: Table, tokens_kD: Tensor | None) -> New | None:
-        """Put visual tokens of ``table``'s rows into ``buffers``; the pass that writes their K/V, if there is one."""
-        if buffers.features is not None and tokens_kD is not None:
-            rows = torch.from_numpy(start + table.visual).to(buffers.features.device)
-            buffers.features[rows] = tokens_kD.to(buffers.features.dtype)
-        if buffers.keys is None:
+    def _whole(self, rows: int) -> int:
+        """How many of ``rows`` have K/V once every whole block of them is run, or have them already."""
+        return max(self._final, rows - rows % self._model.block)
+
+    def _written(
+        self, buffers: Buffers, table: Table, start: int, stop: int, tokens_kD: Tensor | None = None
+    ) -> New | None:
+        """The pass that writes K/V of rows ``start`` to ``stop`` of ``table``, if there is one.
+
+        ``tokens_kD``: their visual tokens, where ``buffers`` keep none.
+        """
+        if buffers.keys is None or start == stop:
             return None
-        return New(buffers, start, embedded_rows(self._model.model, table.ids, tokens_kD), table.places)
+        rows = table.take(np.arange(start, stop))
+        if buffers.features is not None:
+            tokens_kD = _rows(buffers.features, start + rows.visual, 0)
+        return New(buffers, start, embedded_rows(self._model.model, rows.ids, tokens_kD), rows.places)
 
     def _run(self, new: New | None) -> None:
         if new is not None:
@@ -243,7 +274,9 @@ class StreamState:
 
 def keeps_features(model: Streaming, memory: Memory) -> bool:
     """Whether the visual tokens of kept rows stay beside their K/V."""
-    return not model.appends or memory.positions == "reanchor" or "features" in policy_of(memory).needs
+    if not model.appends or model.block > 1:
+        return True
+    return memory.positions == "reanchor" or "features" in policy_of(memory).needs
 
 
 def state_bytes(model: Streaming, memory: Memory) -> int:
@@ -258,6 +291,13 @@ def nothing_of(scope: Scope, seconds: np.ndarray) -> str:
     end = "now" if scope.end is None else f"{scope.end:g} s"
     held = f"frames of {seconds.min():g} s to {seconds.max():g} s" if len(seconds) else "none: host_bytes is too small"
     return f"no frame is kept of the stream from {begin} to {end}; kept are {held}"
+
+
+def _put(buffers: Buffers, start: int, table: Table, tokens_kD: Tensor) -> None:
+    """Keep the visual tokens of ``table``'s rows, which begin at row ``start``, where ``buffers`` have room for any."""
+    if buffers.features is not None:
+        rows = torch.from_numpy(start + table.visual).to(buffers.features.device)
+        buffers.features[rows] = tokens_kD.to(buffers.features.dtype)
 
 
 def _rows(x: Tensor, index: np.ndarray, axis: int) -> Tensor:

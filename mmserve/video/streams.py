@@ -18,8 +18,8 @@ import torch
 from mmserve.config import VideoConfig
 from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
-from mmserve.decode.blending import no_reuse
 from mmserve.decode.commit import ACCOMPANIED
+from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.engine import Engine
 from mmserve.errors import (
@@ -124,7 +124,7 @@ class EngineStreams:
         if self._made is None:
             stages = self._engine.stages
             model = streaming_model(stages.model)
-            appends = model.spec.causal and not no_reuse(model, reads_pages=stages.capabilities.reads_pages)
+            appends = model.spec.attention_block is not None and stages.capabilities.reads_pages
             floor = stages.decoder.floor
             self._made = Streaming(model, floor, appends, stages.capabilities.max_tokens, header_of(model))
         return self._made
@@ -213,8 +213,9 @@ class EngineStreams:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
         if request.diffusion.commit.name in ACCOMPANIED:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion here")
-        if self.model.appends and request.diffusion.recompute.name != "last":
-            raise InvalidArgument.of("diffusion.recompute", "must be 'last': a stream's rows are not run again")
+        if self.model.appends and request.diffusion.recompute.name not in KEEPS_PROMPT:
+            only = " or ".join(map(repr, sorted({*KEEPS_PROMPT} & {*self._engine.info.recompute_policies})))
+            raise InvalidArgument.of("diffusion.recompute", f"must be {only}: a stream's rows are not run again")
         branch = state.branch(scope)
         encoded, run = question(self.model.model, request, branch, most=self.model.most)
         self._engine.submit(request, sink, encoded, of_session=True)

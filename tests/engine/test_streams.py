@@ -420,23 +420,6 @@ def test_without_causal_attention_a_question_runs_the_window(bench: Make, attent
     gone(b, streams)
 
 
-def test_block_diffusion_answers_as_a_prompt_with_all_frames_does(bench: Make) -> None:
-    """No K/V are kept: a question runs the rows of the window, and its answer is that of a stream of these frames."""
-    block = Policy(name="block")
-    b = bench(streaming_model(Attention.BLOCK_CAUSAL, 0, default_block_length=4))
-    streams = EngineStreams(b.engine)
-    long, short = opened(streams, budget=40, policy="recall"), opened(streams, budget=40)
-    put(long, *(frame(i) for i in range(30)))
-    put(short, *(frame(i) for i in range(8, 13)))
-    assert long.stats().kv_bytes == 0 < long.stats().evicted_rows
-    past, of_past = answer(long, asked("past", recompute=block), Scope(begin=8, end=12))
-    all_, of_all = answer(short, asked("all", recompute=block))
-    assert (of_past.frames, of_past.begin, of_past.end) == (of_all.frames, of_all.begin, of_all.end) == (5, 8.0, 12.0)
-    assert of_past.recomputed_rows == of_all.recomputed_rows > 5
-    assert len(past) == len(all_) == 6
-    gone(b, streams)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_memory_is_flat_over_ten_thousand_frames(bench: Make, causal: LoadedModel) -> None:

@@ -131,14 +131,14 @@ class EngineStreams:
 
     # --- any thread ---
 
-    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None) -> EngineStream:
+    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> EngineStream:
         """See ``Streams.open``."""
         vision = vision or Vision()
         self._check(memory, vision)
-        held = state_bytes(self.model, memory)
+        held = state_bytes(self.model, memory) + beside
         most = self._config.session_bytes
         if held > most:
-            why = f"would take {held} bytes with its features; [video] session_bytes allows {most}"
+            why = f"would take {held} bytes with all that a session keeps; [video] session_bytes allows {most}"
             raise InvalidArgument.of("memory.budget", why)
         with self._lock:
             if self._refusal:

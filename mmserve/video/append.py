@@ -19,6 +19,8 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.decode.logits import padded_rows
+from mmserve.encode.embedding import deep_rows
+from mmserve.encode.encoded import DeepStack
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import DecoderLayer
 from mmserve.video.rows import Buffers
@@ -32,7 +34,8 @@ class New:
     buffers: Buffers
     start: int
     x_RD: Tensor
-    places: np.ndarray  # int64 [R]
+    places: np.ndarray  # int64 [R], or [axes, R]
+    deep: DeepStack | None = None  # what is added to rows further on
 
     @property
     def stop(self) -> int:
@@ -60,7 +63,8 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
     own = [(slice(end - len(new.x_RD), end), new) for end, new in zip(ends, batch, strict=True)]
     short = padded_rows(ends[-1], floor) - ends[-1]
     x_TD = F.pad(torch.cat([new.x_RD for new in batch]), (0, 0, 0, short))
-    places = torch.from_numpy(np.concatenate([new.places for new in batch])).to(model.device)
+    places = torch.from_numpy(np.concatenate([new.places for new in batch], axis=-1)).to(model.device)
+    deep = deep_rows((np.arange(len(new.x_RD)), new.deep) for new in batch)
 
     decoder, block = model.decoder, model.spec.attention_block or 1
     cos, sin = decoder.rotary(F.pad(places, (0, short)))
@@ -93,6 +97,8 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
         assert isinstance(layer, DecoderLayer)
         if index < last:
             x_TD = layer(x_TD, cos, sin, index, attend)
+            if deep is not None and index < len(deep.features_LnD):
+                x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
         else:  # nobody asks what comes out of it
             write(index, *layer.keys_and_values(x_TD))
 

@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
 from mmserve.video.archive import Archive, evenly, inside
-from mmserve.video.base import Memory, Scope, StreamStats
+from mmserve.video.base import Frame, Memory, Scope, StreamStats
 from mmserve.video.layout import Branch, Shown, embedded_rows
 from mmserve.video.memory import Kind, Rows, policy_of
-from mmserve.video.positions import after_eviction, is_full, next_place
-from mmserve.video.rows import Buffers, Table, frame_rows, row_bytes, sinks
+from mmserve.video.positions import after_eviction, is_full
+from mmserve.video.rows import Buffers, Table, row_bytes, sinks
 
 #: Rows and positions that are left for a question and its answer, at most.
 RESERVE = 128
@@ -45,9 +44,24 @@ class Streaming:
         return self.model.spec.attention_block or 1
 
     @property
+    def units(self) -> int:
+        """Frames that become rows together."""
+        vision = self.model.vision
+        return 1 if vision is None else vision.frames_per_grid
+
+    @property
     def reserve(self) -> int:
         """Rows and positions that are left for a question and its answer."""
         return min(RESERVE, self.most // 4)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A stream's rows once some more are there, how many of them have K/V then, and the pass that writes these."""
+
+    table: Table
+    final: int
+    new: New | None
 
 
 class StreamState:
@@ -59,10 +73,12 @@ class StreamState:
         self._lock = threading.Lock()
         self._seen = self._frames = self._evicted = 0
         self._final = 0  # rows, from the first, that are not pending
-        self._before: Tensor | None = None  # visual tokens of the newest frame
-        nothing = np.zeros(0, dtype=np.int64)
+        self._before: Tensor | None = None  # visual tokens of the newest whole unit
+        self._open: tuple[Frame, ...] = ()  # frames of a unit that is not whole yet
+        self._first = self._begun = 0.0  # seconds of the first frame, and of the newest unit
+        self._time = 0  # of the newest unit, where positions have several axes
         self._archive = Archive(memory.host_bytes) if memory.policy == "recall" else None
-        self._table = Table(nothing.astype(np.int8), nothing, nothing.astype(np.float64), nothing, nothing)
+        self._table = sinks(model.header[:0], model.model.position_axes)
         self._buffers = self._empty()
 
     # --- any thread ---
@@ -83,7 +99,7 @@ class StreamState:
             if not within.any():
                 raise FailedPrecondition(nothing_of(scope, table.seconds[own]))
             index = np.flatnonzero(within | (table.kind == Kind.SINK))
-            table = table.take(index).at(np.arange(len(index)))
+            table = table.take(index).numbered()
         done = index[index < final]
         keys, values = (None if kv is None else _rows(kv, done, 1) for kv in (buffers.keys, buffers.values))
         tokens = None
@@ -109,30 +125,55 @@ class StreamState:
         if not found:
             raise FailedPrecondition(nothing_of(scope, seconds))
         room = self._memory.budget - len(header)
-        chosen = evenly(found, room // max(len(one.ids) for one in found))
-        table = sinks(header)
+        chosen = evenly(found, room // max(len(one.unit.ids) for one in found))
+        table = sinks(header, self._model.model.position_axes)
         for i, one in enumerate(chosen):
-            table = table.then(one.table(i, next_place(table.places)))
+            table = table.then(one.unit.rows(i).after(table))
         tokens = torch.cat([one.tokens_kD for one in chosen]).to(self._model.model.device, self._model.model.dtype)
         return Branch(table, None, None, tokens, header)
 
     # --- the streams' thread ---
 
+    def with_open(self, frame: Frame) -> tuple[Frame, ...]:
+        """The next frame, after those that become rows together with it."""
+        return (*self._open, frame)
+
     def chosen(self, shown: Shown) -> Shown:
         """The rows of the next frame that the policy takes."""
+        number, time = self._next_unit(shown)
         tokens, before = shown.seen.tokens_RD, self._before
         if shown.detail and len(shown.tokens_kD) == len(tokens):  # else a pruner has chosen
             known = before is not None and before.shape == tokens.shape
             old = _array(before) if before is not None and known else None
-            shown = shown.with_tokens(self._policy.taken(old, _array(tokens), self._seen))
-        self._before = tokens
-        self._seen += 1
-        return replace(shown, number=self._seen - 1)
+            shown = shown.with_tokens(self._policy.taken(old, _array(tokens), number))
+        if not shown.open:
+            self._before = tokens
+        self._open = shown.frames if shown.open else ()
+        return shown.at(number, time)
 
-    def has_room(self, shown: Shown, beside: int) -> bool:
-        """Whether ``shown`` fits after ``beside`` rows that are about to be written, with nothing evicted for it."""
-        coming = beside + len(shown.ids)
-        return len(self._table) + coming <= self._memory.budget and not self._is_full(coming)
+    def _next_unit(self, shown: Shown) -> tuple[int, int]:
+        """The number of the unit that ``shown`` is of, and where it lies in time."""
+        if self._open:
+            return self._seen - 1, self._time
+        number, begin, vision = self._seen, shown.unit.begin, self._model.model.vision
+        self._seen += 1
+        if not self._model.model.position_axes > 1:
+            return number, 0
+        assert vision is not None
+        if not number:
+            self._first = self._begun = begin
+        step = vision.stream_time(number, begin - self._first)
+        step -= vision.stream_time(number - 1, self._begun - self._first) if number else step
+        # However long nothing came: a budget of such units stays within the positions that the model knows.
+        room = self._model.model.spec.max_tokens - self._model.reserve - self._memory.budget
+        self._time += min(step, max(1, room // max(1, self._memory.budget // len(shown.ids))))
+        self._begun = begin
+        return number, self._time
+
+    def has_room(self, shown: Shown, beside: Coming) -> bool:
+        """Whether ``shown`` fits after rows that are about to be written, with nothing evicted for it."""
+        table = self._with(shown, beside.table)
+        return len(table) <= self._memory.budget and not self._is_full(table)
 
     @torch.inference_mode()
     def make_room(self, shown: Shown) -> None:
@@ -146,33 +187,39 @@ class StreamState:
             raise InvalidArgument.of("memory.budget", why)
         if not len(self._table):
             self._begin()
-        if len(self._table) + coming > budget:
-            self._evict(budget - coming)
-        if self._is_full(coming):
+        over = len(self._with(shown, self._table)) - budget
+        if over > 0:
+            self._evict(len(self._table) - over)
+        if self._is_full(self._with(shown, self._table)):
             self._count_anew()
 
     @torch.inference_mode()
-    def coming(self, shown: Shown, beside: Table | None) -> tuple[Table, New | None]:
-        """The rows that ``shown`` becomes after those that are kept and ``beside``, and the pass that they need."""
-        before = self._table if beside is None else self._table.then(beside)
-        start = self._final if beside is None else self._whole(len(before))
-        table = frame_rows(shown.ids, shown.number, shown.seconds, next_place(before.places))
-        _put(self._buffers, len(before), table, shown.tokens_kD)
-        after = before.then(table)
-        return table, self._written(self._buffers, after, start, self._whole(len(after)), shown.tokens_kD)
+    def coming(self, shown: Shown, beside: Coming | None) -> Coming:
+        """What is kept once ``shown`` has its rows, after those that are kept or, ``beside``, about to be."""
+        before, start = (self._table, self._final) if beside is None else (beside.table, beside.final)
+        table = self._with(shown, before)
+        rows = table.take(np.arange(len(table) - len(shown.ids), len(table)))
+        _put(self._buffers, len(table) - len(rows), rows, shown.tokens_kD)
+        final = max(start, self._whole(len(table) - (len(rows) if shown.open else 0)))
+        return Coming(table, final, self._written(self._buffers, table, start, final, shown.tokens_kD))
 
-    def commit(self, table: Table, shown: Shown) -> None:
+    def commit(self, coming: Coming, shown: Shown) -> None:
         """The rows of one more frame, ``shown``, are there: questions see them from now on."""
         with self._lock:
             if self._archive is not None:
                 self._archive.add(shown)
-            self._table = self._table.then(table)
-            self._final = self._whole(len(self._table))
+            self._table, self._final = coming.table, coming.final
             self._frames += 1
+
+    def _with(self, shown: Shown, table: Table) -> Table:
+        """``table`` with the rows of ``shown`` after it, in place of those that its unit has so far."""
+        held = np.flatnonzero(table.frame != shown.number)
+        table = table if len(held) == len(table) else table.take(held)
+        return table.then(shown.unit.rows(shown.number).after(table))
 
     def _begin(self) -> None:
         """The chat's header."""
-        table = sinks(self._model.header)
+        table = sinks(self._model.header, self._model.model.position_axes)
         final = self._whole(len(table))
         self._run(self._written(self._buffers, table, 0, final))
         with self._lock:
@@ -186,36 +233,37 @@ class StreamState:
         rest = left.keep[len(front) :]
         pooled, tokens = self._pooled(left.pooled)
         kept = table.take(front).then(pooled).then(table.take(rest))
-        kept = kept.at(after_eviction(self._memory.positions, kept.places, kept.first))
+        numbered = kept.numbered().places
+        kept = kept.at(after_eviction(self._memory.positions, kept.places, numbered, kept.first))
         fresh = self._empty()
         fresh.copy_rows(old, front, 0)
         done = np.count_nonzero(front < final)
         if tokens is not None:
             _put(fresh, len(front), pooled, tokens)
             if done == len(front):  # else what is in front of the carriers is pending, and so are they
-                fresh.turn(self._model.model, kept.places[:done])
+                fresh.turn(self._model.model, kept.places[..., :done])
                 self._run(self._written(fresh, kept, done, kept.first))
                 done = kept.first
         fresh.copy_rows(old, rest, kept.first)
         if done == kept.first:
             done += np.count_nonzero(rest < final)
-        fresh.turn(self._model.model, kept.places[:done])
+        fresh.turn(self._model.model, kept.places[..., :done])
         with self._lock:
             self._table, self._buffers, self._final = kept, fresh, done
             self._evicted += len(table) - len(left.keep)
 
     def _count_anew(self) -> None:
         """Positions begin at 0 again; under ``reanchor`` the rows are run again there."""
-        table, buffers, final = self._table.at(np.arange(len(self._table))), self._buffers, self._final
+        table, buffers, final = self._table.numbered(), self._buffers, self._final
         if self._memory.positions == "reanchor":
             old, buffers = buffers, self._empty()
             assert old.features is not None
             visual = torch.from_numpy(table.visual).to(old.features.device)
             _put(buffers, 0, table, old.features[visual])
-            final = len(table) - len(table) % self._model.block
+            final = self._whole(len(table)) if self._model.block > 1 else final
             self._run(self._written(buffers, table, 0, final))
         else:
-            buffers.turn(self._model.model, table.places[:final])
+            buffers.turn(self._model.model, table.places[..., :final])
         with self._lock:
             self._table, self._buffers, self._final = table, buffers, final
 
@@ -228,9 +276,7 @@ class StreamState:
         own = [np.flatnonzero((table.frame == f) & (table.kind == Kind.VISUAL)) for f in frames]
         tokens = torch.stack([_rows(features, rows, 0).mean(0) for rows in own])
         first = np.array([rows[0] for rows in own])
-        seconds, places = table.seconds[first], table.places[first]
-        kinds, ids = np.full(len(own), Kind.CARRIER, np.int8), np.full(len(own), VISUAL)
-        return Table(kinds, frames, seconds, ids, places), tokens
+        return replace(table.take(first), kind=np.full(len(own), Kind.CARRIER, np.int8)), tokens
 
     def _rows(self) -> Rows:
         """The policy's input."""
@@ -244,8 +290,8 @@ class StreamState:
         return Rows(table.kind, table.frame, norms, features)
 
     def _whole(self, rows: int) -> int:
-        """How many of ``rows`` have K/V once every whole block of them is run, or have them already."""
-        return max(self._final, rows - rows % self._model.block)
+        """How many of so many rows stand in whole blocks."""
+        return rows - rows % self._model.block
 
     def _written(
         self, buffers: Buffers, table: Table, start: int, stop: int, tokens_kD: Tensor | None = None
@@ -259,7 +305,8 @@ class StreamState:
         rows = table.take(np.arange(start, stop))
         if buffers.features is not None:
             tokens_kD = _rows(buffers.features, start + rows.visual, 0)
-        return New(buffers, start, embedded_rows(self._model.model, rows.ids, tokens_kD), rows.places)
+        x_RD, deep = embedded_rows(self._model.model, rows.ids, tokens_kD)
+        return New(buffers, start, x_RD, rows.places, deep)
 
     def _run(self, new: New | None) -> None:
         if new is not None:
@@ -268,13 +315,13 @@ class StreamState:
     def _empty(self) -> Buffers:
         return Buffers.of(self._model.model, self._memory.budget, kv=self._model.appends, features=self._features)
 
-    def _is_full(self, coming: int) -> bool:
-        return is_full(self._table.places, coming + self._model.reserve, self._model.model.spec.max_tokens)
+    def _is_full(self, table: Table) -> bool:
+        return is_full(table.places, self._model.reserve, self._model.model.spec.max_tokens)
 
 
 def keeps_features(model: Streaming, memory: Memory) -> bool:
     """Whether the visual tokens of kept rows stay beside their K/V."""
-    if not model.appends or model.block > 1:
+    if not model.appends or model.block > 1 or model.units > 1:
         return True
     return memory.positions == "reanchor" or "features" in policy_of(memory).needs
 

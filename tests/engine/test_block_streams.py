@@ -17,7 +17,7 @@ from mmserve.core.request import Message, Policy, TextPart
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.decoder import DecoderLayer, dense_attention
-from mmserve.video import streams as streams_module
+from mmserve.video import intake
 from mmserve.video.base import Scope
 from mmserve.video.layout import embedded_rows, question
 from mmserve.video.memory import Kind
@@ -49,7 +49,7 @@ def streams(bench: Make, blocks: LoadedModel) -> Iterator[EngineStreams]:
 
 def plain_kv(model: LoadedModel, table: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K/V of the rows of ``table``, all run in one go under the mask of blocks."""
-    x = embedded_rows(model, table.ids, tokens)[None]
+    x = embedded_rows(model, table.ids, tokens)[0][None]
     block = np.arange(len(table)) // model.spec.default_block_length
     mask = torch.zeros(len(table), len(table)).masked_fill(torch.from_numpy(block[:, None] < block), -torch.inf)
     cos, sin = model.decoder.rotary(torch.from_numpy(table.places))
@@ -268,7 +268,7 @@ def test_a_pass_that_fails_is_repeated_for_each_frame(bench: Make, monkeypatch: 
     """The frame that completes the block fails; what comes after it completes the same block."""
     streams = EngineStreams(bench(block_model(16)).engine)
     stream, alone = opened(streams, budget=60), opened(streams, budget=60)
-    append, refused = streams_module.append, []
+    append, refused = intake.append, []
 
     def failing(model: Any, batch: Any, floor: int) -> None:
         if batch and not refused:
@@ -282,7 +282,7 @@ def test_a_pass_that_fails_is_repeated_for_each_frame(bench: Make, monkeypatch: 
         if len(table) >= 12:
             break
         put(stream, frame(next(numbers)))
-    monkeypatch.setattr(streams_module, "append", failing)
+    monkeypatch.setattr(intake, "append", failing)
     lost = next(numbers)
     while not refused:
         waiting = stream.append(frame(lost))

@@ -21,6 +21,7 @@ from mmserve.video.memory import POLICIES, Kind, MemoryPolicy, Rows, policy_of
 from mmserve.video.memory.carrier import merged
 from mmserve.video.memory.similarity import Similarity
 from mmserve.video.positions import after_eviction, is_full
+from mmserve.video.rows import Unit
 from mmserve.video.state import Streaming, StreamState
 
 SINKS = 4
@@ -117,8 +118,8 @@ def test_unknown_policies_are_refused() -> None:
 
 def test_positions_after_an_eviction() -> None:
     places = np.array([0, 1, 2, 3, 20, 21, 22])
-    assert after_eviction("renumber", places, 4).tolist() == list(range(7))
-    assert after_eviction("gaps", places, 4).tolist() == places.tolist()
+    assert after_eviction("renumber", places, np.arange(7), 4).tolist() == list(range(7))
+    assert after_eviction("gaps", places, np.arange(7), 4).tolist() == places.tolist()
     assert is_full(places, 10, 32)
     assert not is_full(places, 9, 32)
 
@@ -126,7 +127,8 @@ def test_positions_after_an_eviction() -> None:
 def shown(number: int) -> Shown:
     ids = np.array([7, VISUAL, VISUAL])
     tokens = torch.full((2, 64), float(number))
-    return Shown(float(number), ids, tokens, True, Seen(float(number), tokens, tokens))
+    unit = Unit(ids, np.zeros((0, 3), np.int64), float(number), float(number))
+    return Shown(unit, tokens, True, Seen(float(number), tokens, tokens), number=number)
 
 
 def test_the_archive_keeps_the_newest_frames_within_its_bytes() -> None:
@@ -138,9 +140,9 @@ def test_the_archive_keeps_the_newest_frames_within_its_bytes() -> None:
     assert archive.bytes == sum(one.bytes for one in archive.found(Scope()))
     oldest = archive.seconds[0]
     assert oldest > 30
-    assert [one.seconds for one in archive.found(Scope(begin=36, end=38))] == [36, 37, 38]
+    assert [one.unit.seconds for one in archive.found(Scope(begin=36, end=38))] == [36, 37, 38]
     assert archive.found(Scope(end=oldest - 1)) == []
-    assert [one.seconds for one in evenly(archive.found(Scope()), 3)][-1] == 39
+    assert [one.unit.seconds for one in evenly(archive.found(Scope()), 3)][-1] == 39
     assert len(evenly(archive.found(Scope()), 3)) == 3
     assert inside(np.array([np.nan, 1.0]), Scope()).tolist() == [False, True]
 
@@ -171,9 +173,9 @@ def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(policy: 
     for i in range(5_000):
         frame = state.chosen(shown(i))
         state.make_room(frame)
-        table, new = state.coming(frame, None)
-        assert new is None
-        state.commit(table, frame)
+        rows = state.coming(frame, None)
+        assert rows.new is None
+        state.commit(rows, frame)
         if i % 16 == 0:
             now = state.branch(None).table
             assert len(now) <= 100

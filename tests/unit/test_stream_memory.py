@@ -20,8 +20,8 @@ from mmserve.video.layout import Shown
 from mmserve.video.memory import POLICIES, Kind, MemoryPolicy, Rows, policy_of
 from mmserve.video.memory.carrier import merged
 from mmserve.video.memory.similarity import Similarity
-from mmserve.video.positions import after_eviction, is_full
-from mmserve.video.rows import Unit
+from mmserve.video.positions import after_eviction, is_full, laid_out
+from mmserve.video.rows import Unit, sinks
 from mmserve.video.state import Streaming, StreamState
 
 SINKS = 4
@@ -122,6 +122,33 @@ def test_positions_after_an_eviction() -> None:
     assert after_eviction("gaps", places, np.arange(7), 4).tolist() == places.tolist()
     assert is_full(places, 10, 32)
     assert not is_full(places, 9, 32)
+
+
+@settings(max_examples=100)
+@given(
+    units=st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5)), max_size=6),
+    header=st.integers(1, 4),
+    axes=st.sampled_from([0, 3]),
+)
+def test_rows_placed_one_after_another_are_those_laid_out_at_once(
+    units: list[tuple[bool, int, int, int]], header: int, axes: int
+) -> None:
+    """Units of visual tokens, some with text in front, side by side in time, by rows and by columns."""
+    table, time = sinks(np.arange(header), axes or 1), 0
+    for number, (text, rows, columns, step) in enumerate(units):
+        time += step
+        own = np.array([[time, r, c] for r in range(rows) for c in range(columns)]).T
+        ids = np.concatenate([np.full(2 * text, 7), np.full(own.shape[1], VISUAL)])
+        coordinates = np.concatenate([np.zeros((3, 2 * text), np.int64), own], axis=1)[:axes]
+        table = table.then(Unit(ids, coordinates, 0.0, 0.0).rows(number).after(table))
+    whole = laid_out(*table.shape)
+    assert table.places.tolist() == whole[..., :-1].tolist() == table.numbered().places.tolist()
+    assert table.following == whole[..., -1].max() == whole[..., -1].min()
+    moved = table.at(table.places + 9)
+    assert moved.following == table.following + 9
+    if axes and units:
+        later = table.at(table.places + np.array([[5], [0], [0]]))  # a gap in time alone
+        assert later.following == table.following
 
 
 def shown(number: int) -> Shown:

@@ -237,7 +237,7 @@ class StreamState:
         kept = kept.at(after_eviction(self._memory.positions, kept.places, numbered, kept.first))
         fresh = self._empty()
         fresh.copy_rows(old, front, 0)
-        done = np.count_nonzero(front < final)
+        done = int(np.count_nonzero(front < final))
         if tokens is not None:
             _put(fresh, len(front), pooled, tokens)
             if done == len(front):  # else what is in front of the carriers is pending, and so are they
@@ -246,7 +246,7 @@ class StreamState:
                 done = kept.first
         fresh.copy_rows(old, rest, kept.first)
         if done == kept.first:
-            done += np.count_nonzero(rest < final)
+            done += int(np.count_nonzero(rest < final))
         fresh.turn(self._model.model, kept.places[..., :done])
         with self._lock:
             self._table, self._buffers, self._final = kept, fresh, done

@@ -58,8 +58,8 @@ def take_in(model: Streaming, batch: Sequence[tuple[Taking, Waiting]]) -> None:
         try:
             if state is None:
                 raise closed()
-            shown = see(model.model, state.with_open(waiting.frame), stream.pruner, stream.vision.amount)
-            coming.append(_Frame(state, stream, waiting, state.chosen(shown)))
+            shown = see(model.model, state.units.with_open(waiting.frame), stream.pruner, stream.vision.amount)
+            coming.append(_Frame(state, stream, waiting, state.units.chosen(shown)))
         except BaseException as error:  # noqa: BLE001 - of one frame: the others go on
             failed(waiting, error)
     while coming:

@@ -18,11 +18,12 @@ from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
 from mmserve.video.archive import Archive, evenly, inside
-from mmserve.video.base import Frame, Memory, Scope, StreamStats
+from mmserve.video.base import Memory, Scope, StreamStats
 from mmserve.video.layout import Branch, Shown, embedded_rows
 from mmserve.video.memory import Kind, Rows, policy_of
 from mmserve.video.positions import after_eviction, is_full
 from mmserve.video.rows import Buffers, Table, row_bytes, sinks
+from mmserve.video.units import Units
 
 #: Rows and positions that are left for a question and its answer, at most.
 RESERVE = 128
@@ -44,15 +45,17 @@ class Streaming:
         return self.model.spec.attention_block or 1
 
     @property
-    def units(self) -> int:
-        """Frames that become rows together."""
-        vision = self.model.vision
-        return 1 if vision is None else vision.frames_per_grid
-
-    @property
     def reserve(self) -> int:
         """Rows and positions that are left for a question and its answer."""
         return min(RESERVE, self.most // 4)
+
+
+@dataclass(frozen=True)
+class Open:
+    """The unit whose rows are a stream's last, and are replaced when its next frame comes; its tokens ``[k, D]``."""
+
+    number: int
+    tokens_kD: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Coming:
 
     table: Table
     final: int
+    open: Open | None
     new: New | None
 
 
@@ -71,12 +75,11 @@ class StreamState:
         self._model, self._memory, self._policy = model, memory, policy_of(memory)
         self._features = keeps_features(model, memory)
         self._lock = threading.Lock()
-        self._seen = self._frames = self._evicted = 0
+        self._frames = self._evicted = 0
         self._final = 0  # rows, from the first, that are not pending
-        self._before: Tensor | None = None  # visual tokens of the newest whole unit
-        self._open: tuple[Frame, ...] = ()  # frames of a unit that is not whole yet
-        self._first = self._begun = 0.0  # seconds of the first frame, and of the newest unit
-        self._time = 0  # of the newest unit, where positions have several axes
+        self._open: Open | None = None
+        positions = model.model.spec.max_tokens - model.reserve - memory.budget
+        self.units = Units(model.model, self._policy, memory.budget, positions)  # of the streams' thread
         self._archive = Archive(memory.host_bytes) if memory.policy == "recall" else None
         self._table = sinks(model.header[:0], model.model.position_axes)
         self._buffers = self._empty()
@@ -87,7 +90,7 @@ class StreamState:
     def branch(self, scope: Scope | None) -> Branch:
         """What a question about ``scope`` sees (None = all that is kept); ``FailedPrecondition`` where that is none."""
         with self._lock:
-            table, buffers, final = self._table, self._buffers, self._final
+            table, buffers, final, last = self._table, self._buffers, self._final, self._open
         own = table.kind >= Kind.LABEL
         if not own.any():
             raise FailedPrecondition("the stream has no frame yet: ask once the first one is there")
@@ -103,8 +106,8 @@ class StreamState:
         done = index[index < final]
         keys, values = (None if kv is None else _rows(kv, done, 1) for kv in (buffers.keys, buffers.values))
         tokens = None
-        if (keys is None or len(done) < len(index)) and buffers.features is not None:
-            tokens = _rows(buffers.features, index[table.visual], 0)
+        if keys is None or len(done) < len(index):
+            tokens = self._tokens(table, index, buffers, last)
         return Branch(table, keys, values, tokens, self._model.header)
 
     def stats(self) -> StreamStats:
@@ -134,42 +137,6 @@ class StreamState:
 
     # --- the streams' thread ---
 
-    def with_open(self, frame: Frame) -> tuple[Frame, ...]:
-        """The next frame, after those that become rows together with it."""
-        return (*self._open, frame)
-
-    def chosen(self, shown: Shown) -> Shown:
-        """The rows of the next frame that the policy takes."""
-        number, time = self._next_unit(shown)
-        tokens, before = shown.seen.tokens_RD, self._before
-        if shown.detail and len(shown.tokens_kD) == len(tokens):  # else a pruner has chosen
-            known = before is not None and before.shape == tokens.shape
-            old = _array(before) if before is not None and known else None
-            shown = shown.with_tokens(self._policy.taken(old, _array(tokens), number))
-        if not shown.open:
-            self._before = tokens
-        self._open = shown.frames if shown.open else ()
-        return shown.at(number, time)
-
-    def _next_unit(self, shown: Shown) -> tuple[int, int]:
-        """The number of the unit that ``shown`` is of, and where it lies in time."""
-        if self._open:
-            return self._seen - 1, self._time
-        number, begin, vision = self._seen, shown.unit.begin, self._model.model.vision
-        self._seen += 1
-        if not self._model.model.position_axes > 1:
-            return number, 0
-        assert vision is not None
-        if not number:
-            self._first = self._begun = begin
-        step = vision.stream_time(number, begin - self._first)
-        step -= vision.stream_time(number - 1, self._begun - self._first) if number else step
-        # However long nothing came: a budget of such units stays within the positions that the model knows.
-        room = self._model.model.spec.max_tokens - self._model.reserve - self._memory.budget
-        self._time += min(step, max(1, room // max(1, self._memory.budget // len(shown.ids))))
-        self._begun = begin
-        return number, self._time
-
     def has_room(self, shown: Shown, beside: Coming) -> bool:
         """Whether ``shown`` fits after rows that are about to be written, with nothing evicted for it."""
         table = self._with(shown, beside.table)
@@ -196,20 +163,37 @@ class StreamState:
     @torch.inference_mode()
     def coming(self, shown: Shown, beside: Coming | None) -> Coming:
         """What is kept once ``shown`` has its rows, after those that are kept or, ``beside``, about to be."""
-        before, start = (self._table, self._final) if beside is None else (beside.table, beside.final)
-        table = self._with(shown, before)
-        rows = table.take(np.arange(len(table) - len(shown.ids), len(table)))
-        _put(self._buffers, len(table) - len(rows), rows, shown.tokens_kD)
-        final = max(start, self._whole(len(table) - (len(rows) if shown.open else 0)))
-        return Coming(table, final, self._written(self._buffers, table, start, final, shown.tokens_kD))
+        known = beside or Coming(self._table, self._final, self._open, None)
+        table, start, left = self._with(shown, known.table), known.final, known.open
+        new = [] if shown.open else [(shown.number, shown.tokens_kD)]
+        if left is not None and left.number != shown.number and (known.table.frame == left.number).any():
+            new = [(left.number, left.tokens_kD), *new]  # whose other frames failed: it stays as it is
+        for number, tokens in new:
+            rows = np.flatnonzero(table.frame == number)
+            _put(self._buffers, int(rows[0]), table.take(rows), tokens)
+        final = max(start, self._whole(len(table) - (len(shown.ids) if shown.open else 0)))
+        fresh = torch.cat([tokens for _number, tokens in new]) if new else None
+        written = self._written(self._buffers, table, start, final, fresh)
+        return Coming(table, final, Open(shown.number, shown.tokens_kD) if shown.open else None, written)
 
     def commit(self, coming: Coming, shown: Shown) -> None:
         """The rows of one more frame, ``shown``, are there: questions see them from now on."""
         with self._lock:
             if self._archive is not None:
                 self._archive.add(shown)
-            self._table, self._final = coming.table, coming.final
+            self._table, self._final, self._open = coming.table, coming.final, coming.open
             self._frames += 1
+
+    def _tokens(self, table: Table, index: np.ndarray, buffers: Buffers, last: Open | None) -> Tensor:
+        """Visual tokens ``[k, D]`` of the rows of ``table``, which are ``index`` of ``buffers``; zeros where they are
+        not kept, as K/V are there."""
+        model, visual = self._model.model, table.visual
+        settled = visual if last is None else visual[table.frame[visual] != last.number]
+        if buffers.features is None:
+            tokens = torch.zeros(len(settled), model.width, dtype=model.dtype, device=model.device)
+        else:
+            tokens = _rows(buffers.features, index[settled], 0)
+        return tokens if last is None or len(settled) == len(visual) else torch.cat([tokens, last.tokens_kD])
 
     def _with(self, shown: Shown, table: Table) -> Table:
         """``table`` with the rows of ``shown`` after it, in place of those that its unit has so far."""
@@ -321,7 +305,7 @@ class StreamState:
 
 def keeps_features(model: Streaming, memory: Memory) -> bool:
     """Whether the visual tokens of kept rows stay beside their K/V."""
-    if not model.appends or model.block > 1 or model.units > 1:
+    if not model.appends or model.block > 1:
         return True
     return memory.positions == "reanchor" or "features" in policy_of(memory).needs
 

@@ -198,7 +198,7 @@ def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(policy: 
     kept = Streaming(model, 1, False, 256, np.arange(100, 104))
     state = StreamState(kept, Memory(policy=policy, positions=positions, budget=100, carriers=16, host_bytes=1 << 16))
     for i in range(5_000):
-        frame = state.chosen(shown(i))
+        frame = state.units.chosen(shown(i))
         state.make_room(frame)
         rows = state.coming(frame, None)
         assert rows.new is None

@@ -111,7 +111,7 @@ class VideoConfig:
     """Sessions of streaming video: how many, and what each may hold."""
 
     max_sessions: int = 64  # open at once
-    session_bytes: int = 256 << 20  # K/V and features that one may keep
+    session_bytes: int = 256 << 20  # K/V, features and initialisation segment that one may keep
     total_bytes: int = 2 << 30  # … and all of a model together: more is refused with RESOURCE_EXHAUSTED
     sessions_per_tenant: int = 0  # 0 = as many as there may be
     resume_seconds: float = 60.0  # how long a session without a connection is kept

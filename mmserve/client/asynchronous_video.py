@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import PIL.Image
@@ -18,19 +18,21 @@ from mmserve.client.base import Base
 from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
+from mmserve.client.video_requests import Push, image_push, segment_push
 from mmserve.client.video_state import Pending, Watching, lost
 from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
 from mmserve.core.events import Event
-from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, ResourceExhausted, Unavailable
+from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, Unavailable
 from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.connection import Changes
 from mmserve.video.messages import Alert, Statistics
 
 logger = logging.getLogger("mmserve.client")
+_T = TypeVar("_T")
 
 
-class AsyncVideoSession(SessionView):
+class AsyncVideoSession(SessionView["AsyncQuestion", "AsyncAlerts"]):
     """``VideoSession`` for asyncio: ``async with client.video_session(...) as session``; one event loop."""
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
@@ -41,10 +43,20 @@ class AsyncVideoSession(SessionView):
     async def open(self) -> Self:
         """Connect; what ``async with`` does."""
         self._running = asyncio.create_task(self._run())
-        await self._changes.until(lambda: self._state.configured is not None or self._state.error is not None)
-        if self._state.error is not None:
-            raise self._state.error
+        await self._changes.until(self._opened)
+        self._check_opened()
         return self
+
+    def _act(self, act: Callable[[], _T]) -> _T:
+        found = act()
+        self._changes.notify()
+        return found
+
+    def _question(self, pending: Pending, schema: Any, timeout: float) -> AsyncQuestion:
+        return AsyncQuestion(self, pending, schema, timeout)
+
+    def _alerts(self, watching: Watching) -> AsyncAlerts:
+        return AsyncAlerts(self, watching)
 
     # --- frames ---
 
@@ -59,7 +71,7 @@ class AsyncVideoSession(SessionView):
         """As ``VideoSession.push``."""
         at = self._at(seconds)
         data = await asyncio.to_thread(file_bytes, image, "image")
-        await self._push(len(data), wait, timeout, push_image=pb.PushImage(data=data, seconds=at))
+        await self._push(image_push(data, at), wait, timeout)
 
     async def push_segment(
         self,
@@ -71,8 +83,7 @@ class AsyncVideoSession(SessionView):
         timeout: float | None = None,
     ) -> None:
         """As ``VideoSession.push_segment``."""
-        segment = pb.PushSegment(data=data, init=init, start_seconds=start)
-        await self._push(len(data) + len(init), wait, timeout, push_segment=segment)
+        await self._push(segment_push(data, start, init), wait, timeout)
 
     async def push_file(
         self,
@@ -93,13 +104,11 @@ class AsyncVideoSession(SessionView):
             end = start + segment.end
         return end
 
-    async def _push(self, size: int, wait: bool, timeout: float | None, **request: Any) -> None:
-        if not self._state.push_fits(size):
-            if not wait:
-                raise ResourceExhausted("the server has no room for another push now; try again later")
-            await self._until(lambda: self._state.push_fits(size), timeout, "the server had no room for the push")
-        self._state.enqueue(**request)
-        self._changes.notify()
+    async def _push(self, push: Push, wait: bool, timeout: float | None) -> None:
+        if not self._fits(push.size, wait):
+            fits = lambda: self._fits(push.size, wait)  # noqa: E731
+            await self._until(fits, self._limit(timeout), "the server had no room for the push")
+        self._act(lambda: self._state.enqueue(**push.request))
 
     # --- questions ---
 
@@ -109,76 +118,24 @@ class AsyncVideoSession(SessionView):
         """As ``VideoSession.ask``."""
         return await self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
 
-    def stream(
-        self,
-        text: str,
-        *,
-        scope: Any = "now",
-        schema: Any = None,
-        snapshots: bool = False,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> AsyncQuestion:
-        """As ``VideoSession.stream``; not to be awaited."""
-        seconds = self._client.timeout if timeout is None else timeout
-        pending = self._state.ask(text, scope, seconds, schema=schema, snapshots=snapshots, options=options)
-        self._changes.notify()
-        return AsyncQuestion(self, pending, schema, seconds)
-
-    def watch(
-        self,
-        text: str,
-        *,
-        choices: Sequence[str] | None = None,
-        wanted: str | None = None,
-        on: float | None = None,
-        off: float | None = None,
-        min_interval: float | None = None,
-        frames: int | None = None,
-        min_mass: float | None = None,
-        callback: Callable[[Alert], None] | None = None,
-    ) -> AsyncAlerts:
-        """As ``VideoSession.watch``; not to be awaited."""
-        watching = self._state.watch(
-            text,
-            choices,
-            wanted,
-            callback,
-            on_threshold=on,
-            off_threshold=off,
-            min_interval_seconds=min_interval,
-            frames=frames,
-            min_mass=min_mass,
-        )
-        self._changes.notify()
-        return AsyncAlerts(self, watching)
-
     async def statistics(self, timeout: float | None = None) -> Statistics:
         """As ``VideoSession.statistics``."""
-        found = self._state.ask_statistics()
-        self._changes.notify()
-        came = lambda: bool(found) or self._state.error is not None  # noqa: E731
-        await self._until(came, timeout, "the statistics did not come")
-        if not found:
-            assert self._state.error is not None
-            raise self._state.error
-        return found[0]
+        found = self._act(self._state.ask_statistics)
+        await self._until(lambda: self._came(found), self._limit(timeout), "the statistics did not come")
+        return self._first(found)
 
     # --- the end ---
 
     async def close(self, timeout: float | None = None) -> None:
         """As ``VideoSession.close``."""
-        if self._state.error is None and not self._state.closing:
-            self._state.close()
-            self._changes.notify()
+        self._begin_closing()
         try:
-            await self._until(lambda: self._state.over, timeout, "the session was not done")
+            await self._until(lambda: self._state.over, self._limit(timeout), "the session was not done")
             if self._running is not None:
                 await asyncio.wait({self._running}, timeout=LEAVING_SECONDS)
         finally:
             await self._leave()
-        if self._state.error is not None and not self._state.closed:
-            raise self._state.error
+        self._check_closed()
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -189,8 +146,7 @@ class AsyncVideoSession(SessionView):
         if kind is None:
             await self.close()
             return
-        self._state.cancel_all()
-        self._changes.notify()
+        self._act(self._state.cancel_all)
         try:
             await self.close(LEAVING_SECONDS)
         except MMServeError as failure:
@@ -198,16 +154,15 @@ class AsyncVideoSession(SessionView):
 
     async def _leave(self) -> None:
         if not self._state.closed:
-            self._state.fail(Cancelled("the session was closed"))
-            self._changes.notify()
+            self._fail(Cancelled("the session was closed"))
         if self._running is not None:
             self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._running
 
-    async def _until(self, so: Callable[[], bool], timeout: float | None, what: str) -> None:
+    async def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
         try:
-            await asyncio.wait_for(self._changes.until(so), self._limit(timeout))
+            await asyncio.wait_for(self._changes.until(so), seconds)
         except TimeoutError:
             raise DeadlineExceeded(f"{what} in time") from None
 
@@ -217,12 +172,12 @@ class AsyncVideoSession(SessionView):
         try:
             await self._connect()
         except asyncio.CancelledError:
-            self._state.fail(Cancelled("the session was closed"))
+            self._fail(Cancelled("the session was closed"))
             raise
         except MMServeError as error:
-            self._state.fail(error)
+            self._fail(error)
         except Exception as error:  # noqa: BLE001 - every waiting call must end
-            self._state.fail(Internal(f"the session's task failed: {error!r}", error_id=""))
+            self._fail(Internal(f"the session's task failed: {error!r}", error_id=""))
         finally:
             self._changes.notify()
 
@@ -234,11 +189,7 @@ class AsyncVideoSession(SessionView):
             try:
                 writing = asyncio.create_task(self._write(call))
                 async for response in call:
-                    then = self._state.take(response)
-                    self._changes.notify()
-                    if then is not None:
-                        then()
-                    if response.WhichOneof("response") == "acknowledged":
+                    if self._received(response):
                         retries = self._client._retries(self._timeout)
                 error: MMServeError = Unavailable("the server ended the connection")
                 sent = False
@@ -277,7 +228,7 @@ class AsyncQuestion(QuestionView):
     """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
     def __init__(self, session: AsyncVideoSession, pending: Pending, schema: Any, timeout: float) -> None:
-        super().__init__(pending, schema, timeout)
+        super().__init__(session, pending, schema, timeout)
         self._session = session
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -289,11 +240,6 @@ class AsyncQuestion(QuestionView):
         while await self._next() is not None:
             pass
         return self._result()
-
-    def cancel(self) -> None:
-        """As ``Question.cancel``."""
-        self._session._state.cancel(self._pending)
-        self._session._changes.notify()
 
     async def _next(self) -> Event | None:
         try:
@@ -308,7 +254,7 @@ class AsyncAlerts(AlertsView):
     """The alerts of a standing question as they come; iterating waits for the next one, until ``close``."""
 
     def __init__(self, session: AsyncVideoSession, watching: Watching) -> None:
-        super().__init__(session._state, watching)
+        super().__init__(session, watching)
         self._session = session
 
     async def __aiter__(self) -> AsyncIterator[Alert]:
@@ -320,11 +266,6 @@ class AsyncAlerts(AlertsView):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._session._changes.until(self._ready), timeout)
         return self._popped()
-
-    def close(self) -> None:
-        """As ``Alerts.close``."""
-        self._session._state.unwatch(self._watching)
-        self._session._changes.notify()
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 import PIL.Image
@@ -17,18 +17,20 @@ from mmserve.client.base import Base
 from mmserve.client.outgoing import file_bytes
 from mmserve.client.result import Result
 from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
+from mmserve.client.video_requests import Push, image_push, segment_push
 from mmserve.client.video_state import Pending, Watching, lost
 from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
 from mmserve.core.events import Event
-from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, ResourceExhausted, Unavailable
+from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, Unavailable
 from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.messages import Alert, Statistics
 
 logger = logging.getLogger("mmserve.client")
+_T = TypeVar("_T")
 
 
-class VideoSession(SessionView):
+class VideoSession(SessionView["Question", "Alerts"]):
     """One session of video; made by ``Client.video_session``. All methods may be called from several threads.
 
     Frames are taken in the order in which they are pushed, each once, over any number of connections: after a lost
@@ -43,9 +45,20 @@ class VideoSession(SessionView):
         self._thread = threading.Thread(target=self._run, name="mmserve-session", daemon=True)
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._state.configured is not None or self._state.error is not None)
-            if self._state.error is not None:
-                raise self._state.error
+            self._changed.wait_for(self._opened)
+        self._check_opened()
+
+    def _act(self, act: Callable[[], _T]) -> _T:
+        with self._changed:
+            found = act()
+            self._changed.notify_all()
+        return found
+
+    def _question(self, pending: Pending, schema: Any, timeout: float) -> Question:
+        return Question(self, pending, schema, timeout)
+
+    def _alerts(self, watching: Watching) -> Alerts:
+        return Alerts(self, watching)
 
     # --- frames ---
 
@@ -68,8 +81,7 @@ class VideoSession(SessionView):
         A push that the server cannot take is reported in ``push_failures``.
         """
         data = file_bytes(image, "image")
-        at = self._at(seconds)
-        self._push(len(data), wait, timeout, push_image=pb.PushImage(data=data, seconds=at))
+        self._push(image_push(data, self._at(seconds)), wait, timeout)
 
     def push_segment(
         self,
@@ -86,8 +98,7 @@ class VideoSession(SessionView):
         init: what fragmented MP4 or WebM has in front of its segments; it counts for later segments, too.
         wait, timeout: as ``push``.
         """
-        segment = pb.PushSegment(data=data, init=init, start_seconds=start)
-        self._push(len(data) + len(init), wait, timeout, push_segment=segment)
+        self._push(segment_push(data, start, init), wait, timeout)
 
     def push_file(
         self,
@@ -115,15 +126,17 @@ class VideoSession(SessionView):
             end = start + segment.end
         return end
 
-    def _push(self, size: int, wait: bool, timeout: float | None, **request: Any) -> None:
+    def _push(self, push: Push, wait: bool, timeout: float | None) -> None:
         with self._changed:
-            if not self._state.push_fits(size):
-                if not wait:
-                    raise ResourceExhausted("the server has no room for another push now; try again later")
-                if not self._changed.wait_for(lambda: self._state.push_fits(size), self._limit(timeout)):
-                    raise DeadlineExceeded("the server had no room for the push in time")
-            self._state.enqueue(**request)
-            self._changed.notify_all()
+            self._until(
+                lambda: self._fits(push.size, wait), self._limit(timeout), "the server had no room for the push"
+            )
+            self._act(lambda: self._state.enqueue(**push.request))
+
+    def _until(self, so: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait with the lock until ``so()``."""
+        if not self._changed.wait_for(so, seconds):
+            raise DeadlineExceeded(f"{what} in time")
 
     # --- questions ---
 
@@ -146,94 +159,28 @@ class VideoSession(SessionView):
         """
         return self.stream(text, scope=scope, schema=schema, timeout=timeout, **options).result()
 
-    def stream(
-        self,
-        text: str,
-        *,
-        scope: Any = "now",
-        schema: Any = None,
-        snapshots: bool = False,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Question:
-        """Ask without waiting: the ``Question`` is iterated for its events. Several may be in progress at once.
-
-        Arguments as ``ask``; snapshots: whether ``Snapshot`` events with the whole canvas are sent.
-        """
-        seconds = self._client.timeout if timeout is None else timeout
-        with self._changed:
-            pending = self._state.ask(text, scope, seconds, schema=schema, snapshots=snapshots, options=options)
-            self._changed.notify_all()
-        return Question(self, pending, schema, seconds)
-
-    def watch(
-        self,
-        text: str,
-        *,
-        choices: Sequence[str] | None = None,
-        wanted: str | None = None,
-        on: float | None = None,
-        off: float | None = None,
-        min_interval: float | None = None,
-        frames: int | None = None,
-        min_mass: float | None = None,
-        callback: Callable[[Alert], None] | None = None,
-    ) -> Alerts:
-        """Ask a standing question of every frame from now on; iterate the result for its alerts.
-
-        text: a question with the answer yes or no, or with one of ``choices``.
-        choices, wanted: the allowed answers, and the one that makes it true; default the first of them.
-        on, off: it turns true at this probability or more (default 0.7), and false at this or less (default 0.3).
-        min_interval: seconds between two alerts that it turned true, at least; default 0.
-        frames: frames in a row that must be at ``on``; default 1.
-        min_mass: frames are ignored where the model gives less to all allowed answers together; default 0.5.
-        callback: called with each alert instead; it must return quickly.
-        """
-        with self._changed:
-            watching = self._state.watch(
-                text,
-                choices,
-                wanted,
-                callback,
-                on_threshold=on,
-                off_threshold=off,
-                min_interval_seconds=min_interval,
-                frames=frames,
-                min_mass=min_mass,
-            )
-            self._changed.notify_all()
-        return Alerts(self, watching)
-
     def statistics(self, timeout: float | None = None) -> Statistics:
         """Counters of the session, once everything asked for and pushed before is under way."""
         with self._changed:
-            found = self._state.ask_statistics()
-            self._changed.notify_all()
-            came = lambda: bool(found) or self._state.error is not None  # noqa: E731
-            if not self._changed.wait_for(came, self._limit(timeout)):
-                raise DeadlineExceeded("the statistics did not come in time")
-            if not found:
-                assert self._state.error is not None
-                raise self._state.error
-        return found[0]
+            found = self._act(self._state.ask_statistics)
+            self._until(lambda: self._came(found), self._limit(timeout), "the statistics did not come")
+            return self._first(found)
 
     # --- the end ---
 
     def close(self, timeout: float | None = None) -> None:
         """Wait until everything is taken and answered, and end the session; nothing happens a second time."""
-        with self._changed:
-            if self._state.error is None and not self._state.closing:
-                self._state.close()
-                self._changed.notify_all()
-            in_time = self._changed.wait_for(lambda: self._state.over, self._limit(timeout))
-        if not in_time:
-            self._leave(DeadlineExceeded("the session was not done in time"))
-            raise DeadlineExceeded("the session was not done in time")
+        try:
+            with self._changed:
+                self._begin_closing()
+                self._until(lambda: self._state.over, self._limit(timeout), "the session was not done")
+        except DeadlineExceeded as error:
+            self._leave(error)
+            raise
         self._thread.join(LEAVING_SECONDS)
         if self._thread.is_alive():
             self._leave(Cancelled("the session was closed"))
-        if self._state.error is not None and not self._state.closed:
-            raise self._state.error
+        self._check_closed()
 
     def __enter__(self) -> Self:
         return self
@@ -244,9 +191,7 @@ class VideoSession(SessionView):
         if kind is None:
             self.close()
             return
-        with self._changed:
-            self._state.cancel_all()
-            self._changed.notify_all()
+        self._act(self._state.cancel_all)
         try:
             self.close(LEAVING_SECONDS)
         except MMServeError as failure:
@@ -267,9 +212,9 @@ class VideoSession(SessionView):
         try:
             self._connect()
         except MMServeError as error:
-            self._end(error)
+            self._fail(error)
         except Exception as error:  # noqa: BLE001 - every waiting call must end
-            self._end(Internal(f"the session's thread failed: {error!r}", error_id=""))
+            self._fail(Internal(f"the session's thread failed: {error!r}", error_id=""))
 
     def _connect(self) -> None:
         retries = self._client._retries(self._timeout)
@@ -281,12 +226,7 @@ class VideoSession(SessionView):
                     call = self._call = stub(self._outgoing(own), metadata=self._client._metadata())
                     self._connection = own
                 for response in call:
-                    with self._changed:
-                        then = self._state.take(response)
-                        self._changed.notify_all()
-                    if then is not None:
-                        then()
-                    if response.WhichOneof("response") == "acknowledged":
+                    if self._received(response):
                         retries = self._client._retries(self._timeout)
                 error: MMServeError = Unavailable("the server ended the connection")
                 sent = False
@@ -295,9 +235,7 @@ class VideoSession(SessionView):
             except (RuntimeError, ValueError) as failed:  # the client's channel is closed
                 raise Cancelled("the client was closed") from failed
             finally:
-                with self._changed:
-                    self._connection = None
-                    self._changed.notify_all()
+                self._act(self._disconnect)
             if self._state.over or self._leaving:
                 return
             self._pause(retries.delay(lost(self._state, error, from_server=sent)))
@@ -324,17 +262,15 @@ class VideoSession(SessionView):
         with self._changed:
             self._changed.wait_for(lambda: self._leaving, seconds)
 
-    def _end(self, error: MMServeError) -> None:
-        with self._changed:
-            self._state.fail(error)
-            self._changed.notify_all()
+    def _disconnect(self) -> None:
+        self._connection = None
 
 
 class Question(QuestionView):
     """A question in progress; iterating it gives its events (``Admitted``, ``Delta``, ``Snapshot``, ``Finished``)."""
 
     def __init__(self, session: VideoSession, pending: Pending, schema: Any, timeout: float) -> None:
-        super().__init__(pending, schema, timeout)
+        super().__init__(session, pending, schema, timeout)
         self._session = session
 
     def __iter__(self) -> Iterator[Event]:
@@ -347,18 +283,13 @@ class Question(QuestionView):
             pass
         return self._result()
 
-    def cancel(self) -> None:
-        """End it early; ``result`` then raises ``Cancelled``."""
-        with self._session._changed:
-            self._session._state.cancel(self._pending)
-            self._session._changed.notify_all()
-
     def _next(self) -> Event | None:
         with self._session._changed:
-            if not self._session._changed.wait_for(self._ready, self._left()):
-                self._session._state.cancel(self._pending)
-                self._session._changed.notify_all()
-                raise DeadlineExceeded("the answer did not come in time")
+            try:
+                self._session._until(self._ready, self._left(), "the answer did not come")
+            except DeadlineExceeded:
+                self.cancel()
+                raise
             return self._popped()
 
 
@@ -366,7 +297,7 @@ class Alerts(AlertsView):
     """The alerts of a standing question as they come; iterating waits for the next one, until ``close``."""
 
     def __init__(self, session: VideoSession, watching: Watching) -> None:
-        super().__init__(session._state, watching)
+        super().__init__(session, watching)
         self._session = session
 
     def __iter__(self) -> Iterator[Alert]:
@@ -378,12 +309,6 @@ class Alerts(AlertsView):
         with self._session._changed:
             self._session._changed.wait_for(self._ready, timeout)
             return self._popped()
-
-    def close(self) -> None:
-        """Ask it no more."""
-        with self._session._changed:
-            self._session._state.unwatch(self._watching)
-            self._session._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mmserve.client.outgoing import build_request
@@ -17,6 +18,25 @@ _OVERLOADS = {
 }
 #: Options of a session that are fields of ``StreamMemory``, by their names there.
 _MEMORY = {"memory": "policy", "positions": "positions", "budget": "budget", "host_bytes": "host_bytes"}
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push as ``SessionState.enqueue`` takes it, and the bytes that it counts for credit."""
+
+    request: dict[str, Any]
+    size: int
+
+
+def image_push(data: bytes, seconds: float) -> Push:
+    """One image, which is one frame."""
+    return Push({"push_image": pb.PushImage(data=data, seconds=seconds)}, len(data))
+
+
+def segment_push(data: bytes, start: float | None, init: bytes) -> Push:
+    """A piece of encoded video."""
+    segment = pb.PushSegment(data=data, init=init, start_seconds=start)
+    return Push({"push_segment": segment}, len(data) + len(init))
 
 
 def configuration(

@@ -1,14 +1,19 @@
-"""What the sessions of both clients show of their state, without waiting for anything."""
+"""What the sessions of both clients do without waiting: ask, and show what is known.
+
+``blocking_video.py`` and ``asynchronous_video.py`` add what waits, each in its own way, and the connection.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from mmserve.client.base import Base
 from mmserve.client.result import Result, to_result
 from mmserve.client.video_state import Pending, SessionState, Watching
 from mmserve.core.events import Event, Finished
+from mmserve.errors import MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video.base import Asked
 from mmserve.video.clock import Moment
@@ -17,15 +22,85 @@ from mmserve.video.messages import Alert, PushFailed
 #: How long a session that is left by an exception tries to close (seconds).
 LEAVING_SECONDS = 2.0
 
+_T = TypeVar("_T")
+QuestionT = TypeVar("QuestionT")
+AlertsT = TypeVar("AlertsT")
 
-class SessionView:
-    """A session's state, and counters that need no waiting."""
+
+class SessionView(Generic[QuestionT, AlertsT]):
+    """A session's state, and what needs no waiting."""
 
     def __init__(self, client: Base, config: pb.ConfigureSession, timeout: float | None) -> None:
         self._client = client
         self._timeout = client.timeout if timeout is None else timeout
         self._state = SessionState(config)
         self._begun = time.monotonic()
+
+    def _act(self, act: Callable[[], _T]) -> _T:
+        """Change the state, and have everybody who waits look again."""
+        raise NotImplementedError
+
+    def _question(self, pending: Pending, schema: Any, timeout: float) -> QuestionT:
+        """What a caller gets of a question."""
+        raise NotImplementedError
+
+    def _alerts(self, watching: Watching) -> AlertsT:
+        """What a caller gets of a standing question."""
+        raise NotImplementedError
+
+    # --- questions ---
+
+    def stream(
+        self,
+        text: str,
+        *,
+        scope: Any = "now",
+        schema: Any = None,
+        snapshots: bool = False,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> QuestionT:
+        """Ask without waiting: the question is iterated for its events. Several may be in progress at once.
+
+        Arguments as ``ask``; snapshots: whether ``Snapshot`` events with the whole canvas are sent. Not to be awaited.
+        """
+        seconds = self._client.timeout if timeout is None else timeout
+        how: dict[str, Any] = {"schema": schema, "snapshots": snapshots, "options": options}
+        return self._question(self._act(lambda: self._state.ask(text, scope, seconds, **how)), schema, seconds)
+
+    def watch(
+        self,
+        text: str,
+        *,
+        choices: Sequence[str] | None = None,
+        wanted: str | None = None,
+        on: float | None = None,
+        off: float | None = None,
+        min_interval: float | None = None,
+        frames: int | None = None,
+        min_mass: float | None = None,
+        callback: Callable[[Alert], None] | None = None,
+    ) -> AlertsT:
+        """Ask a standing question of every frame from now on; iterate the result for its alerts. Not to be awaited.
+
+        text: a question with the answer yes or no, or with one of ``choices``.
+        choices, wanted: the allowed answers, and the one that makes it true; default the first of them.
+        on, off: it turns true at this probability or more (default 0.7), and false at this or less (default 0.3).
+        min_interval: seconds between two alerts that it turned true, at least; default 0.
+        frames: frames in a row that must be at ``on``; default 1.
+        min_mass: frames are ignored where the model gives less to all allowed answers together; default 0.5.
+        callback: called with each alert instead; it must return quickly.
+        """
+        numbers: dict[str, float | None] = {
+            "on_threshold": on,
+            "off_threshold": off,
+            "min_interval_seconds": min_interval,
+            "frames": frames,
+            "min_mass": min_mass,
+        }
+        return self._alerts(self._act(lambda: self._state.watch(text, choices, wanted, callback, **numbers)))
+
+    # --- what is known ---
 
     @property
     def push_failures(self) -> tuple[PushFailed, ...]:
@@ -57,6 +132,8 @@ class SessionView:
         """Where the server has announced its end: the seconds that were left then, and why."""
         return self._state.going_away
 
+    # --- for what waits ---
+
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else timeout
 
@@ -64,12 +141,59 @@ class SessionView:
         """When an image was taken, on the session's clock."""
         return time.monotonic() - self._begun if seconds is None else seconds
 
+    def _fits(self, size: int, wait: bool) -> bool:
+        """Whether there is room for a push of ``size`` bytes; raises where it must not ``wait`` for it."""
+        fits = self._state.push_fits(size)
+        if not (fits or wait):
+            raise ResourceExhausted("the server has no room for another push now; try again later")
+        return fits
+
+    def _opened(self) -> bool:
+        """Whether the session is open, or never will be."""
+        return self._state.configured is not None or self._state.error is not None
+
+    def _came(self, found: Sequence[_T]) -> bool:
+        """Whether what was asked for is there, or never will be."""
+        return bool(found) or self._state.error is not None
+
+    def _first(self, found: Sequence[_T]) -> _T:
+        """What was asked for; raises why it is not there."""
+        if not found:
+            assert self._state.error is not None
+            raise self._state.error
+        return found[0]
+
+    def _begin_closing(self) -> None:
+        if self._state.error is None and not self._state.closing:
+            self._act(self._state.close)
+
+    def _fail(self, error: MMServeError) -> None:
+        """End the session: every call that waits raises ``error``."""
+        self._act(lambda: self._state.fail(error))
+
+    def _received(self, response: pb.SessionResponse) -> bool:
+        """Take a response in; whether the server has acknowledged something, and a lost connection is a new one."""
+        then = self._act(lambda: self._state.take(response))
+        if then is not None:
+            then()
+        return response.WhichOneof("response") == "acknowledged"
+
+    def _check_opened(self) -> None:
+        """Raise why the session could not be opened."""
+        if self._state.error is not None:
+            raise self._state.error
+
+    def _check_closed(self) -> None:
+        """Raise why the session ended otherwise than by the client's wish."""
+        if self._state.error is not None and not self._state.closed:
+            raise self._state.error
+
 
 class QuestionView:
     """A question in progress, and what is known of its answer."""
 
-    def __init__(self, pending: Pending, schema: Any, timeout: float) -> None:
-        self._pending, self._schema = pending, schema
+    def __init__(self, session: SessionView[Any, Any], pending: Pending, schema: Any, timeout: float) -> None:
+        self._view, self._pending, self._schema = session, pending, schema
         self._deadline = time.monotonic() + timeout
         self._finished: list[Finished] = []
 
@@ -83,6 +207,10 @@ class QuestionView:
         """Times that its answer (of several, the first) names, in seconds of the session's clock; () until it is
         finished, where there are none, and where the model's labels of frames are not known."""
         return self._pending.moments.get(0, ())
+
+    def cancel(self) -> None:
+        """End it early; ``result`` then raises ``Cancelled``. Not to be awaited."""
+        self._view._act(lambda: self._view._state.cancel(self._pending))
 
     def _ready(self) -> bool:
         return bool(self._pending.events) or self._pending.done
@@ -110,15 +238,19 @@ class QuestionView:
 class AlertsView:
     """The alerts of a standing question that nobody has read yet."""
 
-    def __init__(self, state: SessionState, watching: Watching) -> None:
-        self._state, self._watching = state, watching
+    def __init__(self, session: SessionView[Any, Any], watching: Watching) -> None:
+        self._view, self._watching = session, watching
+
+    def close(self) -> None:
+        """Ask it no more. Not to be awaited."""
+        self._view._act(lambda: self._view._state.unwatch(self._watching))
 
     def _ready(self) -> bool:
-        return bool(self._watching.alerts) or self._watching.removed or self._state.over
+        return bool(self._watching.alerts) or self._watching.removed or self._view._state.over
 
     def _popped(self) -> Alert | None:
         """The next alert; None where there is none. Raises why the question is not asked any more."""
-        watching, state = self._watching, self._state
+        watching, state = self._watching, self._view._state
         if watching.alerts:
             return watching.alerts.popleft()
         if watching.error is not None:

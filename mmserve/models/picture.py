@@ -127,6 +127,11 @@ class VisionEncoder(nn.Module):
     #: Frames of a clip that become one grid of patches.
     frames_per_grid: int = 1
 
+    def stream_time(self, number: int, seconds: float) -> int:
+        """Where the ``number``-th grid of a stream, ``seconds`` after its first, lies in time; for decoders whose
+        positions have several axes."""
+        raise NotImplementedError
+
     def label_seconds(self, seconds: float) -> float:
         """The time in a frame's label, ``seconds`` after the beginning of its video."""
         return seconds % self.time_period if self.time_period else seconds

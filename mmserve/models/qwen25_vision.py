@@ -18,6 +18,9 @@ class Qwen25Vision(QwenVision):
         apart = float(seconds_F2[-1, 0] - seconds_F2[0, 0]) / (count - 1) if count > 1 else 0.0
         return (torch.arange(count) * (self.config.tokens_per_second * apart)).long()
 
+    def stream_time(self, number: int, seconds: float) -> int:
+        return int(self.config.tokens_per_second * seconds)
+
     @property
     def _scored(self) -> int:
         """The last block whose patches see the whole frame."""

@@ -19,6 +19,9 @@ class Qwen3Vision(QwenVision):
     def _tokens(self, made: Any) -> Tensor:
         return torch.cat([made.pooler_output, *made.deepstack_features], dim=-1)
 
+    def stream_time(self, number: int, seconds: float) -> int:
+        return 0  # it is told in words
+
     def _picture(self, tiles: list[Tile], seconds: Tensor | None) -> Picture:
         """In a clip each frame of patches is enclosed in tokens of its own, after a label of the middle of its time."""
         if seconds is None:

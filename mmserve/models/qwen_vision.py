@@ -106,6 +106,9 @@ class QwenVision(VisionEncoder):
         """The position in time of each of a clip's frames of patches, int64 ``[F]``: consecutive."""
         return torch.arange(len(seconds_F2))
 
+    def stream_time(self, number: int, seconds: float) -> int:
+        return number
+
     def _tokens(self, made: Any) -> Tensor:
         """The visual tokens ``[U, D]`` of what the tower returns."""
         tokens: Tensor = made.pooler_output

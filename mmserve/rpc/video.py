@@ -47,6 +47,7 @@ from mmserve.video.base import Memory, Stream
 from mmserve.video.connection import Connection
 from mmserve.video.host import Hosts
 from mmserve.video.overload import Overload
+from mmserve.video.reading import MAX_INIT_BYTES
 from mmserve.video.registry import Registry
 from mmserve.video.session import Session as VideoSession
 
@@ -121,7 +122,8 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         around = host.surroundings(
             lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
         )
-        opening = asyncio.ensure_future(around.work(host.streams.open, memory, tenant, asked_vision(asked.vision)))
+        vision = asked_vision(asked.vision)
+        opening = asyncio.ensure_future(around.work(host.streams.open, memory, tenant, vision, MAX_INIT_BYTES))
         try:
             with self._sessions.opening():
                 stream = await asyncio.shield(opening)

@@ -1,4 +1,5 @@
-"""The pass over new rows of streams: each sees the rows that its stream keeps, and those of its own left of it.
+"""The pass over new rows of streams: each sees the rows that its stream keeps, and of its own those that its model's
+attention lets it: left of it, or up to the end of its block.
 
 Rows of several frames and streams go through the model's products together and attend frame by frame, so that no bit
 of a row depends on what is run beside it.
@@ -18,6 +19,8 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.decode.logits import padded_rows
+from mmserve.encode.embedding import deep_rows
+from mmserve.encode.encoded import DeepStack
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import DecoderLayer
 from mmserve.video.rows import Buffers
@@ -25,13 +28,14 @@ from mmserve.video.rows import Buffers
 
 @dataclass(frozen=True)
 class New:
-    """Rows of one frame, or of what else is appended together, written after the first ``start`` rows of
+    """Rows that are appended together, such as those of a frame, written after the first ``start`` rows of
     ``buffers``."""
 
     buffers: Buffers
     start: int
     x_RD: Tensor
-    places: np.ndarray  # int64 [R]
+    places: np.ndarray  # int64 [R], or [axes, R]
+    deep: DeepStack | None = None  # what is added to rows further on
 
     @property
     def stop(self) -> int:
@@ -40,9 +44,11 @@ class New:
 
 
 @lru_cache(maxsize=256)
-def _sight(rows: int, start: int, device: torch.device) -> Tensor:
-    """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to."""
-    return torch.ones(rows, start + rows, dtype=torch.bool, device=device).tril(start)
+def _sight(rows: int, start: int, block: int, device: torch.device) -> Tensor:
+    """Bool ``[R, L]``: what each of ``rows`` after ``start`` others attends to: up to the end of its block of ``block``
+    positions, counted from the stream's first row."""
+    at = torch.arange(start + rows, device=device)
+    return at < ((at[start:, None] // block) + 1) * block
 
 
 @torch.inference_mode()
@@ -57,9 +63,10 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
     own = [(slice(end - len(new.x_RD), end), new) for end, new in zip(ends, batch, strict=True)]
     short = padded_rows(ends[-1], floor) - ends[-1]
     x_TD = F.pad(torch.cat([new.x_RD for new in batch]), (0, 0, 0, short))
-    places = torch.from_numpy(np.concatenate([new.places for new in batch])).to(model.device)
+    places = torch.from_numpy(np.concatenate([new.places for new in batch], axis=-1)).to(model.device)
+    deep = deep_rows((np.arange(len(new.x_RD)), new.deep) for new in batch)
 
-    decoder = model.decoder
+    decoder, block = model.decoder, model.spec.attention_block or 1
     cos, sin = decoder.rotary(F.pad(places, (0, short)))
 
     def write(layer: int, k: Tensor, v: Tensor) -> None:
@@ -81,7 +88,7 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
                 q[rows],
                 keys[layer, : new.stop],
                 values[layer, : new.stop],
-                _sight(len(new.x_RD), new.start, model.device),
+                _sight(len(new.x_RD), new.start, block, model.device),
             )
         return seen
 
@@ -90,6 +97,8 @@ def append(model: LoadedModel, batch: Sequence[New], floor: int) -> None:
         assert isinstance(layer, DecoderLayer)
         if index < last:
             x_TD = layer(x_TD, cos, sin, index, attend)
+            if deep is not None and index < len(deep.features_LnD):
+                x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
         else:  # nobody asks what comes out of it
             write(index, *layer.keys_and_values(x_TD))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmserve.video.base import Scope
 from mmserve.video.layout import Shown
-from mmserve.video.rows import Table, frame_rows
+from mmserve.video.rows import Unit
 
 #: Bytes of a frame beside its tokens: objects of Python and torch.
 OVERHEAD = 1024
@@ -23,20 +23,16 @@ OVERHEAD = 1024
 
 @dataclass(frozen=True)
 class Old:
-    """A frame that can be prefilled anew: its rows (int64 ids), and its visual tokens ``[k, D]``."""
+    """A frame that can be prefilled anew: its rows, and its visual tokens ``[k, D]``."""
 
-    seconds: float
-    ids: np.ndarray
+    unit: Unit
     tokens_kD: Tensor
+    number: int
 
     @property
     def bytes(self) -> int:
         """What it takes."""
-        return self.tokens_kD.nbytes + self.ids.nbytes + OVERHEAD
-
-    def table(self, number: int, place: int) -> Table:
-        """Its rows as frame ``number`` of a clip, from ``place`` on."""
-        return frame_rows(self.ids, number, self.seconds, place)
+        return self.tokens_kD.nbytes + self.unit.ids.nbytes + self.unit.coordinates.nbytes + OVERHEAD
 
 
 class Archive:
@@ -49,11 +45,13 @@ class Archive:
     @property
     def seconds(self) -> np.ndarray:
         """When its frames are, float64, ascending."""
-        return np.array([one.seconds for one in self._frames])
+        return np.array([one.unit.seconds for one in self._frames])
 
     def add(self, shown: Shown) -> None:
-        """Keep one more frame, the newest; the oldest go where there is no room."""
-        old = Old(shown.seconds, shown.ids, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True))
+        """Keep one more frame, the newest, or the newest unit with one more; the oldest go where there is no room."""
+        old = Old(shown.unit, shown.tokens_kD.to("cpu", torch.bfloat16, copy=True), shown.number)
+        if self._frames and shown.number == self._frames[-1].number >= 0:
+            self.bytes -= self._frames.pop().bytes
         self._frames.append(old)
         self.bytes += old.bytes
         while self.bytes > self._most:

@@ -112,9 +112,10 @@ class Stream(Protocol):
 class Streams(Protocol):
     """All streams of one engine."""
 
-    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None) -> Stream:
+    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> Stream:
         """A stream of its own, each of its frames pruned by ``vision`` (by default not at all).
 
+        ``beside``: bytes that are set aside with it, for what its session keeps for as long as it is open.
         ``InvalidArgument``, ``Unimplemented`` where the model cannot keep it so, ``ResourceExhausted`` where the bounds
         of all streams leave no room.
         """

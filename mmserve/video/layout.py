@@ -14,18 +14,20 @@ from torch import Tensor
 
 from mmserve.core.request import Amount, Request, TextPart
 from mmserve.decode.blending import reused
-from mmserve.encode.encoded import Encoded, Past, Span
+from mmserve.encode.embedding import embedded
+from mmserve.encode.encoded import DeepStack, Encoded, Past, Span
+from mmserve.encode.slow_fast import compacted
 from mmserve.encode.visual import pruned
 from mmserve.encode.watching import VISUAL, ids_of
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import reuse_of
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
-from mmserve.models.picture import CannotPrepare, Prepared
-from mmserve.prune.base import Pruner
+from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
+from mmserve.prune.base import Evidence, Pruner
 from mmserve.video.base import Frame, Seen
 from mmserve.video.memory import Kind
-from mmserve.video.rows import Table
+from mmserve.video.rows import Table, Unit
 
 
 def streaming_model(model: Model) -> LoadedModel:
@@ -35,8 +37,6 @@ def streaming_model(model: Model) -> LoadedModel:
         raise Unimplemented(f"{unable}: its network keeps its K/V to itself")
     if model.spec.video_id is None or model.vision is None or not model.vision.frames_per_video:
         raise Unimplemented(f"{unable}: it takes no videos; ask one that does")
-    if model.position_axes > 1 or model.decoder.config.deep_layers:
-        raise Unimplemented(f"{unable}: its positions have several axes, or visual tokens enter several layers")
     return model
 
 
@@ -79,14 +79,29 @@ def header_of(model: LoadedModel) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shown:
-    """A frame as rows: ``ids`` (int64 ``[R]``, ``VISUAL`` for each visual token), and those tokens ``[k, D]``."""
+    """A frame as rows, with its visual tokens ``[k, D]``; or a unit of several frames, of which it is the last so far.
 
-    seconds: float
-    ids: np.ndarray
+    ``open``: whether the next frame becomes part of the same rows.
+    """
+
+    unit: Unit
     tokens_kD: Tensor
     detail: bool
     seen: Seen
-    number: int = -1  # of the frame in its stream; -1 = not known yet
+    frames: tuple[Frame, ...] = ()
+    open: bool = False
+    number: int = -1  # of the unit in its stream; -1 = not known yet
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Int64 ``[R]``, ``VISUAL`` for each visual token."""
+        return self.unit.ids
+
+    def at(self, number: int, time: int) -> Shown:
+        """As unit ``number`` of its stream, which lies at ``time``."""
+        coordinates = self.unit.coordinates.copy()
+        coordinates[:1, self.ids == VISUAL] += time
+        return replace(self, number=number, unit=replace(self.unit, coordinates=coordinates))
 
     def with_tokens(self, chosen: np.ndarray) -> Shown:
         """With some of its visual tokens (bool ``[k]``); without any of them no label is left either."""
@@ -95,27 +110,32 @@ class Shown:
         left = np.full(len(self.ids), bool(chosen.any()))
         left[self.ids == VISUAL] = chosen
         tokens = self.tokens_kD[torch.from_numpy(chosen).to(self.tokens_kD.device)]
-        return replace(self, ids=self.ids[left], tokens_kD=tokens)
+        unit = replace(self.unit, ids=self.ids[left], coordinates=self.unit.coordinates[:, left])
+        return replace(self, unit=unit, tokens_kD=tokens)
+
+
+def axes_of(model: LoadedModel) -> int:
+    """Axes of the model's positions, 0 = a position is one number."""
+    return model.position_axes if model.position_axes > 1 else 0
 
 
 @torch.inference_mode()
-def see(model: LoadedModel, frame: Frame, pruner: Pruner | None, amount: Amount | None) -> Shown:
-    """A frame through the tower: with its label and pruned by ``pruner``, or (not ``detail``) one token, their mean.
+def see(model: LoadedModel, frames: tuple[Frame, ...], pruner: Pruner | None, amount: Amount | None) -> Shown:
+    """A frame through the tower, after those that it becomes one with: with its label and pruned by ``pruner``, or (not
+    ``detail``) one token, their mean.
 
     ``InvalidArgument`` for a picture that the model cannot take.
     """
     vision = model.vision
     assert vision is not None
-    try:
-        one = vision.prepare_clip([frame.image], [vision.label_seconds(frame.seconds)])
-        image = None if vision.frames_are_images else vision.prepare(frame.image)
-    except CannotPrepare as error:
-        raise InvalidArgument.of("frame", str(error)) from error
     wanted = pruner.needs if pruner is not None else frozenset()
-    clip, alone = vision.see_frame(_placed(model, one), None if image is None else _placed(model, image), wanted)
-    seen = Seen(frame.seconds, clip.tokens, alone.tokens)
-    if not frame.detail:
-        return Shown(frame.seconds, np.array([VISUAL]), clip.tokens.mean(0, keepdim=True), False, seen)
+    clip, whole = _pictures(model, vision, frames, wanted)
+    seen = Seen(frames[-1].seconds, clip.tokens, whole.tokens)
+    detail, axes = any(frame.detail for frame in frames), axes_of(model)
+    if not detail:
+        # Where rows and columns are places, the token has that of the middle, and the text around it tells the time.
+        mean = Picture(clip.tokens.mean(0, keepdim=True), (), (1,))
+        clip, pruner = compacted(clip, [False] * len(clip.grids)) if axes else mean, None
     plans = None
     if pruner is not None and amount is not None:
         plans = pruner.plans([grid.look for grid in clip.grids], amount)
@@ -123,26 +143,43 @@ def see(model: LoadedModel, frame: Frame, pruner: Pruner | None, amount: Amount 
     ids = ids_of(clip.pieces, model.tokenizer).numpy()
     left = ids != VISUAL
     left[np.flatnonzero(~left)[chosen.numpy()]] = True
-    return Shown(frame.seconds, ids[left], tokens, True, seen)
+    coordinates = np.zeros((axes, len(ids)), dtype=np.int64)
+    if axes and clip.coordinates is not None:
+        coordinates[:, ids == VISUAL] = clip.coordinates.numpy()
+    unit = Unit(ids[left], coordinates[:, left], frames[0].seconds, frames[-1].seconds, len(frames))
+    return Shown(unit, tokens, detail, seen, frames, len(frames) < vision.frames_per_grid)
+
+
+def _pictures(
+    model: LoadedModel, vision: VisionEncoder, frames: tuple[Frame, ...], wanted: frozenset[Evidence]
+) -> tuple[Picture, Picture]:
+    """A clip of ``frames``, and the last as an image by itself, or the clip where nobody asks about such."""
+    try:
+        one = vision.prepare_clip([f.image for f in frames], [vision.label_seconds(f.seconds) for f in frames])
+        if axes_of(model):  # ``Standing`` has no questions for it
+            [clip] = vision.see([_placed(model, one)], wanted, clip=True)
+            return clip, clip
+        image = None if vision.frames_are_images else vision.prepare(frames[-1].image)
+    except CannotPrepare as error:
+        raise InvalidArgument.of("frame", str(error)) from error
+    return vision.see_frame(_placed(model, one), None if image is None else _placed(model, image), wanted)
 
 
 def _placed(model: LoadedModel, one: Prepared) -> Prepared:
     return {**one, "pixels": one["pixels"].to(model.device, model.dtype)}
 
 
-def embedded_rows(model: LoadedModel, ids: np.ndarray, tokens_kD: Tensor | None) -> Tensor:
-    """Embeddings ``[R, D]`` of rows, visual tokens in their places."""
+def embedded_rows(model: LoadedModel, ids: np.ndarray, tokens_kD: Tensor | None) -> tuple[Tensor, DeepStack | None]:
+    """Embeddings ``[R, D]`` of rows, visual tokens in their places, and what these add further on."""
     visual = np.flatnonzero(ids == VISUAL)
-    text = np.where(ids == VISUAL, model.spec.mask_id, ids)  # a placeholder may have no embedding
-    x_RD: Tensor = model.decoder.embed(torch.from_numpy(text).to(model.device))
-    if tokens_kD is not None and len(visual):
-        x_RD[torch.from_numpy(visual).to(model.device)] = tokens_kD.to(x_RD.dtype)
-    return x_RD
+    tokens = None if tokens_kD is None or not len(visual) else tokens_kD.to(model.dtype)
+    return embedded(model, ids, Encoded(ids, visual, tokens))
 
 
 @dataclass(frozen=True)
 class Branch:
-    """What a question sees of a stream: rows, and their K/V ``[N, n, G, K]`` or their visual tokens ``[k, D]``."""
+    """What a question sees of a stream: rows, the K/V ``[N, n, G, K]`` of the first n of them, and the visual tokens
+    ``[k, D]`` of all, None where the rows all have K/V."""
 
     table: Table
     keys: Tensor | None
@@ -153,9 +190,9 @@ class Branch:
     @property
     def times(self) -> tuple[int, float, float]:
         """How many frames it has, carriers left out, and the seconds of the first and the last."""
-        own = self.table.kind >= Kind.LABEL
-        seconds = self.table.seconds[own]
-        return len(np.unique(self.table.frame[own])), float(seconds.min()), float(seconds.max())
+        own = self.table.take(np.flatnonzero(self.table.kind >= Kind.LABEL))
+        _units, first = np.unique(own.frame, return_index=True)
+        return int(own.frames[first].sum()), float(own.begin.min()), float(own.seconds.max())
 
 
 def question(model: LoadedModel, request: Request, branch: Branch, *, most: int) -> tuple[Encoded, int]:
@@ -173,32 +210,35 @@ def question(model: LoadedModel, request: Request, branch: Branch, *, most: int)
     rows = kept.ids.copy()
     rows[kept.visual] = model.spec.video_id or 0
     ids = np.concatenate([front, rows, after])
-    start, end, new = len(front), len(front) + len(kept), request.sampling.max_new_tokens
+    start, new = len(front), request.sampling.max_new_tokens
     if len(ids) + new > min(most, model.spec.max_tokens):
         raise InvalidArgument.of(
             "messages",
             f"a prompt of {len(ids)} tokens, {len(kept)} of them of the stream, and {new} new ones exceed the limit of "
             f"{min(most, model.spec.max_tokens)}; ask for less, or keep less of the stream",
         )
-    places = _places(kept, 0 if own else len(before) - sinks, front, len(after))
-    if places is not None and int(places[-1]) + new > model.spec.max_tokens:
-        places = None  # no room after their places: numbered from 0, as after ``renumber``
-    past = None
-    if branch.keys is not None and branch.values is not None:
-        skip = 0 if own else sinks
-        past = Past(np.arange(start, end), branch.keys[:, skip:], branch.values[:, skip:])
-    spans = () if past is not None else _spans(kept, start, places)
+    shift = 0 if own else len(before) - sinks
+    places = _places(kept, shift, front, len(after))
+    if places is not None and int(places[..., -1].max()) + new > model.spec.max_tokens:
+        # No room after their places: numbered from 0, as after ``renumber``.
+        places = _places(kept.numbered(), len(front), front, len(after))
+    past, skip = None, 0 if own else sinks
+    if branch.keys is not None and branch.values is not None and (held := branch.keys.shape[1] - skip) > 0:
+        past = Past(np.arange(start, start + held), branch.keys[:, skip:], branch.values[:, skip:])
+    spans = () if past is not None or len(kept.coordinates) else _spans(kept, start, places)
     encoded = Encoded(ids, start + kept.visual, branch.tokens_kD, places=places, spans=spans, past=past)
     spared = reused(reuse_of(request), encoded) if past is None else len(past.rows)
     return encoded, len(ids) - spared
 
 
 def _places(kept: Table, shift: int, front: np.ndarray, after: int) -> np.ndarray | None:
-    """Where a prompt's rows stand, and its answer begins (int64 ``[prompt + 1]``); None = each where it is."""
-    own = kept.places + shift
-    last = int(own[-1]) + 1 if len(own) else len(front)
-    places = np.concatenate([np.arange(len(front)), own, last + np.arange(after + 1)])
-    return None if np.array_equal(places, np.arange(len(places))) else places
+    """Where a prompt's rows stand, and its answer begins (int64 ``[prompt + 1]``, or such a row an axis); None = each
+    where it is."""
+    axes = kept.places.shape[:-1]
+    texts = (np.arange(len(front)), kept.following + shift + np.arange(after + 1))
+    first, last = (np.broadcast_to(text, (*axes, len(text))) for text in texts)
+    places = np.concatenate([first, kept.places + shift, last], axis=-1)
+    return None if np.array_equal(places, np.arange(places.shape[-1])) else places
 
 
 def _spans(kept: Table, start: int, places: np.ndarray | None) -> tuple[Span, ...]:

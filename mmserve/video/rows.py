@@ -1,6 +1,7 @@
 """The rows of one stream: what each is, its K/V before rotation, and its visual token where somebody asks for it.
 
-Shapes in names: N layers, C capacity, n rows, G key/value heads, K head size, D width of a visual token.
+Shapes in names: N layers, C capacity, n rows, G key/value heads, K head size, D width of a visual token, A axes of a
+position, 0 of them where it is one number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ from torch import Tensor
 from mmserve.encode.watching import VISUAL
 from mmserve.models.base import LoadedModel
 from mmserve.video.memory import Kind
+from mmserve.video.positions import going_on, laid_out
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What becomes rows together: a frame, or as many as the model sees as one (``VisionEncoder.frames_per_grid``)."""
+
+    ids: np.ndarray  # int64 [n], ``VISUAL`` for each visual token
+    coordinates: np.ndarray  # int64 [A, n]: time, row and column of each visual token
+    begin: float  # seconds of the first of its frames …
+    seconds: float  # … and of the last
+    frames: int = 1
+
+    def rows(self, number: int) -> Table:
+        """Its rows as frame ``number`` of a stream, not placed yet."""
+        n, visual = len(self.ids), self.ids == VISUAL
+        kind = np.where(visual, Kind.VISUAL, Kind.LABEL).astype(np.int8)
+        places = laid_out(visual, self.coordinates)[..., :-1]
+        of_each = np.full(n, number), np.full(n, self.begin), np.full(n, self.seconds), np.full(n, self.frames)
+        return Table(kind, *of_each, self.ids, places, self.coordinates)
 
 
 @dataclass(frozen=True)
@@ -22,29 +43,52 @@ class Table:
     """What each row is; arrays ``[n]`` that are replaced, never changed."""
 
     kind: np.ndarray  # int8, of ``Kind``
-    frame: np.ndarray  # int64: number of the frame; of a carrier the one it represents; -1 of sinks
-    seconds: np.ndarray  # float64: of that frame; nan of sinks
+    frame: np.ndarray  # int64: number of the unit of frames; of a carrier the one it represents; -1 of sinks
+    begin: np.ndarray  # float64: seconds of its first frame; nan of sinks
+    seconds: np.ndarray  # float64: of its last frame; nan of sinks
+    frames: np.ndarray  # int64: how many it has; 0 of sinks
     ids: np.ndarray  # int64, ``VISUAL`` for each visual token
-    places: np.ndarray  # int64, for the rotary embedding
+    places: np.ndarray  # int64, for the rotary embedding; [A, n] where positions have axes
+    coordinates: np.ndarray  # int64 [A, n]: time, row and column of each visual token
 
     def __len__(self) -> int:
         return len(self.kind)
 
     def take(self, index: np.ndarray) -> Table:
         """Some of the rows, in the order of ``index`` (int64)."""
-        return Table(*(array[index] for array in self._arrays))
+        return Table(*(array[..., index] for array in self._arrays))
 
     def then(self, other: Table) -> Table:
         """The rows of both."""
-        return Table(*(np.concatenate(pair) for pair in zip(self._arrays, other._arrays, strict=True)))
+        return Table(*(np.concatenate(pair, axis=-1) for pair in zip(self._arrays, other._arrays, strict=True)))
+
+    def after(self, before: Table) -> Table:
+        """The same rows at the places that they have after ``before``."""
+        return self.at(going_on(before.places, before.shape, self.shape)[..., :-1])
 
     def at(self, places: np.ndarray) -> Table:
         """The same rows at other ``places``."""
         return replace(self, places=places)
 
+    def numbered(self) -> Table:
+        """The same rows at places that are counted from 0."""
+        return self.at(laid_out(*self.shape)[..., :-1])
+
+    @property
+    def shape(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which rows are visual tokens, and where each of those lies: what places depend on."""
+        return self.ids == VISUAL, self.coordinates
+
+    @property
+    def following(self) -> int:
+        """The place of text that follows."""
+        text = np.zeros(1, dtype=bool), np.zeros((len(self.coordinates), 1), dtype=np.int64)
+        return int(going_on(self.places, self.shape, text)[..., 0].max())
+
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.kind, self.frame, self.seconds, self.ids, self.places
+        of_each = self.kind, self.frame, self.begin, self.seconds, self.frames
+        return *of_each, self.ids, self.places, self.coordinates
 
     @property
     def visual(self) -> np.ndarray:
@@ -57,17 +101,14 @@ class Table:
         return int(np.count_nonzero(self.kind <= Kind.CARRIER))
 
 
-def sinks(header: np.ndarray) -> Table:
-    """The chat's header (int64 ids), with which a stream begins."""
+def sinks(header: np.ndarray, axes: int) -> Table:
+    """The chat's header (int64 ids), with which a stream begins; ``axes`` of a position, 1 = it is one number."""
     n = len(header)
-    return Table(np.full(n, Kind.SINK, np.int8), np.full(n, -1), np.full(n, np.nan), header, np.arange(n))
-
-
-def frame_rows(ids: np.ndarray, number: int, seconds: float, place: int) -> Table:
-    """The rows of a frame (int64 ids, ``VISUAL`` for each visual token), side by side from ``place``."""
-    kind = np.where(ids == VISUAL, Kind.VISUAL, Kind.LABEL).astype(np.int8)
-    n = len(ids)
-    return Table(kind, np.full(n, number), np.full(n, seconds), ids, place + np.arange(n))
+    coordinates = np.zeros((axes if axes > 1 else 0, n), dtype=np.int64)
+    places = laid_out(np.zeros(n, dtype=bool), coordinates)[..., :-1]
+    unknown = np.full(n, np.nan)
+    of_each = np.full(n, Kind.SINK, np.int8), np.full(n, -1), unknown, unknown, np.zeros(n, dtype=np.int64)
+    return Table(*of_each, header, places, coordinates)
 
 
 @dataclass
@@ -105,11 +146,12 @@ class Buffers:
                 mine.narrow(axis, at, len(index)).copy_(theirs.index_select(axis, rows))
 
     def turn(self, model: LoadedModel, places: np.ndarray) -> None:
-        """Rotate the keys of the first rows to their ``places`` (int64 ``[n]``)."""
+        """Rotate the keys of the first rows to their ``places`` (int64 ``[n]`` or ``[A, n]``)."""
         if self.keys is None or self.turned is None:
             return
+        rows = places.shape[-1]
         cos, sin = model.decoder.rotary(torch.from_numpy(places).to(model.device))
-        self.turned[:, : len(places)] = rotate(self.keys[:, : len(places)], cos, sin)
+        self.turned[:, :rows] = rotate(self.keys[:, :rows], cos, sin)
 
 
 def row_bytes(model: LoadedModel, *, kv: bool, features: bool) -> int:

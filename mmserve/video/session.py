@@ -18,18 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmserve.core.tenant import Tenant
-from mmserve.errors import (
-    Cancelled,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    MMServeError,
-    ResourceExhausted,
-)
+from mmserve.errors import Cancelled, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen, Stream
 from mmserve.video.connection import Changes, Connection
-from mmserve.video.indexes import Requests, Responses, Window
+from mmserve.video.indexes import Requests, Window
+from mmserve.video.outlet import Outlet
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
 from mmserve.video.questions import Question, Questions
 from mmserve.video.reported import reported
@@ -40,10 +34,6 @@ logger = logging.getLogger("mmserve.video")
 
 #: Requests that wait, beside pushes; a client that sends more without waiting is sent away.
 MOST_QUEUED = 1024
-#: How many times ``outbox_bytes`` may wait to be sent, however often it is resumed: above that the session ends.
-_MOST_OUTBOXES = 4
-#: When a client may resume that did not read its responses (seconds).
-_RETRY_AFTER = 0.1
 
 
 @dataclass(eq=False)
@@ -78,7 +68,6 @@ class Session:
         self.greeting: Any = None  # first response of its connections, set by its opener
         self.owner: Any = None  # the engine whose stream it has, set by its opener
         self.last_request = time.monotonic()
-        self.detached: float | None = self.last_request  # since when it has no connection
         self.error: MMServeError | None = None  # what it ended with
         self.over = False
         self._stream, self._reader, self._around, self._ended = stream, reader, around, ended
@@ -87,9 +76,13 @@ class Session:
         self._changes = Changes()
         self._requests = Requests()
         self._window = Window(config.credit_pushes, config.credit_bytes)
-        self._responses = Responses(config.outbox_bytes)
-        self._connection: Connection | None = None
-        self._most_unsent = config.outbox_bytes  # what may wait to be sent before the connection is given up
+        self._outlet = Outlet(
+            config.outbox_bytes,
+            lambda: m.Acknowledged(self._requests.taken, self._window.credit),
+            self._finished,
+            self.detach,
+            self.end,
+        )
         self._to_decode: deque[object] = deque()
         self._waiting = Waiting(overload, config.waiting_frames, config.waiting_bytes)
         self._taking = False  # whether the first of those that waited is being seen to
@@ -115,33 +108,25 @@ class Session:
         Raises ``FailedPrecondition`` where a response after that is not kept any more.
         """
         if received is not None:
-            self._responses.resume(received)
+            self._outlet.responses.resume(received)
             self._stats = replace(self._stats, resumes=self._stats.resumes + 1)
             self._around.metrics.resumed()
-        if self._connection is not None:
-            self._connection.fail(FailedPrecondition("the session was resumed on another connection"))
-        self.detached = None
         self.last_request = time.monotonic()
-        self._most_unsent = self._responses.unsent_bytes + self._config.outbox_bytes
-        self._connection = Connection(
-            self._responses, lambda: m.Acknowledged(self._requests.taken, self._window.credit)
-        )
-        self._connection.finished = self._finished
-        return self._connection
+        return self._outlet.attach()
 
     def detach(self, connection: Connection) -> None:
         """``connection`` is lost; nothing happens where it was replaced."""
-        if connection is not self._connection:
-            return
-        self._connection = None
-        self.detached = time.monotonic()
-        if self._closed and connection.done:
+        if self._outlet.detach(connection) and self._closed and connection.done:
             self.end(None)
 
     def go_away(self, notice: m.GoAway) -> None:
         """Announce a planned end."""
-        if self._connection is not None:
-            self._connection.go_away(notice)
+        self._outlet.go_away(notice)
+
+    @property
+    def detached(self) -> float | None:
+        """Since when it has no connection (monotonic clock, seconds); None where it has one."""
+        return self._outlet.detached
 
     @property
     def _under_way(self) -> int:
@@ -163,12 +148,11 @@ class Session:
             task.remove_done_callback(self._broken)
             task.cancel()
         self._questions.end_all(Cancelled("the session ended"))
-        for held in (self._to_decode, self._waiting, self._watches, self._responses):
+        for held in (self._to_decode, self._waiting, self._watches, self._outlet.responses):
             held.clear()  # now: a connection whose client does not read keeps the session for as long as it likes
         if not self._closed:
             self._tasks.append(self._loop.create_task(self._close_stream()))
-        if self._connection is not None:
-            self._connection.fail(error)
+        self._outlet.fail(error)
         self._ended(self)
 
     # --- requests ---
@@ -181,15 +165,15 @@ class Session:
         """
         self.last_request = time.monotonic()
         if received:
-            self._responses.confirm(received)
-            self._wake()
+            self._outlet.responses.confirm(received)
+            self._outlet.wake()
         if request is None:
             if index:
                 raise InvalidArgument.of("request", "must be one that this server knows")
             return
         if not self._requests.take(index):
             return
-        self._acknowledge()
+        self._outlet.acknowledge()
         if self._closing:
             raise InvalidArgument.of("request", "must not come after close")
         match request:
@@ -252,7 +236,7 @@ class Session:
             self._fail_push(pushed.index, reported(error))
         finally:
             self._window.done(pushed.size)
-            self._acknowledge()
+            self._outlet.acknowledge()
 
     def _check(self) -> None:
         if self.over:
@@ -280,7 +264,7 @@ class Session:
             await self._taken(item)
             del item
             self._taking = False
-            self._wake()
+            self._outlet.wake()
 
     async def _taken(self, item: object) -> None:
         """See to the first of those that waited."""
@@ -378,43 +362,20 @@ class Session:
         self._report(m.PushFailed(index, error))
 
     def _report(self, response: m.Numbered) -> None:
-        if self.over:
-            return
-        self._responses.add(response)
-        self._wake()
-        most = _MOST_OUTBOXES * self._config.outbox_bytes
-        if self._responses.unsent_bytes > most:
-            why = f"more than {most} bytes of responses wait to be read, {_MOST_OUTBOXES} times [video] outbox_bytes"
-            self.end(ResourceExhausted(f"{why}; open a new session and read them"))
-        elif self._connection is not None and self._responses.unsent_bytes > self._most_unsent:
-            connection = self._connection
-            connection.fail(
-                ResourceExhausted(
-                    f"more than {self._config.outbox_bytes} bytes of responses wait to be read ([video] outbox_bytes); "
-                    "resume the session and read them",
-                    retry_after=_RETRY_AFTER,
-                )
-            )
-            self.detach(connection)
-
-    def _acknowledge(self) -> None:
-        if self._connection is not None:
-            self._connection.acknowledge()
-
-    def _wake(self) -> None:
-        if self._connection is not None:
-            self._connection.wake()
+        if not self.over:
+            self._outlet.report(response)
 
     def _look_again(self) -> None:
         """What the session's loops and its connection wait for may be there."""
         self._changes.notify()
-        self._wake()
+        self._outlet.wake()
 
     def _finished(self, half_closed: bool) -> bool:
         """Whether a connection has nothing left to do."""
+        responses = self._outlet.responses
         if self._closed:
-            return self._responses.confirmed or (half_closed and not self._responses.pending)
-        return half_closed and self.idle and not self._responses.pending
+            return responses.confirmed or (half_closed and not responses.pending)
+        return half_closed and self.idle and not responses.pending
 
     def _soon(self, call: Callable[..., None], *args: Any) -> None:
         """Have the loop call this, from any thread."""

@@ -1,5 +1,7 @@
 """What is kept of one stream, and how it changes: rows come, rows are evicted, questions see a branch.
 
+K/V of a row are final once its block is whole: at once where attention is causal, a block of one. Where blocks are
+longer, the last rows may be pending: they have visual tokens only, and a question runs them in its own prompt.
 One thread changes it; any thread may take a branch or look at the counters.
 """
 
@@ -12,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
@@ -20,8 +21,9 @@ from mmserve.video.archive import Archive, evenly, inside
 from mmserve.video.base import Memory, Scope, StreamStats
 from mmserve.video.layout import Branch, Shown, embedded_rows
 from mmserve.video.memory import Kind, Rows, policy_of
-from mmserve.video.positions import after_eviction, is_full, next_place
-from mmserve.video.rows import Buffers, Table, frame_rows, row_bytes, sinks
+from mmserve.video.positions import after_eviction, is_full
+from mmserve.video.rows import Buffers, Table, row_bytes, sinks
+from mmserve.video.units import Units
 
 #: Rows and positions that are left for a question and its answer, at most.
 RESERVE = 128
@@ -38,9 +40,32 @@ class Streaming:
     header: np.ndarray  # int64: ids of the sinks
 
     @property
+    def block(self) -> int:
+        """Positions of a block, counted from a stream's first row, that are run together."""
+        return self.model.spec.attention_block or 1
+
+    @property
     def reserve(self) -> int:
         """Rows and positions that are left for a question and its answer."""
         return min(RESERVE, self.most // 4)
+
+
+@dataclass(frozen=True)
+class Open:
+    """The unit whose rows are a stream's last, and are replaced when its next frame comes; its tokens ``[k, D]``."""
+
+    number: int
+    tokens_kD: Tensor
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A stream's rows once some more are there, how many of them have K/V then, and the pass that writes these."""
+
+    table: Table
+    final: int
+    open: Open | None
+    new: New | None
 
 
 class StreamState:
@@ -50,11 +75,13 @@ class StreamState:
         self._model, self._memory, self._policy = model, memory, policy_of(memory)
         self._features = keeps_features(model, memory)
         self._lock = threading.Lock()
-        self._seen = self._frames = self._evicted = 0
-        self._before: Tensor | None = None  # visual tokens of the newest frame
-        nothing = np.zeros(0, dtype=np.int64)
+        self._frames = self._evicted = 0
+        self._final = 0  # rows, from the first, that are not pending
+        self._open: Open | None = None
+        positions = model.model.spec.max_tokens - model.reserve - memory.budget
+        self.units = Units(model.model, self._policy, memory.budget, positions)  # of the streams' thread
         self._archive = Archive(memory.host_bytes) if memory.policy == "recall" else None
-        self._table = Table(nothing.astype(np.int8), nothing, nothing.astype(np.float64), nothing, nothing)
+        self._table = sinks(model.header[:0], model.model.position_axes)
         self._buffers = self._empty()
 
     # --- any thread ---
@@ -63,7 +90,7 @@ class StreamState:
     def branch(self, scope: Scope | None) -> Branch:
         """What a question about ``scope`` sees (None = all that is kept); ``FailedPrecondition`` where that is none."""
         with self._lock:
-            table, buffers = self._table, self._buffers
+            table, buffers, final, last = self._table, self._buffers, self._final, self._open
         own = table.kind >= Kind.LABEL
         if not own.any():
             raise FailedPrecondition("the stream has no frame yet: ask once the first one is there")
@@ -75,11 +102,12 @@ class StreamState:
             if not within.any():
                 raise FailedPrecondition(nothing_of(scope, table.seconds[own]))
             index = np.flatnonzero(within | (table.kind == Kind.SINK))
-            table = table.take(index).at(np.arange(len(index)))
-        keys, values = (None if kv is None else _rows(kv, index, 1) for kv in (buffers.keys, buffers.values))
+            table = table.take(index).numbered()
+        done = index[index < final]
+        keys, values = (None if kv is None else _rows(kv, done, 1) for kv in (buffers.keys, buffers.values))
         tokens = None
-        if keys is None and buffers.features is not None:
-            tokens = _rows(buffers.features, index[table.visual], 0)
+        if keys is None or len(done) < len(index):
+            tokens = self._tokens(table, index, buffers, last)
         return Branch(table, keys, values, tokens, self._model.header)
 
     def stats(self) -> StreamStats:
@@ -100,30 +128,19 @@ class StreamState:
         if not found:
             raise FailedPrecondition(nothing_of(scope, seconds))
         room = self._memory.budget - len(header)
-        chosen = evenly(found, room // max(len(one.ids) for one in found))
-        table = sinks(header)
+        chosen = evenly(found, room // max(len(one.unit.ids) for one in found))
+        table = sinks(header, self._model.model.position_axes)
         for i, one in enumerate(chosen):
-            table = table.then(one.table(i, next_place(table.places)))
+            table = table.then(one.unit.rows(i).after(table))
         tokens = torch.cat([one.tokens_kD for one in chosen]).to(self._model.model.device, self._model.model.dtype)
         return Branch(table, None, None, tokens, header)
 
     # --- the streams' thread ---
 
-    def chosen(self, shown: Shown) -> Shown:
-        """The rows of the next frame that the policy takes."""
-        tokens, before = shown.seen.tokens_RD, self._before
-        if shown.detail and len(shown.tokens_kD) == len(tokens):  # else a pruner has chosen
-            known = before is not None and before.shape == tokens.shape
-            old = _array(before) if before is not None and known else None
-            shown = shown.with_tokens(self._policy.taken(old, _array(tokens), self._seen))
-        self._before = tokens
-        self._seen += 1
-        return replace(shown, number=self._seen - 1)
-
-    def has_room(self, shown: Shown, beside: int) -> bool:
-        """Whether ``shown`` fits after ``beside`` rows that are about to be written, with nothing evicted for it."""
-        coming = beside + len(shown.ids)
-        return len(self._table) + coming <= self._memory.budget and not self._is_full(coming)
+    def has_room(self, shown: Shown, beside: Coming) -> bool:
+        """Whether ``shown`` fits after rows that are about to be written, with nothing evicted for it."""
+        table = self._with(shown, beside.table)
+        return len(table) <= self._memory.budget and not self._is_full(table)
 
     @torch.inference_mode()
     def make_room(self, shown: Shown) -> None:
@@ -137,66 +154,102 @@ class StreamState:
             raise InvalidArgument.of("memory.budget", why)
         if not len(self._table):
             self._begin()
-        if len(self._table) + coming > budget:
-            self._evict(budget - coming)
-        if self._is_full(coming):
+        over = len(self._with(shown, self._table)) - budget
+        if over > 0:
+            self._evict(len(self._table) - over)
+        if self._is_full(self._with(shown, self._table)):
             self._count_anew()
 
     @torch.inference_mode()
-    def coming(self, shown: Shown, beside: Table | None) -> tuple[Table, New | None]:
-        """The rows that ``shown`` becomes after those that are kept and ``beside``, and the pass that they need."""
-        before = self._table if beside is None else self._table.then(beside)
-        table = frame_rows(shown.ids, shown.number, shown.seconds, next_place(before.places))
-        return table, self._written(self._buffers, len(before), table, shown.tokens_kD)
+    def coming(self, shown: Shown, beside: Coming | None) -> Coming:
+        """What is kept once ``shown`` has its rows, after those that are kept or, ``beside``, about to be."""
+        known = beside or Coming(self._table, self._final, self._open, None)
+        table, start, left = self._with(shown, known.table), known.final, known.open
+        new = [] if shown.open else [(shown.number, shown.tokens_kD)]
+        if left is not None and left.number != shown.number and (known.table.frame == left.number).any():
+            new = [(left.number, left.tokens_kD), *new]  # whose other frames failed: it stays as it is
+        for number, tokens in new:
+            rows = np.flatnonzero(table.frame == number)
+            _put(self._buffers, int(rows[0]), table.take(rows), tokens)
+        final = max(start, self._whole(len(table) - (len(shown.ids) if shown.open else 0)))
+        fresh = torch.cat([tokens for _number, tokens in new]) if new else None
+        written = self._written(self._buffers, table, start, final, fresh)
+        return Coming(table, final, Open(shown.number, shown.tokens_kD) if shown.open else None, written)
 
-    def commit(self, table: Table, shown: Shown) -> None:
+    def commit(self, coming: Coming, shown: Shown) -> None:
         """The rows of one more frame, ``shown``, are there: questions see them from now on."""
         with self._lock:
             if self._archive is not None:
                 self._archive.add(shown)
-            self._table = self._table.then(table)
+            self._table, self._final, self._open = coming.table, coming.final, coming.open
             self._frames += 1
+
+    def _tokens(self, table: Table, index: np.ndarray, buffers: Buffers, last: Open | None) -> Tensor:
+        """Visual tokens ``[k, D]`` of the rows of ``table``, which are ``index`` of ``buffers``; zeros where they are
+        not kept, as K/V are there."""
+        model, visual = self._model.model, table.visual
+        settled = visual if last is None else visual[table.frame[visual] != last.number]
+        if buffers.features is None:
+            tokens = torch.zeros(len(settled), model.width, dtype=model.dtype, device=model.device)
+        else:
+            tokens = _rows(buffers.features, index[settled], 0)
+        return tokens if last is None or len(settled) == len(visual) else torch.cat([tokens, last.tokens_kD])
+
+    def _with(self, shown: Shown, table: Table) -> Table:
+        """``table`` with the rows of ``shown`` after it, in place of those that its unit has so far."""
+        held = np.flatnonzero(table.frame != shown.number)
+        table = table if len(held) == len(table) else table.take(held)
+        return table.then(shown.unit.rows(shown.number).after(table))
 
     def _begin(self) -> None:
         """The chat's header."""
-        table = sinks(self._model.header)
-        self._run(self._written(self._buffers, 0, table, None))
+        table = sinks(self._model.header, self._model.model.position_axes)
+        final = self._whole(len(table))
+        self._run(self._written(self._buffers, table, 0, final))
         with self._lock:
-            self._table = table
+            self._table, self._final = table, final
 
     def _evict(self, most: int) -> None:
         """Leave at most ``most`` rows, chosen by the policy."""
-        table, old = self._table, self._buffers
+        table, old, final = self._table, self._buffers, self._final
         left = self._policy.left(self._rows(), most)
         front = left.keep[: table.take(left.keep).first]  # sinks and carriers
         rest = left.keep[len(front) :]
         pooled, tokens = self._pooled(left.pooled)
         kept = table.take(front).then(pooled).then(table.take(rest))
-        kept = kept.at(after_eviction(self._memory.positions, kept.places, kept.first))
+        numbered = kept.numbered().places
+        kept = kept.at(after_eviction(self._memory.positions, kept.places, numbered, kept.first))
         fresh = self._empty()
         fresh.copy_rows(old, front, 0)
+        done = int(np.count_nonzero(front < final))
         if tokens is not None:
-            fresh.turn(self._model.model, kept.places[: len(front)])
-            carriers = kept.take(np.arange(len(front), kept.first))
-            self._run(self._written(fresh, len(front), carriers, tokens))
+            _put(fresh, len(front), pooled, tokens)
+            if done == len(front):  # else what is in front of the carriers is pending, and so are they
+                fresh.turn(self._model.model, kept.places[..., :done])
+                self._run(self._written(fresh, kept, done, kept.first))
+                done = kept.first
         fresh.copy_rows(old, rest, kept.first)
-        fresh.turn(self._model.model, kept.places)
+        if done == kept.first:
+            done += int(np.count_nonzero(rest < final))
+        fresh.turn(self._model.model, kept.places[..., :done])
         with self._lock:
-            self._table, self._buffers = kept, fresh
+            self._table, self._buffers, self._final = kept, fresh, done
             self._evicted += len(table) - len(left.keep)
 
     def _count_anew(self) -> None:
         """Positions begin at 0 again; under ``reanchor`` the rows are run again there."""
-        table, buffers = self._table.at(np.arange(len(self._table))), self._buffers
+        table, buffers, final = self._table.numbered(), self._buffers, self._final
         if self._memory.positions == "reanchor":
             old, buffers = buffers, self._empty()
             assert old.features is not None
             visual = torch.from_numpy(table.visual).to(old.features.device)
-            self._run(self._written(buffers, 0, table, old.features[visual]))
+            _put(buffers, 0, table, old.features[visual])
+            final = self._whole(len(table)) if self._model.block > 1 else final
+            self._run(self._written(buffers, table, 0, final))
         else:
-            buffers.turn(self._model.model, table.places)
+            buffers.turn(self._model.model, table.places[..., :final])
         with self._lock:
-            self._table, self._buffers = table, buffers
+            self._table, self._buffers, self._final = table, buffers, final
 
     def _pooled(self, frames: np.ndarray) -> tuple[Table, Tensor | None]:
         """A carrier for each of ``frames``, and the tokens ``[k, D]`` of these rows: means of the frames' tokens."""
@@ -207,28 +260,37 @@ class StreamState:
         own = [np.flatnonzero((table.frame == f) & (table.kind == Kind.VISUAL)) for f in frames]
         tokens = torch.stack([_rows(features, rows, 0).mean(0) for rows in own])
         first = np.array([rows[0] for rows in own])
-        seconds, places = table.seconds[first], table.places[first]
-        kinds, ids = np.full(len(own), Kind.CARRIER, np.int8), np.full(len(own), VISUAL)
-        return Table(kinds, frames, seconds, ids, places), tokens
+        return replace(table.take(first), kind=np.full(len(own), Kind.CARRIER, np.int8)), tokens
 
     def _rows(self) -> Rows:
         """The policy's input."""
         table, buffers, needs = self._table, self._buffers, self._policy.needs
         norms = features = None
         if "norms" in needs and buffers.keys is not None:
-            norms = _array(buffers.keys[:, : len(table)].float().norm(dim=-1).mean((0, 2)))
+            norms = np.zeros(len(table), np.float32)  # pending rows have no keys to be judged by, and stay
+            norms[: self._final] = _array(buffers.keys[:, : self._final].float().norm(dim=-1).mean((0, 2)))
         if "features" in needs and buffers.features is not None:
             features = _array(buffers.features[: len(table)])
         return Rows(table.kind, table.frame, norms, features)
 
-    def _written(self, buffers: Buffers, start: int, table: Table, tokens_kD: Tensor | None) -> New | None:
-        """Put visual tokens of ``table``'s rows into ``buffers``; the pass that writes their K/V, if there is one."""
-        if buffers.features is not None and tokens_kD is not None:
-            rows = torch.from_numpy(start + table.visual).to(buffers.features.device)
-            buffers.features[rows] = tokens_kD.to(buffers.features.dtype)
-        if buffers.keys is None:
+    def _whole(self, rows: int) -> int:
+        """How many of so many rows stand in whole blocks."""
+        return rows - rows % self._model.block
+
+    def _written(
+        self, buffers: Buffers, table: Table, start: int, stop: int, tokens_kD: Tensor | None = None
+    ) -> New | None:
+        """The pass that writes K/V of rows ``start`` to ``stop`` of ``table``, if there is one.
+
+        ``tokens_kD``: their visual tokens, where ``buffers`` keep none.
+        """
+        if buffers.keys is None or start == stop:
             return None
-        return New(buffers, start, embedded_rows(self._model.model, table.ids, tokens_kD), table.places)
+        rows = table.take(np.arange(start, stop))
+        if buffers.features is not None:
+            tokens_kD = _rows(buffers.features, start + rows.visual, 0)
+        x_RD, deep = embedded_rows(self._model.model, rows.ids, tokens_kD)
+        return New(buffers, start, x_RD, rows.places, deep)
 
     def _run(self, new: New | None) -> None:
         if new is not None:
@@ -237,13 +299,15 @@ class StreamState:
     def _empty(self) -> Buffers:
         return Buffers.of(self._model.model, self._memory.budget, kv=self._model.appends, features=self._features)
 
-    def _is_full(self, coming: int) -> bool:
-        return is_full(self._table.places, coming + self._model.reserve, self._model.model.spec.max_tokens)
+    def _is_full(self, table: Table) -> bool:
+        return is_full(table.places, self._model.reserve, self._model.model.spec.max_tokens)
 
 
 def keeps_features(model: Streaming, memory: Memory) -> bool:
     """Whether the visual tokens of kept rows stay beside their K/V."""
-    return not model.appends or memory.positions == "reanchor" or "features" in policy_of(memory).needs
+    if not model.appends or model.block > 1:
+        return True
+    return memory.positions == "reanchor" or "features" in policy_of(memory).needs
 
 
 def state_bytes(model: Streaming, memory: Memory) -> int:
@@ -258,6 +322,13 @@ def nothing_of(scope: Scope, seconds: np.ndarray) -> str:
     end = "now" if scope.end is None else f"{scope.end:g} s"
     held = f"frames of {seconds.min():g} s to {seconds.max():g} s" if len(seconds) else "none: host_bytes is too small"
     return f"no frame is kept of the stream from {begin} to {end}; kept are {held}"
+
+
+def _put(buffers: Buffers, start: int, table: Table, tokens_kD: Tensor) -> None:
+    """Keep the visual tokens of ``table``'s rows, which begin at row ``start``, where ``buffers`` have room for any."""
+    if buffers.features is not None:
+        rows = torch.from_numpy(start + table.visual).to(buffers.features.device)
+        buffers.features[rows] = tokens_kD.to(buffers.features.dtype)
 
 
 def _rows(x: Tensor, index: np.ndarray, axis: int) -> Tensor:

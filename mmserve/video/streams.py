@@ -1,71 +1,34 @@
-"""Streams of video over an engine: one thread takes in the frames of all, questions go to the engine.
-
-Frames go through the tower one by one, so that none depends on what came with it; their rows go through the decoder
-together, those of several streams and several of one. Streams take turns.
+"""Streams of video over an engine: one thread takes in the frames of all (``intake.py``), and streams take turns;
+questions go to the engine.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import torch
 
 from mmserve.config import VideoConfig
 from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
-from mmserve.decode.blending import no_reuse
 from mmserve.decode.commit import ACCOMPANIED
+from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.engine import Engine
-from mmserve.errors import (
-    Cancelled,
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    MMServeError,
-    ResourceExhausted,
-    Unavailable,
-    Unimplemented,
-)
+from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 from mmserve.prune import pruner_for
 from mmserve.record import Sink
-from mmserve.video.append import New, append
 from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats
-from mmserve.video.layout import Shown, header_of, question, see, streaming_model
+from mmserve.video.intake import Waiting, closed, failed, take_in
+from mmserve.video.layout import header_of, question, streaming_model
 from mmserve.video.memory import policy_of
 from mmserve.video.positions import RULES
-from mmserve.video.rows import Table
 from mmserve.video.state import Streaming, StreamState, state_bytes
-
-logger = logging.getLogger("mmserve.video")
 
 #: Frames of all streams that are taken in at once: with more, those that wait for their turn wait too long.
 AT_ONCE = 8
-
-
-@dataclass
-class _Waiting:
-    """A frame that was handed in."""
-
-    frame: Frame
-    future: Future[Seen] = field(default_factory=Future)
-
-
-@dataclass
-class _Coming:
-    """A frame that has been through the tower, and the rows that it becomes."""
-
-    state: StreamState
-    stream: EngineStream
-    waiting: _Waiting
-    shown: Shown
-    table: Table | None = None
-    new: New | None = None
 
 
 class EngineStream:
@@ -73,7 +36,7 @@ class EngineStream:
 
     def __init__(self, streams: EngineStreams, memory: Memory, vision: Vision, held: int, tenant: Tenant) -> None:
         self.held = held  # bytes that are set aside for it
-        self.waiting: deque[_Waiting] = deque()  # guarded by the streams' lock
+        self.waiting: deque[Waiting] = deque()  # guarded by the streams' lock
         self.vision, self.tenant = vision, tenant
         self.pruner = pruner_for(vision, seed=0)
         self.state: StreamState | None = StreamState(streams.model, memory)  # None = closed
@@ -84,7 +47,7 @@ class EngineStream:
         if not frame.seconds > self._last:
             why = f"must be after {self._last:g} s, that of the frame before, not {frame.seconds:g} s"
             raise InvalidArgument.of("frame.seconds", why)
-        waiting = _Waiting(frame)
+        waiting = Waiting(frame)
         self._streams.hand_in(self, waiting)
         self._last = frame.seconds
         return waiting.future
@@ -124,21 +87,21 @@ class EngineStreams:
         if self._made is None:
             stages = self._engine.stages
             model = streaming_model(stages.model)
-            appends = model.spec.causal and not no_reuse(model, reads_pages=stages.capabilities.reads_pages)
+            appends = model.spec.attention_block is not None and stages.capabilities.reads_pages
             floor = stages.decoder.floor
             self._made = Streaming(model, floor, appends, stages.capabilities.max_tokens, header_of(model))
         return self._made
 
     # --- any thread ---
 
-    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None) -> EngineStream:
+    def open(self, memory: Memory, tenant: Tenant, vision: Vision | None = None, beside: int = 0) -> EngineStream:
         """See ``Streams.open``."""
         vision = vision or Vision()
         self._check(memory, vision)
-        held = state_bytes(self.model, memory)
+        held = state_bytes(self.model, memory) + beside
         most = self._config.session_bytes
         if held > most:
-            why = f"would take {held} bytes with its features; [video] session_bytes allows {most}"
+            why = f"would take {held} bytes with all that a session keeps; [video] session_bytes allows {most}"
             raise InvalidArgument.of("memory.budget", why)
         with self._lock:
             if self._refusal:
@@ -182,7 +145,7 @@ class EngineStreams:
         if thread is not None:
             thread.join()
 
-    def hand_in(self, stream: EngineStream, waiting: _Waiting) -> None:
+    def hand_in(self, stream: EngineStream, waiting: Waiting) -> None:
         """Append a frame to those of its stream that wait."""
         with self._lock:
             if stream.state is None:
@@ -204,7 +167,7 @@ class EngineStreams:
             if stream in self._turns:
                 self._turns.remove(stream)
         for waiting in dropped:
-            _fail(waiting, _closed())
+            failed(waiting, closed())
 
     def ask(self, request: Request, state: StreamState, scope: Scope | None, sink: Sink) -> Asked:
         """Submit a question about a stream to the engine."""
@@ -213,8 +176,9 @@ class EngineStreams:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
         if request.diffusion.commit.name in ACCOMPANIED:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion here")
-        if self.model.appends and request.diffusion.recompute.name != "last":
-            raise InvalidArgument.of("diffusion.recompute", "must be 'last': a stream's rows are not run again")
+        if self.model.appends and request.diffusion.recompute.name not in KEEPS_PROMPT:
+            only = " or ".join(map(repr, sorted({*KEEPS_PROMPT} & {*self._engine.info.recompute_policies})))
+            raise InvalidArgument.of("diffusion.recompute", f"must be {only}: a stream's rows are not run again")
         branch = state.branch(scope)
         encoded, run = question(self.model.model, request, branch, most=self.model.most)
         self._engine.submit(request, sink, encoded, of_session=True)
@@ -243,6 +207,9 @@ class EngineStreams:
             raise Unimplemented(
                 f"model {name!r} keeps no K/V of a stream, which memory policy {memory.policy!r} judges by"
             )
+        if model.model.position_axes > 1 and memory.policy == "carrier":
+            why = "has rows and columns as positions, and a carrier has neither"
+            raise Unimplemented(f"model {name!r} {why}: choose another memory policy than 'carrier'")
         if vision.pruner not in ("none", *self._engine.info.pruners) or judged_by_decoder(pruner):
             raise Unimplemented(f"model {name!r} cannot prune the frames of a stream by {vision.pruner!r}")
 
@@ -253,113 +220,22 @@ class EngineStreams:
         torch.set_num_threads(self._engine.config.torch_threads)
         while (batch := self._next()) is not None:
             try:
-                self._take_in(batch)
+                take_in(self.model, batch)
             except BaseException as error:  # noqa: BLE001 - a bug here must leave no frame waiting
                 for _stream, waiting in batch:
-                    _fail(waiting, error)
+                    failed(waiting, error)
 
-    def _next(self) -> list[tuple[EngineStream, _Waiting]] | None:
+    def _next(self) -> list[tuple[EngineStream, Waiting]] | None:
         """The next frames, one of each stream by turns until they are enough; waits for the first. None = stop."""
         with self._lock:
             while not self._turns:
                 if self._refusal:
                     return None
                 self._lock.wait()
-            batch: list[tuple[EngineStream, _Waiting]] = []
+            batch: list[tuple[EngineStream, Waiting]] = []
             while self._turns and len(batch) < AT_ONCE:
                 stream = self._turns.popleft()
                 batch.append((stream, stream.waiting.popleft()))
                 if stream.waiting:
                     self._turns.append(stream)
             return batch
-
-    def _take_in(self, batch: Sequence[tuple[EngineStream, _Waiting]]) -> None:
-        model = self.model.model
-        coming: list[_Coming] = []
-        for stream, waiting in batch:
-            state = stream.state
-            try:
-                if state is None:
-                    raise _closed()
-                shown = see(model, waiting.frame, stream.pruner, stream.vision.amount)
-                coming.append(_Coming(state, stream, waiting, state.chosen(shown)))
-            except BaseException as error:  # noqa: BLE001 - of one frame: the others go on
-                _fail(waiting, error)
-        while coming:
-            now, coming = self._together(coming)
-            if self._run(now, alone=len(now) == 1):
-                continue
-            for c in now:  # again, each by itself: only the frame that causes the failure must fail
-                self._run(self._together([c])[0], alone=True)
-
-    def _run(self, now: Sequence[_Coming], *, alone: bool) -> bool:
-        """Write the rows of frames and let questions see them; False = nothing is written and it can be repeated.
-
-        An ``alone`` frame fails where that is impossible.
-        """
-        try:
-            append(self.model.model, [c.new for c in now if c.new is not None], self.model.floor)
-        except BaseException as error:  # noqa: BLE001
-            if not alone:
-                logger.warning("a pass of %d frames failed, and is repeated for each of them: %r", len(now), error)
-                return False
-            for c in now:
-                _fail(c.waiting, error)
-            return True
-        failed: dict[int, BaseException] = {}  # later rows of such a stream do not follow those that it has
-        for c in now:
-            try:
-                if (before := failed.get(id(c.state))) is not None:
-                    raise before
-                assert c.table is not None
-                c.state.commit(c.table, c.shown)
-            except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
-                failed[id(c.state)] = error
-                _fail(c.waiting, error)
-                continue
-            if c.stream.state is None:
-                _fail(c.waiting, _closed())
-            else:
-                _done(c.waiting, c.shown.seen)
-        return True
-
-    def _together(self, coming: list[_Coming]) -> tuple[list[_Coming], list[_Coming]]:
-        """The frames of the next pass, and the others: of a stream, the first, and those that fit after it."""
-        now: list[_Coming] = []
-        later: list[_Coming] = []
-        beside: dict[int, Table] = {}
-        full: set[int] = set()
-        for c in coming:
-            own, state = id(c.state), c.state
-            before = beside.get(own)
-            if own in full or (before is not None and not state.has_room(c.shown, len(before))):
-                full.add(own)
-                later.append(c)
-                continue
-            try:
-                if before is None:
-                    state.make_room(c.shown)
-                c.table, c.new = state.coming(c.shown, before)
-            except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
-                _fail(c.waiting, error)
-                continue
-            beside[own] = c.table if before is None else before.then(c.table)
-            now.append(c)
-        return now, later
-
-
-def _closed() -> Cancelled:
-    return Cancelled("the stream was closed")
-
-
-def _done(waiting: _Waiting, seen: Seen) -> None:
-    if waiting.future.set_running_or_notify_cancel():
-        waiting.future.set_result(seen)
-
-
-def _fail(waiting: _Waiting, error: BaseException) -> None:
-    """A bug becomes ``Internal`` with an id that the log has too."""
-    if waiting.future.done() or not waiting.future.set_running_or_notify_cancel():
-        return
-    typed = error if isinstance(error, MMServeError) else Internal.logged(error, "a stream's frame", logger)
-    waiting.future.set_exception(typed)

@@ -25,7 +25,7 @@ from mmserve.errors import Cancelled, FailedPrecondition, Internal, InvalidArgum
 from mmserve.memory import resident, trim
 from mmserve.models.alone import kv_alone
 from mmserve.models.base import Attention, LoadedModel
-from mmserve.video import streams as streams_module
+from mmserve.video import intake
 from mmserve.video.append import append
 from mmserve.video.base import Frame, Memory, Scope
 from mmserve.video.layout import embedded_rows, question
@@ -50,7 +50,7 @@ def streams(bench: Make, causal: LoadedModel) -> Iterator[EngineStreams]:
 
 def scratch(model: LoadedModel, table: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K/V of the rows of ``table``, all run in one go."""
-    x = embedded_rows(model, table.ids, tokens)
+    x, _deep = embedded_rows(model, table.ids, tokens)
     layers = len(model.decoder.layers)
     made = list(kv_alone(model.decoder, x, torch.from_numpy(table.places), causal=True, layers=layers))
     return torch.stack([k for k, _v in made]), torch.stack([v for _k, v in made])
@@ -110,14 +110,14 @@ def test_a_pass_that_fails_for_one_stream_fails_no_other(
         append(model, batch, floor)
 
     put(broken, frame(0))
-    see, gate = streams_module.see, threading.Event()
+    see, gate = intake.see, threading.Event()
 
     def held(*args: Any) -> Any:
         assert gate.wait(PATIENCE)
         return see(*args)
 
-    monkeypatch.setattr(streams_module, "append", failing)
-    monkeypatch.setattr(streams_module, "see", held)
+    monkeypatch.setattr(intake, "append", failing)
+    monkeypatch.setattr(intake, "see", held)
     [first] = [others[0].append(frame(0))]
     waiting = [stream.append(frame(i)) for i in (1, 2) for stream in (broken, *others)]
     gate.set()
@@ -132,7 +132,7 @@ def test_a_pass_that_fails_for_one_stream_fails_no_other(
     put(alone, frame(1), frame(2))
     assert all(torch.equal(a, b) for a, b in zip(kept(others[1])[1:], kept(alone)[1:], strict=True))
     assert broken.stats().frames == 1
-    monkeypatch.setattr(streams_module, "append", append)
+    monkeypatch.setattr(intake, "append", append)
     put(broken, frame(3))
     assert broken.stats().frames == 2
 
@@ -417,23 +417,6 @@ def test_without_causal_attention_a_question_runs_the_window(bench: Make, attent
     call.finished()
     assert b.engine.stats().kv_cache.made == made
     assert answer(stream, asked("past", recompute=none), Scope(begin=2, end=3))[1].frames == 2
-    gone(b, streams)
-
-
-def test_block_diffusion_answers_as_a_prompt_with_all_frames_does(bench: Make) -> None:
-    """No K/V are kept: a question runs the rows of the window, and its answer is that of a stream of these frames."""
-    block = Policy(name="block")
-    b = bench(streaming_model(Attention.BLOCK_CAUSAL, 0, default_block_length=4))
-    streams = EngineStreams(b.engine)
-    long, short = opened(streams, budget=40, policy="recall"), opened(streams, budget=40)
-    put(long, *(frame(i) for i in range(30)))
-    put(short, *(frame(i) for i in range(8, 13)))
-    assert long.stats().kv_bytes == 0 < long.stats().evicted_rows
-    past, of_past = answer(long, asked("past", recompute=block), Scope(begin=8, end=12))
-    all_, of_all = answer(short, asked("all", recompute=block))
-    assert (of_past.frames, of_past.begin, of_past.end) == (of_all.frames, of_all.begin, of_all.end) == (5, 8.0, 12.0)
-    assert of_past.recomputed_rows == of_all.recomputed_rows > 5
-    assert len(past) == len(all_) == 6
     gone(b, streams)
 
 

@@ -81,7 +81,7 @@ def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.Monk
     def noted(session: sessions.Session, response: Numbered) -> None:
         nonlocal most, sent
         report(session, response)
-        most, sent = max(most, session._responses.unsent_bytes), session._responses._index
+        most, sent = max(most, session._outlet.responses.unsent_bytes), session._outlet.responses._index
 
     monkeypatch.setattr(sessions.Session, "_report", noted)
     outbox, ended = 20_000, False
@@ -230,7 +230,7 @@ def test_a_session_that_ended_holds_nothing_while_its_connection_is_not_read(mon
             wait_for("three frames that wait", lambda: session._waiting.frames == 3)
             raw.send(index=99, push_image=image(5))  # which ends the session
             wait_for("the end", lambda: session.over)
-            assert not len(session._waiting) and not session._waiting.bytes and not session._responses.pending
+            assert not len(session._waiting) and not session._waiting.bytes and not session._outlet.responses.pending
         raw.cut()
 
 

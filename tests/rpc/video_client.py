@@ -19,6 +19,7 @@ from mmserve.client import Client
 from mmserve.config import Config, EngineConfig, MediaConfig, ServerConfig, VideoConfig, resolve
 from mmserve.engine import Engine
 from mmserve.errors import MMServeError
+from mmserve.models.base import LoadedModel
 from mmserve.reference.scenes import png
 from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as gen
@@ -46,16 +47,19 @@ def ask(name: str, text: str = "what is it?", **options: Any) -> pb.Ask:
 
 
 def video_engine(
-    video: dict[str, Any] | None = None, server: dict[str, Any] | None = None, **options: Any
+    video: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+    model: LoadedModel | None = None,
+    **options: Any,
 ) -> tuple[Config, Engine]:
-    """A configuration, and an engine of a tiny model, not yet started."""
+    """A configuration, and an engine of a tiny model, not yet started; ``model``: another one."""
     config = Config(
         server=ServerConfig(**{"port": 0, "drain_seconds": 5.0, **(server or {})}),
         engine=EngineConfig(max_tokens=512, max_running=16, torch_threads=1),
         video=VideoConfig(**(video or {})),
         **options,
     )
-    return config, Engine(streaming_model(), resolve(config.engine), MediaConfig())
+    return config, Engine(model or streaming_model(), resolve(config.engine), MediaConfig())
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from mmserve.video.layout import Shown
 from mmserve.video.memory import POLICIES, Kind, MemoryPolicy, Rows, policy_of
 from mmserve.video.memory.carrier import merged
 from mmserve.video.memory.similarity import Similarity
-from mmserve.video.positions import after_eviction, is_full
+from mmserve.video.positions import after_eviction, is_full, laid_out
+from mmserve.video.rows import Unit, sinks
 from mmserve.video.state import Streaming, StreamState
 
 SINKS = 4
@@ -117,16 +118,44 @@ def test_unknown_policies_are_refused() -> None:
 
 def test_positions_after_an_eviction() -> None:
     places = np.array([0, 1, 2, 3, 20, 21, 22])
-    assert after_eviction("renumber", places, 4).tolist() == list(range(7))
-    assert after_eviction("gaps", places, 4).tolist() == places.tolist()
+    assert after_eviction("renumber", places, np.arange(7), 4).tolist() == list(range(7))
+    assert after_eviction("gaps", places, np.arange(7), 4).tolist() == places.tolist()
     assert is_full(places, 10, 32)
     assert not is_full(places, 9, 32)
+
+
+@settings(max_examples=100)
+@given(
+    units=st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5)), max_size=6),
+    header=st.integers(1, 4),
+    axes=st.sampled_from([0, 3]),
+)
+def test_rows_placed_one_after_another_are_those_laid_out_at_once(
+    units: list[tuple[bool, int, int, int]], header: int, axes: int
+) -> None:
+    """Units of visual tokens, some with text in front, side by side in time, by rows and by columns."""
+    table, time = sinks(np.arange(header), axes or 1), 0
+    for number, (text, rows, columns, step) in enumerate(units):
+        time += step
+        own = np.array([[time, r, c] for r in range(rows) for c in range(columns)]).T
+        ids = np.concatenate([np.full(2 * text, 7), np.full(own.shape[1], VISUAL)])
+        coordinates = np.concatenate([np.zeros((3, 2 * text), np.int64), own], axis=1)[:axes]
+        table = table.then(Unit(ids, coordinates, 0.0, 0.0).rows(number).after(table))
+    whole = laid_out(*table.shape)
+    assert table.places.tolist() == whole[..., :-1].tolist() == table.numbered().places.tolist()
+    assert table.following == whole[..., -1].max() == whole[..., -1].min()
+    moved = table.at(table.places + 9)
+    assert moved.following == table.following + 9
+    if axes and units:
+        later = table.at(table.places + np.array([[5], [0], [0]]))  # a gap in time alone
+        assert later.following == table.following
 
 
 def shown(number: int) -> Shown:
     ids = np.array([7, VISUAL, VISUAL])
     tokens = torch.full((2, 64), float(number))
-    return Shown(float(number), ids, tokens, True, Seen(float(number), tokens, tokens))
+    unit = Unit(ids, np.zeros((0, 3), np.int64), float(number), float(number))
+    return Shown(unit, tokens, True, Seen(float(number), tokens, tokens), number=number)
 
 
 def test_the_archive_keeps_the_newest_frames_within_its_bytes() -> None:
@@ -138,9 +167,9 @@ def test_the_archive_keeps_the_newest_frames_within_its_bytes() -> None:
     assert archive.bytes == sum(one.bytes for one in archive.found(Scope()))
     oldest = archive.seconds[0]
     assert oldest > 30
-    assert [one.seconds for one in archive.found(Scope(begin=36, end=38))] == [36, 37, 38]
+    assert [one.unit.seconds for one in archive.found(Scope(begin=36, end=38))] == [36, 37, 38]
     assert archive.found(Scope(end=oldest - 1)) == []
-    assert [one.seconds for one in evenly(archive.found(Scope()), 3)][-1] == 39
+    assert [one.unit.seconds for one in evenly(archive.found(Scope()), 3)][-1] == 39
     assert len(evenly(archive.found(Scope()), 3)) == 3
     assert inside(np.array([np.nan, 1.0]), Scope()).tolist() == [False, True]
 
@@ -169,11 +198,11 @@ def test_positions_and_rows_stay_within_bounds_over_thousands_of_frames(policy: 
     kept = Streaming(model, 1, False, 256, np.arange(100, 104))
     state = StreamState(kept, Memory(policy=policy, positions=positions, budget=100, carriers=16, host_bytes=1 << 16))
     for i in range(5_000):
-        frame = state.chosen(shown(i))
+        frame = state.units.chosen(shown(i))
         state.make_room(frame)
-        table, new = state.coming(frame, None)
-        assert new is None
-        state.commit(table, frame)
+        rows = state.coming(frame, None)
+        assert rows.new is None
+        state.commit(rows, frame)
         if i % 16 == 0:
             now = state.branch(None).table
             assert len(now) <= 100

@@ -1,0 +1,139 @@
+"""Frames of several streams, and several of one, are taken in together: through the tower, and in passes of their rows.
+
+Frames go through the tower one by one, so that none depends on what came with it. What fails is repeated for each frame
+by itself, so that only the frame that causes the failure fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mmserve.core.request import Vision
+from mmserve.errors import Cancelled, Internal, MMServeError
+from mmserve.prune.base import Pruner
+from mmserve.video.append import append
+from mmserve.video.base import Frame, Seen
+from mmserve.video.layout import Shown, see
+from mmserve.video.state import Coming, Streaming, StreamState
+
+logger = logging.getLogger("mmserve.video")
+
+
+@dataclass
+class Waiting:
+    """A frame that was handed in."""
+
+    frame: Frame
+    future: Future[Seen] = field(default_factory=Future)
+
+
+class Taking(Protocol):
+    """A stream whose frames are taken in."""
+
+    vision: Vision
+    pruner: Pruner | None
+    state: StreamState | None  # None = closed
+
+
+@dataclass
+class _Frame:
+    """A frame that has been through the tower, and the rows that it becomes."""
+
+    state: StreamState
+    stream: Taking
+    waiting: Waiting
+    shown: Shown
+    rows: Coming | None = None
+
+
+def take_in(model: Streaming, batch: Sequence[tuple[Taking, Waiting]]) -> None:
+    """Take the frames of ``batch`` in, those of one stream in their order; each is then done, or has failed."""
+    coming: list[_Frame] = []
+    for stream, waiting in batch:
+        state = stream.state
+        try:
+            if state is None:
+                raise closed()
+            shown = see(model.model, state.units.with_open(waiting.frame), stream.pruner, stream.vision.amount)
+            coming.append(_Frame(state, stream, waiting, state.units.chosen(shown)))
+        except BaseException as error:  # noqa: BLE001 - of one frame: the others go on
+            failed(waiting, error)
+    while coming:
+        now, coming = _together(coming)
+        if _run(model, now, alone=len(now) == 1):
+            continue
+        for c in now:  # again, each by itself: only the frame that causes the failure must fail
+            _run(model, _together([c])[0], alone=True)
+
+
+def _run(model: Streaming, now: Sequence[_Frame], *, alone: bool) -> bool:
+    """Write the rows of frames and let questions see them; False = nothing is written and it can be repeated.
+
+    An ``alone`` frame fails where that is impossible.
+    """
+    try:
+        append(model.model, [c.rows.new for c in now if c.rows is not None and c.rows.new is not None], model.floor)
+    except BaseException as error:  # noqa: BLE001
+        if not alone:
+            logger.warning("a pass of %d frames failed, and is repeated for each of them: %r", len(now), error)
+            return False
+        for c in now:
+            failed(c.waiting, error)
+        return True
+    lost: dict[int, BaseException] = {}  # later rows of such a stream do not follow those that it has
+    for c in now:
+        try:
+            if (before := lost.get(id(c.state))) is not None:
+                raise before
+            assert c.rows is not None
+            c.state.commit(c.rows, c.shown)
+        except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
+            lost[id(c.state)] = error
+            failed(c.waiting, error)
+            continue
+        if c.stream.state is None:
+            failed(c.waiting, closed())
+        elif c.waiting.future.set_running_or_notify_cancel():
+            c.waiting.future.set_result(c.shown.seen)
+    return True
+
+
+def _together(coming: list[_Frame]) -> tuple[list[_Frame], list[_Frame]]:
+    """The frames of the next pass, and the others: of a stream, the first, and those that fit after it."""
+    now: list[_Frame] = []
+    later: list[_Frame] = []
+    beside: dict[int, Coming] = {}
+    full: set[int] = set()
+    for c in coming:
+        own, state = id(c.state), c.state
+        before = beside.get(own)
+        if own in full or (before is not None and not state.has_room(c.shown, before)):
+            full.add(own)
+            later.append(c)
+            continue
+        try:
+            if before is None:
+                state.make_room(c.shown)
+            c.rows = beside[own] = state.coming(c.shown, before)
+        except BaseException as error:  # noqa: BLE001 - of one stream: the others go on
+            failed(c.waiting, error)
+            continue
+        now.append(c)
+    return now, later
+
+
+def closed() -> Cancelled:
+    """Why the frames of a stream that was closed fail."""
+    return Cancelled("the stream was closed")
+
+
+def failed(waiting: Waiting, error: BaseException) -> None:
+    """Give up a frame; a bug becomes ``Internal`` with an id that the log has too."""
+    if waiting.future.done() or not waiting.future.set_running_or_notify_cancel():
+        return
+    typed = error if isinstance(error, MMServeError) else Internal.logged(error, "a stream's frame", logger)
+    waiting.future.set_exception(typed)

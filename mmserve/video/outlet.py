@@ -1,0 +1,90 @@
+"""The way out of one session: responses are kept until the client has them, whatever becomes of its connections."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mmserve.errors import FailedPrecondition, MMServeError, ResourceExhausted
+from mmserve.video import messages as m
+from mmserve.video.connection import Connection
+from mmserve.video.indexes import Responses
+
+#: How many times ``outbox_bytes`` may wait to be sent, however often it is resumed: above that the session ends.
+_MOST_OUTBOXES = 4
+#: When a client may resume that did not read its responses (seconds).
+_RETRY_AFTER = 0.1
+
+
+class Outlet:
+    """Used on the event loop of its session.
+
+    ``acknowledged``: what a connection begins with; ``finished``: whether one has nothing left to do, given that its
+    client sends nothing any more. ``lost`` is called with a connection whose client does not read, ``end`` with the
+    error of a session whose client never does.
+    """
+
+    def __init__(
+        self,
+        outbox_bytes: int,
+        acknowledged: Callable[[], m.Acknowledged],
+        finished: Callable[[bool], bool],
+        lost: Callable[[Connection], None],
+        end: Callable[[MMServeError], None],
+    ) -> None:
+        self._outbox_bytes, self._acknowledged, self._finished = outbox_bytes, acknowledged, finished
+        self._lost, self._end = lost, end
+        self.responses = Responses(outbox_bytes)
+        self.detached: float | None = time.monotonic()  # since when there is no connection
+        self._connection: Connection | None = None
+        self._most_unsent = outbox_bytes  # what may wait to be sent before the connection is given up
+
+    def attach(self) -> Connection:
+        """A connection from now on, in place of any other."""
+        self.fail(FailedPrecondition("the session was resumed on another connection"))
+        self.detached = None
+        self._most_unsent = self.responses.unsent_bytes + self._outbox_bytes
+        self._connection = Connection(self.responses, self._acknowledged)
+        self._connection.finished = self._finished
+        return self._connection
+
+    def detach(self, connection: Connection) -> bool:
+        """``connection`` is lost; False = it was replaced before."""
+        if connection is not self._connection:
+            return False
+        self._connection, self.detached = None, time.monotonic()
+        return True
+
+    def report(self, response: m.Numbered) -> None:
+        """Have a response sent."""
+        self.responses.add(response)
+        self.wake()
+        most = _MOST_OUTBOXES * self._outbox_bytes
+        if self.responses.unsent_bytes > most:
+            why = f"more than {most} bytes of responses wait to be read, {_MOST_OUTBOXES} times [video] outbox_bytes"
+            self._end(ResourceExhausted(f"{why}; open a new session and read them"))
+        elif self._connection is not None and self.responses.unsent_bytes > self._most_unsent:
+            connection = self._connection
+            why = f"more than {self._outbox_bytes} bytes of responses wait to be read ([video] outbox_bytes)"
+            connection.fail(ResourceExhausted(f"{why}; resume the session and read them", retry_after=_RETRY_AFTER))
+            self._lost(connection)
+
+    def acknowledge(self) -> None:
+        """A request was taken, or the credit has changed."""
+        if self._connection is not None:
+            self._connection.acknowledge()
+
+    def go_away(self, notice: m.GoAway) -> None:
+        """Announce a planned end."""
+        if self._connection is not None:
+            self._connection.go_away(notice)
+
+    def wake(self) -> None:
+        """What the connection waits for may be there."""
+        if self._connection is not None:
+            self._connection.wake()
+
+    def fail(self, error: MMServeError | None) -> None:
+        """End the connection, if there is one, with ``error`` or, with None, without."""
+        if self._connection is not None:
+            self._connection.fail(error)

@@ -1,0 +1,67 @@
+"""What the next frame of one stream becomes: rows of its own, or part of those of the frames before it, and when.
+
+One thread uses it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from mmserve.models.base import LoadedModel
+from mmserve.video.base import Frame
+from mmserve.video.layout import Shown
+from mmserve.video.memory import MemoryPolicy
+
+
+class Units:
+    """Counts the units of a stream, and places them in time where the model's positions have several axes.
+
+    ``policy``: which visual tokens become rows. ``rows``, ``positions``: how many a stream keeps, and may use.
+    """
+
+    def __init__(self, model: LoadedModel, policy: MemoryPolicy, rows: int, positions: int) -> None:
+        self._model, self._policy, self._rows, self._positions = model, policy, rows, positions
+        self._count = 0
+        self._open: tuple[Frame, ...] = ()  # frames of a unit that is not whole yet
+        self._before: Tensor | None = None  # visual tokens of the newest whole unit
+        self._first = self._begun = 0.0  # seconds of the first frame, and of the newest unit
+        self._time = 0  # of the newest unit
+
+    def with_open(self, frame: Frame) -> tuple[Frame, ...]:
+        """The next frame, after those that become rows together with it."""
+        return (*self._open, frame)
+
+    def chosen(self, shown: Shown) -> Shown:
+        """The rows of the next frame that the policy takes, with their number and time."""
+        if not self._open:
+            self._begin(shown)
+        number, tokens, before = self._count - 1, shown.seen.tokens_RD, self._before
+        if shown.detail and len(shown.tokens_kD) == len(tokens):  # else a pruner has chosen
+            known = before is not None and before.shape == tokens.shape
+            old = _array(before) if before is not None and known else None
+            shown = shown.with_tokens(self._policy.taken(old, _array(tokens), number))
+        if not shown.open:
+            self._before = tokens
+        self._open = shown.frames if shown.open else ()
+        return shown.at(number, self._time)
+
+    def _begin(self, shown: Shown) -> None:
+        """The next unit, which begins with ``shown``."""
+        number, begin, vision = self._count, shown.unit.begin, self._model.vision
+        self._count += 1
+        if self._model.position_axes == 1 or vision is None:
+            return
+        if not number:
+            self._first = self._begun = begin
+            return
+        step = vision.stream_time(number, begin - self._first)
+        step -= vision.stream_time(number - 1, self._begun - self._first)
+        # However long nothing came: as many such units as are kept stay within the positions that the model knows.
+        self._time += min(step, max(1, self._positions // max(1, self._rows // len(shown.ids))))
+        self._begun = begin
+
+
+def _array(x: Tensor) -> np.ndarray:
+    found: np.ndarray = x.float().cpu().numpy()
+    return found

@@ -16,6 +16,8 @@ import torch
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.constraint.admission import Admission, Admitted
+from mmserve.constraint.session.session import known_tokens
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import Template
 from mmserve.core.events import CommittedToken, ConstraintStats, Usage
@@ -24,8 +26,6 @@ from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.decode.blending import reused
-from mmserve.decode.constrained.admission import Admission, Admitted
-from mmserve.decode.constrained.state import known_tokens
 from mmserve.decode.policies import Offered
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.decode.schedulers import Discrete

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmserve.decode.paths.vocabulary import spell
+from mmserve.constraint.search.vocabulary import spell
 from mmserve.models.base import LoadedModel
 
 #: What a position may be mad about, of the bytes of a token.

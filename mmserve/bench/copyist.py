@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mmserve.decode.constraint.witness import Outcome, Witness, choose, follow, improve
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Places
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.parser_states import Places
+from mmserve.constraint.search.witness import Outcome, Witness, choose, follow, improve
 
 #: For one search; so long that a busy machine changes nothing.
 SECONDS = 60.0

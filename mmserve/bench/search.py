@@ -18,16 +18,16 @@ from llguidance import LLParserLimits
 
 from mmserve.bench.copyist import Copyist, decode, written
 from mmserve.bench.schemas import SCHEMAS, Wanted
-from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search.first_witness import look
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import Places
+from mmserve.constraint.search.shared import SharedPlaces
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Outcome, begun
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
-from mmserve.decode.constrained.first import look
-from mmserve.decode.constrained.shared import SharedPlaces
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Outcome, begun
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Places
-from mmserve.decode.paths.vocabulary import Vocabulary
 from mmserve.settle import settle
 
 #: Rows of LLaDA's logits.

@@ -12,6 +12,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mmserve.constraint.admission import Admitted
+from mmserve.constraint.session.draws import Draws
+from mmserve.constraint.session.session import Constrained
+from mmserve.constraint.session.top_k import Best, Ranked
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
@@ -19,10 +23,6 @@ from mmserve.decode.blending import Blender, take_on
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
 from mmserve.decode.commit.base import Partial, is_partial, is_proposing
 from mmserve.decode.companion import Companion
-from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.best import Best, Ranked
-from mmserve.decode.constrained.draws import Draws
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import settle
 from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes

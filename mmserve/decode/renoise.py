@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.constraint.admission import Admitted
+from mmserve.constraint.session.session import Constrained
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request, Sampling
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.scheduled import Scheduled
-from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.renoised import begun as begun_canvas
 from mmserve.decode.constrained.renoised import projected, settle
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
 from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from mmserve.constraint.session.session import Constrained
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Verdict
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.decode.text import TextStream

@@ -15,6 +15,9 @@ from helpers import ask, threshold, tiny_model
 from test_constrained import BLOCK, LAST, constrained, like, of
 from test_policies import policy
 
+from mmserve.constraint.admission import Admission
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.session.session import Constrained
 from mmserve.core.canvas import GIVEN
 from mmserve.core.constraint import (
     Choice,
@@ -28,9 +31,6 @@ from mmserve.core.constraint import (
 )
 from mmserve.core.request import Policy
 from mmserve.decode import sampler
-from mmserve.decode.constrained.admission import Admission
-from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.paths.field import TopK
 from mmserve.models.base import Attention, LoadedModel
 
 Make = Callable[..., Bench]

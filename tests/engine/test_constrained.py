@@ -19,7 +19,9 @@ from harness import Bench, Call
 from helpers import ask, sure_above, tiny_model
 from test_policies import COMMITS, RECOMPUTES, policy
 
+from mmserve.constraint import admission
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.session import session as state_module
 from mmserve.core.constraint import (
     Choice,
     ConstraintKind,
@@ -32,8 +34,6 @@ from mmserve.core.constraint import (
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request
 from mmserve.core.samples import sample_seed
-from mmserve.decode.constrained import admission
-from mmserve.decode.constrained import state as state_module
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument
 from mmserve.models.base import Attention, LoadedModel
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from harness import PATIENCE, eventually
 
-from mmserve.constraint import child as child_module
-from mmserve.constraint.attempts import Grammar
-from mmserve.constraint.child import Child
+from mmserve.constraint.compile import child as child_module
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.child import Child
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.vocabulary import BYTES
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintSpec, JsonSchema, Regex
 from mmserve.errors import Unavailable
 
@@ -217,8 +217,8 @@ def test_a_child_that_has_taken_much_memory_does_not_stay(monkeypatch: pytest.Mo
 
 SERVER = """
 import sys, threading, time
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.vocabulary import BYTES
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
 compiler = Compiler(BYTES, 1.0)

@@ -13,17 +13,17 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.bench.search import made_up
-from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search import local_search, shortest_completion
+from mmserve.constraint.search.completion import Work, completes
+from mmserve.constraint.search.first_witness import look
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar, GrammarMatcher
+from mmserve.constraint.search.shortest_completion import Effort, quick_close, shortest_close
+from mmserve.constraint.search.string_completion import walk_through
+from mmserve.constraint.search.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
-from mmserve.decode.constrained.first import look
-from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
-from mmserve.decode.paths import least, shorter
-from mmserve.decode.paths.completion import Work, completes
-from mmserve.decode.paths.least import Effort, quick_close, shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.through import walk_through
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 TOY = [b"a", b"b", b"ab", b"bba", b"-", b""]
 BYTES = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b'{"', b'":', b'","', b'"}', b'""', b"null", b""], {262})
@@ -185,7 +185,7 @@ def test_cover_of_bytes_that_no_token_has() -> None:
 
 
 def test_a_cover_is_its_askers_own_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmserve.decode.paths.lexicon._KNOWN", 3)
+    monkeypatch.setattr("mmserve.constraint.search.lexicon._KNOWN", 3)
     lexicon = Lexicon.of(TOY)
     texts = [bytes(letters) for n in (1, 2, 3) for letters in product(b"ab", repeat=n)]
     first = [lexicon.cover(text) for text in texts]
@@ -201,9 +201,9 @@ def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPat
 
     def improve(*args: Any, **options: Any) -> list[int]:
         searches.append(1)
-        return shorter.improve(*args, **options)
+        return local_search.improve(*args, **options)
 
-    monkeypatch.setattr(least, "improve", improve)
+    monkeypatch.setattr(shortest_completion, "improve", improve)
     close = look(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).close(8)
     assert close is not None and len(close.tokens) == 60
     assert len(searches) == 1, "the search by bytes is done once, and its result kept for the exact one"

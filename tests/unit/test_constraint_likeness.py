@@ -15,16 +15,16 @@ import pytest
 from grammars import grammar, schema_matcher, sentence
 from schema_zoo import Schema, of, zoo
 
+from mmserve.constraint.compile.pattern import BadPattern
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.likeness import Kinds, Texts, kinds_of
-from mmserve.constraint.pattern import BadPattern
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.prefix_equivalence import Kinds, Texts, kinds_of
+from mmserve.constraint.search.shortest_completion import Effort, shortest_close
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Infeasible, admit
 from mmserve.core.constraint import Choice, JsonSchema, Lark, Regex
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, admit
-from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.least import Effort, shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 TAILS = ['"', "0", "}", "]", ",", "a", 'b",', "00", "1.5", 'é"', '":', '"}', "\\n", "xxx", "0000", ""]
 

@@ -16,16 +16,16 @@ from llguidance import LLParserLimits
 from mmserve.bench.copyist import Copyist, written
 from mmserve.bench.schemas import SCHEMAS
 from mmserve.bench.search import Language, made_up
-from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search.base import Matcher
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import Place, Places
+from mmserve.constraint.search.shared import SharedPlaces
+from mmserve.constraint.search.witness import Outcome, Witness, admit, choose, follow, improve
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
-from mmserve.decode.constrained.shared import SharedPlaces
-from mmserve.decode.constraint.base import Matcher
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Outcome, Witness, admit, choose, follow, improve
-from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.places import Place, Places
 from mmserve.memory import resident, trim
 
 SIZE = 64
@@ -108,7 +108,7 @@ def test_places_that_are_too_many_are_forgotten_and_nothing_changes(monkeypatch:
     places, limit = new("payment"), 1_000_000
     list(steps("payment", 0, SIZE, lambda: places))
     assert places.size > limit
-    monkeypatch.setattr("mmserve.decode.paths.places.LIMIT", limit)
+    monkeypatch.setattr("mmserve.constraint.search.parser_states.LIMIT", limit)
     places, sizes = new("payment"), list[int]()
     found = []
     for each in steps("payment", 0, SIZE, lambda: places):
@@ -120,7 +120,7 @@ def test_places_that_are_too_many_are_forgotten_and_nothing_changes(monkeypatch:
 
 def test_the_parser_of_searches_is_made_once_whatever_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compile a large grammar anew takes half a second, for which all requests of a decode batch would wait."""
-    monkeypatch.setattr("mmserve.decode.paths.places.LIMIT", 200_000)
+    monkeypatch.setattr("mmserve.constraint.search.parser_states.LIMIT", 200_000)
     made, forgotten = list[int](), list[int]()
 
     def parser() -> Matcher:
@@ -136,7 +136,7 @@ def test_the_parser_of_searches_is_made_once_whatever_is_forgotten(monkeypatch: 
 
     monkeypatch.setattr(places, "_forget", counted)
     grown = iter(range(0, 1 << 40, 20 << 20))  # as the parser of a large grammar grows in searches
-    monkeypatch.setattr("mmserve.decode.paths.places.resident", lambda: next(grown))
+    monkeypatch.setattr("mmserve.constraint.search.parser_states.resident", lambda: next(grown))
     assert told(steps("payment", 0, SIZE, lambda: places)) == alone("payment", 0, SIZE)
     assert len(forgotten) > 1
     assert len(made) == 1

@@ -12,17 +12,17 @@ from constraint_bombs import ALL
 from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
-from mmserve.constraint import worker
-from mmserve.constraint.attempts import Grammar
-from mmserve.constraint.begun import Begun, First
-from mmserve.constraint.cache import Firsts, Outcomes, key_of
+from mmserve.constraint.compile import worker
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.begun import Begun, First
+from mmserve.constraint.compile.cache import Firsts, Outcomes, key_of
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.service import Grammars
+from mmserve.constraint.compile.vocabulary import BYTES, Vocabulary, trie_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.service import Grammars
-from mmserve.constraint.vocabulary import BYTES, Vocabulary, trie_of
+from mmserve.constraint.search import first_witness as first
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema, Lark, Regex
-from mmserve.decode.constrained import first
 from mmserve.errors import InvalidArgument
 
 PATIENCE = 20.0  # seconds; the limit itself is two, and the machine may be busy

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from grammars import grammar
 
-from mmserve.constraint.likeness import kinds_of
+from mmserve.constraint.search import lookahead
+from mmserve.constraint.search.beam import Beam
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.lookahead import OutOfTime, Room, look_ahead
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import Place, Places
+from mmserve.constraint.search.prefix_equivalence import kinds_of
+from mmserve.constraint.search.shortest_completion import shortest_close
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Outcome, Witness, begun, follow, improve
 from mmserve.core.constraint import JsonSchema
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Outcome, Witness, begun, follow, improve
-from mmserve.decode.paths import room
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.least import shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Place, Places
-from mmserve.decode.paths.room import OutOfTime, Room, look_ahead
-from mmserve.decode.paths.search import Beam
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 Schema = dict[str, Any]
 
@@ -131,7 +131,7 @@ def test_tokens_left_out_where_there_are_many_make_no_difference(
     constraint = made(schema)
 
     def needed(wide: int) -> int:
-        monkeypatch.setattr(room, "_WIDE", wide)
+        monkeypatch.setattr(lookahead, "_WIDE", wide)
         places, root = fresh(constraint)
         return Room(root, 60, places, always).least(root)
 

@@ -14,17 +14,17 @@ import pytest
 import torch
 from test_constraint_toy import END, setting, valid_rows
 
+from mmserve.constraint.search.witness import admit
+from mmserve.constraint.session import rejection
+from mmserve.constraint.session.draws import Sampled
+from mmserve.constraint.session.futures import Met, Place, learn
+from mmserve.constraint.session.rejection import draw
+from mmserve.constraint.session.session import Constrained
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.core.samples import sample_seed
 from mmserve.decode.commit.low_confidence import LowConfidence
-from mmserve.decode.constrained import rejection
-from mmserve.decode.constrained.draws import Sampled
-from mmserve.decode.constrained.futures import Met, Place, learn
-from mmserve.decode.constrained.rejection import draw
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.constrained.step import chosen, settle
-from mmserve.decode.constraint.witness import admit
 from mmserve.decode.sampler import candidates
 
 Row = tuple[int, ...]

@@ -11,12 +11,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, Witness, admit, choose, follow, improve
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.search import Beam
-from mmserve.decode.paths.vocabulary import Vocabulary
+from mmserve.constraint.search.beam import Beam
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Infeasible, Witness, admit, choose, follow, improve
 
 END = 5
 

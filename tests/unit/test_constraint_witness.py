@@ -18,10 +18,15 @@ from tokenizers import Tokenizer
 
 import mmserve
 from mmserve.bench.copyist import Copyist, decode, draw, written
-from mmserve.constraint.begun import First
-from mmserve.decode.constrained.first import look
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import (
+from mmserve.constraint.compile.begun import First
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.first_witness import look
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.shortest_completion import Effort, shortest_close
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import (
     Infeasible,
     Outcome,
     Witness,
@@ -31,11 +36,6 @@ from mmserve.decode.constraint.witness import (
     improve,
     log_probabilities,
 )
-from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.least import Effort, shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 

@@ -10,9 +10,9 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from mmserve.constraint.session.top_k import Notes
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
-from mmserve.decode.constrained.best import Notes
 
 #: Figures of a candidate that take another pass over its logits, by name: they are made where a policy reads them.
 GAP, ENTROPY = "gap", "entropy"

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.constraint.session.top_k import Notes
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit.base import BlockWise, Candidates
-from mmserve.decode.constrained.best import Notes
 from mmserve.decode.pace import steps_of_whole_block
 from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.schedulers import Discrete

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mmserve.constraint.session.session import Constrained, known_tokens
 from mmserve.core.canvas import Canvas
-from mmserve.decode.constrained.state import Constrained, known_tokens
 from mmserve.decode.logits import slices
 from mmserve.decode.renoising import Step
 

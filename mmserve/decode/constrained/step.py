@@ -13,14 +13,14 @@ from functools import cache
 
 import numpy as np
 
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.session.draws import Run
+from mmserve.constraint.session.meter import metered
+from mmserve.constraint.session.session import Constrained, are_any, known_tokens
+from mmserve.constraint.session.top_k import Ranked, first_among
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Judged, leading
-from mmserve.decode.constrained.best import Ranked, first_among
-from mmserve.decode.constrained.draws import Run
-from mmserve.decode.constrained.meter import metered
-from mmserve.decode.constrained.state import Constrained, are_any, known_tokens
-from mmserve.decode.paths.field import TopK
 
 #: A gap of logits beyond which nothing is surer; where one token alone may stand there would be no end to it.
 _SURE = 10.0

@@ -24,17 +24,17 @@ from mmserve.constraint.search import first_witness as first
 from mmserve.constraint.search.concatenation import Concatenation
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.shared import SharedPlaces
+from mmserve.constraint.search.shared import SharedParserStates
 from mmserve.constraint.search.vocabulary import Vocabulary, spell
-from mmserve.constraint.search.witness import Infeasible, Witness, begun, fitting
-from mmserve.constraint.session.draws import Sampled
-from mmserve.constraint.session.futures import Place
+from mmserve.constraint.search.witness import Infeasible, Witness, fitting, start_witness
+from mmserve.constraint.session.answer import ConstrainedAnswer, Split
+from mmserve.constraint.session.draws import SampleState
+from mmserve.constraint.session.futures import PrefixNode
 from mmserve.constraint.session.judge import Judge, judge_of
-from mmserve.constraint.session.session import Constrained, Split
-from mmserve.constraint.session.template import Filling, Layout, laid_out
-from mmserve.constraint.session.templates import Opened, one_by_one, opened, side_by_side, spelling
+from mmserve.constraint.session.session import Session
+from mmserve.constraint.session.template import Layout, TemplateAnswer, laid_out
+from mmserve.constraint.session.templates import OpenedHole, one_by_one, opened, side_by_side, spelling
 from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, Regex, Template
-from mmserve.core.request import Request
 from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
 from mmserve.models.base import Model
 
@@ -49,29 +49,25 @@ _APART = 100_000
 
 
 @dataclass(frozen=True)
-class Admitted:
-    """A constraint that can be kept within its request's budget, for one sample of the request."""
+class _Admitted:
+    """A constraint that can be kept within its request's budget."""
 
     witness: Witness
     lexicon: Lexicon
     warnings: tuple[str, ...]
     judge: Judge | None  # of the finished answer, where its grammar is wider than the constraint
-    sampling: ConstraintSampling = ConstraintSampling.MASK
-    futures: Place | None = None  # what its samples, one after another, have met so far
+    sampled: SampleState | None = None  # where tokens are drawn true to the model
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
     split: Split | None = None  # of a template that is one language
-    layout: Layout | None = None  # of a template whose holes have a place each
-    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # as of ``Constrained``
+    layout: Layout | None = None  # of a template whose holes have a state each
+    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # as of ``ConstrainedAnswer``
 
-    def begun(self, request: Request) -> Constrained:
-        """The state of a sample that begins."""
+    def answer(self) -> ConstrainedAnswer:
+        """The answer of a sample that begins."""
         if self.layout is not None:
-            return Filling.of(self.layout, self.lexicon, self.warnings, self.judge, self.judges)
-        sampled = None
-        if self.sampling is not ConstraintSampling.MASK:
-            # a penalty counts what stands on the canvas, and no draft stands there yet
-            sampled = Sampled(self.futures, speculates=request.sampling.repetition_penalty == 1)
-        return Constrained(
+            return TemplateAnswer.of(self.layout, self.lexicon, self.warnings, self.judge, self.judges)
+        sampled = None if self.sampled is None else replace(self.sampled, met=[])
+        return ConstrainedAnswer(
             self.witness,
             self.lexicon,
             self.warnings,
@@ -82,7 +78,7 @@ class Admitted:
             given=self.given,
         )
 
-    def apart(self) -> Admitted:
+    def apart(self) -> _Admitted:
         """The same for another sample, with parsers of its own: what one has spent of their limits is not missed by the
         others. Takes as long as compiling."""
         if self.layout is not None:
@@ -96,10 +92,6 @@ class Admitted:
         witnesses = [self.witness] if self.layout is None else [witness for _start, witness in self.layout.holes]
         return sum(each.language.weight for each in witnesses if each.language is not None)
 
-    def warned(self, warning: str) -> Admitted:
-        """The same with one more warning."""
-        return replace(self, warnings=(*self.warnings, warning))
-
 
 @dataclass(frozen=True)
 class _Language:
@@ -107,14 +99,14 @@ class _Language:
 
     vocabulary: Vocabulary
     lexicon: Lexicon
-    places: SharedPlaces
+    states: SharedParserStates
     grammars: Grammars
     tokenizer: Tokenizer
     large: threading.Lock  # held while a large grammar is compiled: others are to have a processor meanwhile
-    ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas behind it
+    ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas after it
     cache: str = ""  # the tenants' part of the caches
 
-    def opened(self, spec: ConstraintSpec, budget: int, field: str) -> Opened:
+    def opened(self, spec: ConstraintSpec, budget: int, field: str) -> OpenedHole:
         """The grammar of ``spec`` and the first witness of ``budget`` positions; ``field`` is what names the budget."""
         grammar, found = self.grammars.first(spec, budget, self.cache)
         judge = judge_of(spec, exact=grammar.exact)
@@ -122,10 +114,10 @@ class _Language:
             close = fitting(found, budget)
             with self.large if len(grammar.text) > LARGE_BYTES else contextlib.nullcontext():
                 compiled = Grammar(grammar.text, self.vocabulary, LLParserLimits(**PARSER_LIMITS))
-                witness = begun(compiled, budget, close, self.places.of(compiled, self.cache))
-        return Opened(compiled, witness, grammar.warnings, judge, grammar.longest)
+                witness = start_witness(compiled, budget, close, self.states.of(compiled, self.cache))
+        return OpenedHole(compiled, witness, grammar.warnings, judge, grammar.longest)
 
-    def filled(self, hole: Hole) -> Opened:
+    def filled(self, hole: Hole) -> OpenedHole:
         """A template's hole."""
         return self.opened(ConstraintSpec(hole.kind or ANYTHING, hole.mode), hole.max_tokens, "max_tokens")
 
@@ -136,7 +128,7 @@ class _Language:
 
 @contextmanager
 def failures(why: str, field: str) -> Iterator[None]:
-    """What goes wrong with a grammar that was proved, as the request's error; ``why`` has places for the number of
+    """What goes wrong with a grammar that was proved, as the request's error; ``why`` has states for the number of
     tokens that are needed and for what needs them."""
     try:
         yield
@@ -165,42 +157,53 @@ class Admission:
         self._closed = False
         self._lock = threading.Lock()
 
-    def admit(self, spec: ConstraintSpec, budget: int, samples: int = 1, cache: str = "") -> list[Admitted]:
-        """The first witness of an answer of ``budget`` tokens that obeys ``spec``, for each of ``samples``.
+    def admit(
+        self, spec: ConstraintSpec, budget: int, samples: int = 1, cache: str = "", *, speculates: bool = True
+    ) -> list[Session]:
+        """A session for each of ``samples`` answers of ``budget`` tokens that obey ``spec``.
 
-        What is kept of it is used for requests of the tenants of ``cache`` only (``core.tenant.Tenant.cache``).
-        Raises ``InvalidArgument`` where there is no grammar for it, with every reason, or the budget is too small,
-        with the number needed; ``Unimplemented`` where the model's tokens cannot be constrained, or the search for an
-        answer gave up, so that it is not known whether there is one.
+        Args:
+            cache: what is kept of ``spec`` serves requests of these tenants only (``core.tenant.Tenant.cache``).
+            speculates: whether forced text may be run as a draft where tokens are drawn true to the model. A repetition
+                penalty counts tokens of the canvas, and a draft is not there yet.
+
+        Raises:
+            InvalidArgument: there is no grammar for ``spec`` (every reason is given), or ``budget`` is too small (the
+                number needed is given).
+            Unimplemented: the model's tokens cannot be constrained, or the search for an answer gave up, so that it is
+                not known whether there is one.
         """
-        admitted = self._first(spec, budget, cache)
-        if admitted.weight * (samples - 1) > _APART:
-            return [admitted] * samples
-        with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
-            return [admitted, *(admitted.apart() for _ in range(samples - 1))]
+        first = self._first(spec, budget, cache, speculates=speculates)
+        admitted = [first] * samples
+        if first.weight * (samples - 1) <= _APART:
+            with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
+                admitted = [first, *(first.apart() for _ in range(samples - 1))]
+        return [Session(each.answer(), self._model.spec.causal) for each in admitted]
 
-    def _first(self, spec: ConstraintSpec, budget: int, cache: str) -> Admitted:
+    def _first(self, spec: ConstraintSpec, budget: int, cache: str, *, speculates: bool) -> _Admitted:
         language = replace(self._made(), cache=cache)
         if isinstance(spec.kind, Template):
             return self._template(language, spec.kind, budget)
         whole = language.opened(spec, budget, "sampling.max_new_tokens")
-        futures = Place() if spec.sampling is ConstraintSampling.ASAP else None
-        plain = Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, spec.sampling, futures)
-        if spec.sampling is ConstraintSampling.MASK:  # else a draw is from what the model says beside open positions
-            begins = whole.witness.resized(self._reach(whole, budget))
-            plain = replace(plain, given=laid_out([begins], budget, language.ends).fixed)
-        return plain
+        if spec.sampling is not ConstraintSampling.MASK:  # a draw is from what the model says beside open positions
+            sampled = SampleState(
+                PrefixNode() if spec.sampling is ConstraintSampling.ASAP else None, speculates=speculates
+            )
+            return _Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, sampled)
+        begins = whole.witness.resized(self._reach(whole, budget))
+        given = laid_out([begins], budget, language.ends).fixed
+        return _Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, given=given)
 
-    def _template(self, language: _Language, template: Template, budget: int) -> Admitted:
+    def _template(self, language: _Language, template: Template, budget: int) -> _Admitted:
         found = opened(template, language.filled)
-        holes = [part for part in found if isinstance(part, Opened)]
+        holes = [part for part in found if isinstance(part, OpenedHole)]
         warnings = tuple(dict.fromkeys(warning for hole in holes for warning in hole.warnings))
         judges = tuple(hole.judge for hole in holes)
         if self._model.spec.causal:
             with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
                 witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
             split = _splitter(witness)
-            return Admitted(witness, language.lexicon, warnings, None, judges=judges, split=split)
+            return _Admitted(witness, language.lexicon, warnings, None, judges=judges, split=split)
         parts = list[list[int] | Witness]()
         for part in found:
             if isinstance(part, str):
@@ -210,10 +213,10 @@ class Admission:
                 reach = self._reach(part, size)
                 parts += [part.witness.resized(reach), [language.ends[1]] * (size - reach)]
         layout = side_by_side(parts, budget, language.ends)
-        return Admitted(holes[0].witness, language.lexicon, warnings, None, judges=judges, layout=layout)
+        return _Admitted(holes[0].witness, language.lexicon, warnings, None, judges=judges, layout=layout)
 
-    def _reach(self, opened: Opened, size: int) -> int:
-        """Of ``size`` positions of a canvas, those that an answer may come to: behind them padding stands from the
+    def _reach(self, opened: OpenedHole, size: int) -> int:
+        """Of ``size`` positions of a canvas, those that an answer may come to: after them padding stands from the
         start. That takes nothing from anybody: no other token could stand there, in whichever tokens an answer is
         spelled. A next-token model has seen none of it, and canvases of random tokens are padded by their own rule."""
         spec = self._model.spec
@@ -263,5 +266,5 @@ def _language(model: Model) -> _Language:
     ends = min(spec.end_ids - {padding}, default=padding), padding
     lexicon = Lexicon.of(vocabulary.token_bytes)
     grammars = Grammars(proved, program=first.__name__)
-    places = SharedPlaces(lexicon)
-    return _Language(vocabulary, lexicon, places, grammars, tokenizer, threading.Lock(), ends)
+    states = SharedParserStates(lexicon)
+    return _Language(vocabulary, lexicon, states, grammars, tokenizer, threading.Lock(), ends)

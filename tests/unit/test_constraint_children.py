@@ -312,7 +312,7 @@ def test_where_no_thread_or_process_is_to_be_had_nobody_waits_for_one(
         os.kill(compiler.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(of, name, fails)
-            for _ in range(2):  # the one that stood by answers, though none takes the other's place
+            for _ in range(2):  # the one that stood by answers, though none takes the other's state
                 assert isinstance(compiler.compile(spec(Regex("b")))[0], Grammar)
 
 

@@ -21,7 +21,7 @@ from mmserve.constraint.compile.pattern import whole
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import MAX_CHOICE_BYTES, PARSER_LIMITS
 from mmserve.constraint.search import matcher as engine
-from mmserve.constraint.search.first_witness import Searching, look
+from mmserve.constraint.search.first_witness import Searching, find_first
 from mmserve.constraint.search.witness import Infeasible
 from mmserve.core.constraint import Choice, ConstraintKind, Gbnf, Lark, Regex
 from mmserve.errors import InvalidArgument, Unimplemented
@@ -36,7 +36,7 @@ def first(searching: Searching, kind: ConstraintKind, budget: int = 64) -> str |
     """The first answer found."""
     made = grammar(kind)
     compiled = engine.Grammar(made.text, searching._tokens, LLParserLimits(**PARSER_LIMITS))
-    close = look(compiled, searching._lexicon, budget, sketch=made.sketch).close(budget)
+    close = find_first(compiled, searching._lexicon, budget, sketch=made.sketch).close(budget)
     return None if close is None else searching._lexicon.text(close.tokens).decode()
 
 

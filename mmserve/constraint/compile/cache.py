@@ -11,7 +11,7 @@ from math import inf
 
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import First
+from mmserve.constraint.compile.begun import FirstAnswers
 from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import ConstraintSpec
 
@@ -63,10 +63,10 @@ class Firsts:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._entries: OrderedDict[bytes, tuple[First, float]] = OrderedDict()  # and until when
+        self._entries: OrderedDict[bytes, tuple[FirstAnswers, float]] = OrderedDict()  # and until when
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> First | None:
+    def get(self, key: bytes) -> FirstAnswers | None:
         """What was put under ``key`` last, if it is still there."""
         with self._lock:
             first, until = self._entries.get(key, (None, inf))
@@ -75,7 +75,7 @@ class Firsts:
             self._entries.move_to_end(key)
             return first
 
-    def put(self, key: bytes, first: First, seconds: float = inf) -> None:
+    def put(self, key: bytes, first: FirstAnswers, seconds: float = inf) -> None:
         """Keep ``first`` in the place of what was there, for so many seconds."""
         with self._lock:
             self._entries[key] = first, time.monotonic() + seconds

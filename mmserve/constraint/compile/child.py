@@ -20,11 +20,11 @@ from mmserve.constraint.limits import IDLE_BYTES, REPLY_BYTES, START_SECONDS
 PROGRAM = "mmserve.constraint.compile.worker"
 
 
-class Overdue(Exception):
+class WorkerExited(Exception):
     """No answer any more: the child has ended."""
 
 
-class TooLong(Exception):
+class ReplyTooLong(Exception):
     """An answer of more bytes than any is let grow to."""
 
 
@@ -63,7 +63,7 @@ class Child:
     @property
     def killed(self) -> bool:
         """Whether it was ended from outside, by an operator or for want of memory on the whole machine: what goes wrong
-        within ends it by other signals. For its owner, after ``Overdue`` and ``end``."""
+        within ends it by other signals. For its owner, after ``WorkerExited`` and ``end``."""
         return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     @property
@@ -72,14 +72,14 @@ class Child:
         return self._process.returncode == -signal.SIGPROF
 
     def read(self, vocabulary: Vocabulary) -> None:
-        """Have it read ``vocabulary``, as the first thing. Raises ``TimeoutError`` or ``Overdue``."""
+        """Have it read ``vocabulary``, as the first thing. Raises ``TimeoutError`` or ``WorkerExited``."""
         self.ask(wire.from_vocabulary(vocabulary), START_SECONDS)
 
     def ask(self, message: Any, seconds: float) -> Any:
         """The answer to ``message``; the child is of no more use where there is none.
 
-        Raises ``TimeoutError`` after ``seconds`` by the clock, ``Overdue`` where the child ends, ``TooLong`` where the
-        answer is.
+        Raises ``TimeoutError`` after ``seconds`` by the clock, ``WorkerExited`` where the child ends,
+        ``ReplyTooLong`` for a reply above the limit.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         into, out = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -91,14 +91,14 @@ class Child:
                 _wait(into, select.POLLOUT, deadline)
                 data = data[os.write(into, data) :]
         except OSError as error:
-            raise error if isinstance(error, TimeoutError) else Overdue from error
+            raise error if isinstance(error, TimeoutError) else WorkerExited from error
         size = int.from_bytes(_exactly(out, wire.HEADER, deadline), "big")
         if size > 2 * REPLY_BYTES:
-            raise TooLong
+            raise ReplyTooLong
         return wire.unpacked(_exactly(out, size, deadline))
 
     def kill(self) -> None:
-        """End the process; its owner, should it be asking, hears ``Overdue`` at once."""
+        """End the process; its owner, should it be asking, hears ``WorkerExited`` at once."""
         self._process.kill()
 
     def end(self) -> None:
@@ -117,7 +117,7 @@ def _exactly(descriptor: int, size: int, deadline: float) -> bytes:
         _wait(descriptor, select.POLLIN, deadline)
         part = os.read(descriptor, missing)
         if not part:
-            raise Overdue
+            raise WorkerExited
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)

@@ -1,6 +1,6 @@
-"""What is left of a regular expression behind a text, by partial derivatives (Antimirov 1996).
+"""What is left of a regular expression after a text, by partial derivatives (Antimirov 1996).
 
-Two texts behind which the same is left may be followed by the same.
+Two texts after which the same is left may be followed by the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_ROWS = 64
 _MOST_DERIVED = 4096
 _WAYS = "has too many ways through it"
 
-#: The state behind which nothing matches, and a number for characters behind which there are too many ways.
+#: The state after which nothing matches, and a number for characters after which there are too many ways.
 DEAD, _TOO_MANY = -1, -2
 #: The number of the row without items.
 _NOTHING = 0
@@ -28,7 +28,7 @@ _NOTHING = 0
 class Automaton:
     """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
 
-    A state is the set of rows of which one must still match. Rows are numbered, by their first item and the row behind
+    A state is the set of rows of which one must still match. Rows are numbered, by their first item and the row after
     it, so that what is left of each is found once.
 
     ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
@@ -39,7 +39,7 @@ class Automaton:
         self.bounds = sorted(set(_bounds(whole)))
         self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
         self._nullable = [True]  # whether each row may match nothing
-        self._left: list[dict[int, frozenset[int]]] = [{}]  # rows left behind each kind of characters
+        self._left: list[dict[int, frozenset[int]]] = [{}]  # rows left after each kind of characters
         self._number: dict[tuple[Item, int], int] = {}
         self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # what may be left of an item, by kinds of characters
         self._states = [frozenset({self._row((whole,), _NOTHING)})]
@@ -47,7 +47,7 @@ class Automaton:
         self._moves: list[dict[int, int]] = [{}]
 
     def after(self, state: int, char: str) -> int:
-        """The state behind ``char``; ``DEAD`` where nothing matches any more.
+        """The state after ``char``; ``DEAD`` where nothing matches any more.
 
         Raises ``BadPattern`` where that is too much to follow.
         """
@@ -95,7 +95,7 @@ class Automaton:
         return behind
 
     def _derived(self, row: int, kind: int, code: int) -> frozenset[int]:
-        """The rows left of one behind the character ``code``."""
+        """The rows left of one after the character ``code``."""
         found = self._left[row].get(kind)
         if found is None:
             left, at = set[int](), row
@@ -109,7 +109,7 @@ class Automaton:
         return found
 
     def _ways(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
-        """What may be left of ``item`` behind the character ``code``."""
+        """What may be left of ``item`` after the character ``code``."""
         if isinstance(item, Chars):
             return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
         found = self._begun.get((item, kind))
@@ -184,7 +184,7 @@ def _nullable(item: Item) -> bool:
 
 
 def _bounds(item: Item) -> Iterator[int]:
-    """Where the sets of characters in ``item`` begin, and where what is behind them does."""
+    """Where the sets of characters in ``item`` begin, and where what is after them does."""
     match item:
         case Chars(ranges):
             for low, high in ranges:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import Begun
-from mmserve.constraint.compile.child import PROGRAM, Child, Overdue, TooLong
+from mmserve.constraint.compile.begun import CompileReply
+from mmserve.constraint.compile.child import PROGRAM, Child, ReplyTooLong, WorkerExited
 from mmserve.constraint.compile.grammar import kind_of
 from mmserve.constraint.compile.vocabulary import Vocabulary
 from mmserve.constraint.findings import Refused
@@ -56,7 +56,7 @@ class Compiler:
         begun = self.begin(spec, None)
         return begun.outcome, begun.lasting
 
-    def begin(self, spec: ConstraintSpec, budget: int | None) -> Begun:
+    def begin(self, spec: ConstraintSpec, budget: int | None) -> CompileReply:
         """The same, and the first answer of at most ``budget`` tokens, if one is asked for.
 
         What takes longer than most goes on after those that do not. Raises ``Unavailable`` where no child can be
@@ -71,9 +71,9 @@ class Compiler:
                     reply = self._asked(spec, question | {"quick": None, "grammar": reply["grammar"]})
             if isinstance(reply, dict) and not (reply["last"] and "refused" in reply):
                 break
-        return reply if isinstance(reply, Begun) else wire.to_begun(reply)
+        return reply if isinstance(reply, CompileReply) else wire.to_begun(reply)
 
-    def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | Begun:
+    def _asked(self, spec: ConstraintSpec, message: dict[str, Any]) -> dict[str, Any] | CompileReply:
         """What a child answers to ``message`` about ``spec``, or why none does."""
         for _ in range(_ASKED):
             child = self._taken()
@@ -85,14 +85,14 @@ class Compiler:
             except TimeoutError as error:
                 why = f"the process that compiles grammars said nothing for {self._patience:g} s"
                 raise Unavailable(f"{why}: it was halted, or gets hardly any processor; try again later") from error
-            except (Overdue, TooLong) as error:
+            except (WorkerExited, ReplyTooLong) as error:
                 self._refuse_if_closed()
                 ended = error
             finally:
                 (self._put_back if keep else self._drop)(child)
             why = self._why(child, ended)
             if why:
-                return Begun(Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), lasting=False)
+                return CompileReply(Refused.at("", kind_of(spec), f"{why}; make it smaller or simpler"), lasting=False)
         raise Unavailable(
             "something kills the processes that compile grammars (for want of memory, most likely); try again later"
         )
@@ -208,9 +208,9 @@ class Compiler:
                 logger.warning("a process that compiles grammars does not start", exc_info=error)
             self._changed.notify_all()
 
-    def _why(self, child: Child, ended: Overdue | TooLong) -> str:
+    def _why(self, child: Child, ended: WorkerExited | ReplyTooLong) -> str:
         """What of the constraint ended ``child``, which has ended; nothing where it was killed from outside."""
-        if isinstance(ended, TooLong):
+        if isinstance(ended, ReplyTooLong):
             return f"becomes an answer of more than {REPLY_BYTES} bytes"
         if child.overtime:
             return f"takes more than {self._seconds:g} s of processor time to compile"

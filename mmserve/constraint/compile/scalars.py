@@ -183,6 +183,6 @@ def overflows(numbers: Iterable[float]) -> bool:
 
 
 def _places(number: Decimal) -> int:
-    """Digits behind the point."""
+    """Digits after the point."""
     exponent = number.normalize().as_tuple().exponent
     return max(0, -exponent) if isinstance(exponent, int) else 0

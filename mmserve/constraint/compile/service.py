@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import First
+from mmserve.constraint.compile.begun import FirstAnswers
 from mmserve.constraint.compile.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.compile.child import PROGRAM
 from mmserve.constraint.compile.grammar import kind_of
@@ -48,7 +48,7 @@ class Grammars:
                 self._outcomes.put(key, outcome)
         return _granted(spec, outcome)
 
-    def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, First]:
+    def first(self, spec: ConstraintSpec, budget: int, cache: str = "") -> tuple[Grammar, FirstAnswers]:
         """The grammar of ``spec``, and the shortest answers found under it where there is room for ``budget`` tokens.
 
         Raises as ``grammar``; ``program`` must be one that looks for answers.

@@ -1,4 +1,4 @@
-"""What passes between the server and the child process: JSON behind its length, over pipes."""
+"""What passes between the server and the child process: JSON after its length, over pipes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, BinaryIO
 
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import Begun, Close, First
+from mmserve.constraint.compile.begun import CompileReply, Completion, FirstAnswers
 from mmserve.constraint.compile.cfg import Sketch
 from mmserve.constraint.compile.vocabulary import Vocabulary
 from mmserve.constraint.findings import Finding, Refused
@@ -97,7 +97,7 @@ def to_grammar(message: Any) -> Grammar:
     return Grammar(message["text"], message["exact"], warnings, message["longest"], message["shortest"], sketch)
 
 
-def from_first(first: First | None) -> Any:
+def from_first(first: FirstAnswers | None) -> Any:
     """A first answer as JSON."""
     if first is None:
         return None
@@ -105,14 +105,14 @@ def from_first(first: First | None) -> Any:
     return [near, patient, first.asked, first.least, first.late]
 
 
-def to_begun(message: Any) -> Begun:
+def to_begun(message: Any) -> CompileReply:
     """A child's answer: a grammar or refusal, and the first answer."""
     outcome, found = to_outcome(message), message.get("first")
     if found is None:
-        return Begun(outcome)
-    near, patient = (None if close is None else Close(tuple(close[0]), close[1]) for close in found[:2])
-    first = First(near, patient, *found[2:])
-    return Begun(outcome, first, lasting=not first.late)
+        return CompileReply(outcome)
+    near, patient = (None if close is None else Completion(tuple(close[0]), close[1]) for close in found[:2])
+    first = FirstAnswers(near, patient, *found[2:])
+    return CompileReply(outcome, first, lasting=not first.late)
 
 
 def _cut(text: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import First
+from mmserve.constraint.compile.begun import FirstAnswers
 from mmserve.constraint.compile.grammar import grammars_of, kind_of
 from mmserve.constraint.compile.vocabulary import Vocabulary, trie_of
 from mmserve.constraint.findings import Refused
@@ -49,7 +49,7 @@ class Program(Protocol):
     trie: Any  # llguidance's ``LLTokenizer``
     longest: int  # bytes of a token, at most
 
-    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[First], None]) -> None:
+    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
         """Look for the first answer under ``grammar``, and hand out what is found as it is found."""
         ...
 
@@ -61,7 +61,7 @@ class Compiling:
         self.trie = trie_of(vocabulary)
         self.longest = max(map(len, vocabulary.tokens), default=1)
 
-    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[First], None]) -> None:
+    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
         """Nothing."""
 
 
@@ -100,14 +100,14 @@ def serve(program: Callable[[Vocabulary], Program]) -> None:
         last = broken or ("slow" not in reply and resident() - begun > most)
         _send(reply | {"last": last})
         if last:
-            os._exit(1)  # a panic may leave anything behind
+            os._exit(1)  # a panic may leave anything after
 
 
 def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
     """The reply to ``message``, and whether this process can no longer be trusted."""
-    quick, budget, found = message["quick"], message["budget"], First()
+    quick, budget, found = message["quick"], message["budget"], FirstAnswers()
 
-    def finds(first: First) -> None:
+    def finds(first: FirstAnswers) -> None:
         nonlocal found
         found = first
 
@@ -118,7 +118,7 @@ def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
         """Say at once what is known before anything is compiled."""
         if budget is not None and least(grammar) > max(budget, FAR_TOKENS):
             raise _Known(
-                wire.from_outcome(grammar) | {"first": wire.from_first(First(least=least(grammar), late=True))}
+                wire.from_outcome(grammar) | {"first": wire.from_first(FirstAnswers(least=least(grammar), late=True))}
             )
         if quick is not None and len(grammar.text) > LARGE_BYTES:
             raise _Known({"slow": True, "grammar": wire.from_outcome(grammar) | {"index": index}})
@@ -142,7 +142,7 @@ def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
     except _Late:
         if quick is not None:
             return {"slow": True, "grammar": None}, False
-        found = First(found.near, found.patient, asked=True, least=found.least, late=True)
+        found = FirstAnswers(found.near, found.patient, asked=True, least=found.least, late=True)
     except MemoryError:
         return wire.from_outcome(_memory(kind_of(wire.to_spec(message)))), True
     except BaseException as error:  # noqa: BLE001 - as below

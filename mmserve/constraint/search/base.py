@@ -7,18 +7,18 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from mmserve.constraint.search.prefix_equivalence import Kinds
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 
 
 class Matcher(Protocol):
-    """A place in a constraint's language: the tokens consumed so far, and what may follow them.
+    """A state in a constraint's language: the tokens consumed so far, and what may follow them.
 
     Only tokens with bytes are spoken of here. The end of text is no token of the language: it may stand where the
     matcher is ``accepting``, and only more of it may follow.
     """
 
     def fork(self) -> Self:
-        """A matcher at the same place that goes its own way."""
+        """A matcher at the same state that goes its own way."""
         ...
 
     def valid(self, tokens: Sequence[int]) -> int:
@@ -26,7 +26,7 @@ class Matcher(Protocol):
         ...
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` may follow here and the text may end behind them; consumes nothing."""
+        """Whether ``tokens`` may follow here and the text may end after them; consumes nothing."""
         ...
 
     def consume(self, tokens: Sequence[int]) -> None:
@@ -72,12 +72,12 @@ class Constraint(Protocol):
         """Tokens that end a text."""
         ...
 
-    def kinds(self) -> Kinds:
+    def classes(self) -> PrefixClasses:
         """Classes of the beginnings of texts: what may follow one of a class may follow all of it."""
         ...
 
     def start(self) -> Matcher:
-        """A matcher in front of the first token."""
+        """A matcher before the first token."""
         ...
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-#: Of each place in a word.
+#: Of each state in a word.
 _BITS = tuple(np.uint32(1 << i) for i in range(32))
 #: Tokens that are put into a set one by one: numpy takes longer to begin.
 _FEW = 16

@@ -1,4 +1,4 @@
-"""How a fork of the parser is brought to its end behind the part of the canvas that is searched."""
+"""How a fork of the parser is brought to its end after the part of the canvas that is searched."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.parser_states import BLIND, Place
-from mmserve.constraint.search.shortest_completion import shortest_close
+from mmserve.constraint.search.parser_states import BLIND, ParserState
+from mmserve.constraint.search.shortest_completion import find_completion
 
 
 @dataclass
@@ -19,27 +19,27 @@ class Closing:
     size: int  # positions of the answer
     lexicon: Lexicon
     remembered: tuple[tuple[int, ...], ...] = ()
-    places: int = 60  # of the parser, for a new way
+    states: int = 60  # of the parser, for a new way
     shift: int = 6  # positions that the old witness's own way may be moved
-    searches: int = 6  # places from which a new way is looked for in one search
+    searches: int = 6  # states from which a new way is looked for in one search
     thorough: int = 1  # of these, with more effort: where what comes first leads nowhere, as in `a+b`
     patient: bool = False  # whether another way is looked for where one that is known is too long
-    far: Callable[[Place], tuple[int, ...] | None] | None = None  # how, if not by asking the parser alone
+    far: Callable[[ParserState], tuple[int, ...] | None] | None = None  # how, if not by asking the parser alone
     found: list[tuple[int, ...]] = field(default_factory=list)
-    asked: set[Place] = field(default_factory=set)  # from where new ways were looked for
+    asked: set[ParserState] = field(default_factory=set)  # from where new ways were looked for
     cramped: bool = False  # a new way was found, and there was no room for it
     cut: bool = False  # a better path than the one taken was given up for want of room
 
     def tail(
-        self, place: Place, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
+        self, state: ParserState, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
     ) -> tuple[int, ...] | None:
-        """Tokens that lead from ``place``, at ``position`` of the answer, to its end within the budget; None if none.
+        """Tokens that lead from ``state``, at ``position`` of the answer, to its end within the budget; None if none.
 
         ``agrees``: whether such tokens agree with what is committed.
         """
-        if place.accepting and agrees(()):
+        if state.accepting and agrees(()):
             return ()
-        matcher = place.matcher
+        matcher = state.matcher
         room, cramped = self.size - position, False
         for way in self._known(position):
             if len(way) > room:
@@ -47,43 +47,43 @@ class Closing:
             elif agrees(way) and matcher.ends(way):
                 return way
         self.cramped |= cramped
-        if not self._may_ask(place) or (cramped and not self.patient):  # a way to the end is known, and too long
+        if not self._may_ask(state) or (cramped and not self.patient):  # a way to the end is known, and too long
             return None
-        new = self.shortest(place)
+        new = self.shortest(state)
         if (new is None or (self.patient and len(new) > room)) and self.thorough:
             self.thorough -= 1
-            new = (self._blindly(place, room) if self.far is None else self.far(place)) or new
+            new = (self._blindly(state, room) if self.far is None else self.far(state)) or new
         if new is None:
             return None
         self.found.append(new)
         self.cramped |= len(new) > room
         return new if len(new) <= room and agrees(new) else None
 
-    def shortest(self, place: Place) -> tuple[int, ...] | None:
-        """A short way from ``place`` to the end, if one is known or may still be looked for."""
-        if not self._may_ask(place):
+    def shortest(self, state: ParserState) -> tuple[int, ...] | None:
+        """A short way from ``state`` to the end, if one is known or may still be looked for."""
+        if not self._may_ask(state):
             return None
-        self.asked.add(place)
-        return place.close(self.lexicon, self.places)
+        self.asked.add(state)
+        return state.completion(self.lexicon, self.states)
 
-    def _blindly(self, place: Place, room: int) -> tuple[int, ...] | None:
+    def _blindly(self, state: ParserState, room: int) -> tuple[int, ...] | None:
         """A way found with more effort; None where all are known to be longer than ``room``, too."""
-        close = shortest_close(place.matcher, self.lexicon, BLIND, within=room)
+        close = find_completion(state.matcher, self.lexicon, BLIND, within=room)
         return None if close is None else close.tokens
 
-    def _may_ask(self, place: Place) -> bool:
-        """Whether a way from ``place`` may be looked for; it counts even if it is known, so that no result depends on
+    def _may_ask(self, state: ParserState) -> bool:
+        """Whether a way from ``state`` may be looked for; it counts even if it is known, so that no result depends on
         what other searches have asked."""
-        return place in self.asked or len(self.asked) < self.searches
+        return state in self.asked or len(self.asked) < self.searches
 
-    def next_tokens(self, place: Place) -> list[int]:
+    def next_tokens(self, state: ParserState) -> list[int]:
         """A token or two for a fork that none of the model's candidates may follow."""
-        if place.few is None:
-            matcher = place.matcher
+        if state.few is None:
+            matcher = state.matcher
             forced = self.lexicon.cover(matcher.forced())
             closers = (token for token in self.lexicon.closers.tolist() if matcher.valid([token]))
-            place.few = forced[:1] if forced else list(islice(closers, 2))
-        return place.few
+            state.few = forced[:1] if forced else list(islice(closers, 2))
+        return state.few
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
         """The old witness's way from here, then as if it were a little farther on or back, then those seen before."""

@@ -1,7 +1,8 @@
 """Short completions of a text, found by byte rather than by token: most bytes that may follow are alike.
 
-``walk`` goes straight for the end, ``shorter.improve`` makes what it finds shorter, and ``cheapest`` searches where
-going straight does not arrive. A completion is bytes; ``Lexicon.cover`` spells it in the fewest tokens.
+``walk`` takes the first byte that closes something, everywhere; ``local_search.shorten`` shortens what it finds;
+``cheapest`` searches where a walk does not arrive. A completion is bytes, which ``Lexicon.cover`` spells in the fewest
+tokens.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ FORK, MASK, BYTE = 16, 100, 8
 class Work:
     """What a search may still do: the same for the same text, whatever the clock says.
 
-    Places of the parser alone bound no time: of a long text, a single one may be asked for all that is behind it.
+    States of the parser alone bound no time: of a long text, a single one may be asked for all that is after it.
     """
 
-    places: int
+    states: int
     reads: int = 4_000_000  # tokens that parsers read, and what takes as long
 
     def spend(self, reads: int = 0) -> bool:
-        """Take one place, and what was read there; False when nothing is left."""
-        self.places -= 1
+        """Take one state, and what was read there; False when nothing is left."""
+        self.states -= 1
         self.reads -= reads
         return self.left
 
     def read(self, reads: int) -> None:
-        """Take what was read at a place that is paid for."""
+        """Take what was read at a state that is paid for."""
         self.reads -= reads
 
     @property
     def left(self) -> bool:
         """Whether anything may still be done."""
-        return self.places >= 0 and self.reads >= 0
+        return self.states >= 0 and self.reads >= 0
 
 
 def after(matcher: Matcher, tokens: Sequence[int]) -> Matcher | None:
-    """A matcher behind ``tokens``; None if they may not follow, or the parser has come to its limits with them."""
+    """A matcher after ``tokens``; None if they may not follow, or the parser has come to its limits with them."""
     fork = matcher.fork()
     try:
         fork.consume(tokens)
@@ -65,10 +66,10 @@ def completes(matcher: Matcher, tokens: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Walk:
-    """A completion and the places on its way where there was a choice."""
+    """A completion and the states on its way where there was a choice."""
 
     tokens: tuple[int, ...]
-    choices: tuple[int, ...] = field(repr=False)  # tokens before the place; a parser for each would take megabytes
+    choices: tuple[int, ...] = field(repr=False)  # tokens before the state; a parser for each would take megabytes
 
 
 #: Longest completion, in tokens, that a walk looks for.
@@ -84,7 +85,7 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work) -> Walk | None:
 
     None if it does not arrive.
 
-    Where one closer has led nowhere several times in a row, as zeros behind ``0.`` do, the next one is taken.
+    Where one closer has led nowhere several times in a row, as zeros after ``0.`` do, the next one is taken.
     """
     at, tokens = matcher.fork(), list[int]()  # one copy, that moves: one a step would make long answers dear
     choices: list[int] = []
@@ -105,7 +106,7 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work) -> Walk | None:
 
 
 def onward(at: Matcher, lexicon: Lexicon, tokens: Sequence[int]) -> tuple[list[int], bool]:
-    """The next tokens of a walk behind ``tokens``, and whether there was a choice; none where nothing may follow."""
+    """The next tokens of a walk after ``tokens``, and whether there was a choice; none where nothing may follow."""
     known = lexicon.cover(at.ahead())
     return (known, False) if known else (_first(at, lexicon, list(tokens[-_TIRED:])), True)
 
@@ -130,7 +131,7 @@ def _first(at: Matcher, lexicon: Lexicon, latest: list[int]) -> list[int]:
 def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, similar: int) -> list[int] | None:
     """A completion of few bytes by search; None if the work was not enough.
 
-    At a place at most ``choices`` closers are tried, and of the places at one length where the same bytes may follow
+    At a state at most ``choices`` closers are tried, and of the states at one length where the same bytes may follow
     ``similar`` are looked at.
     """
     serial = 0

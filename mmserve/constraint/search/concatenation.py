@@ -1,6 +1,6 @@
 """A template as one language, for models that write from left to right: fixed texts, and other languages between them.
 
-No token stands on both sides of a seam, and a hole ends where the text behind it is first complete: each row of tokens
+No token stands on both sides of a seam, and a hole ends where the text after it is first complete: each row of tokens
 is read in one way only, so that it is known which of them fill which hole.
 """
 
@@ -14,12 +14,12 @@ import numpy as np
 from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.base import Constraint, Matcher
 from mmserve.constraint.search.completion import after
-from mmserve.constraint.search.prefix_equivalence import Kinds, Texts
+from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
 from mmserve.constraint.search.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
-class Bounded:
+class BoundedHole:
     """A hole: at most ``most`` tokens of ``constraint``."""
 
     constraint: Constraint
@@ -32,7 +32,7 @@ class Concatenation:
     last. The holes are over ``vocabulary``."""
 
     texts: tuple[bytes, ...]
-    holes: tuple[Bounded, ...]
+    holes: tuple[BoundedHole, ...]
     vocabulary: Vocabulary
 
     @property
@@ -45,13 +45,13 @@ class Concatenation:
         """Tokens that end a text."""
         return self.vocabulary.end_ids
 
-    def kinds(self) -> Kinds:
+    def classes(self) -> PrefixClasses:
         """Classes of the beginnings of texts: every one is a class of its own."""
-        return Texts()
+        return DistinctTexts()
 
     def start(self) -> ConcatenationMatcher:
-        """A matcher in front of the first token."""
-        before = Place(-1, texts=((0, 0),))
+        """A matcher before the first token."""
+        before = ConcatenationState(-1, texts=((0, 0),))
         return ConcatenationMatcher(self, before if self.texts[0] else self._opened(before))
 
     @property
@@ -69,96 +69,96 @@ class Concatenation:
         matcher.consume(tokens)
         if not matcher.accepting:
             raise ValueError("these tokens are no whole answer")
-        place = matcher.place
-        spans = place.spans if place.hole is None else (*place.spans, (place.since, place.tokens))
+        state = matcher.state
+        spans = state.spans if state.hole is None else (*state.spans, (state.since, state.tokens))
         return [list(tokens[start:end]) for start, end in spans]
 
-    def text(self, place: Place) -> bytes:
+    def text(self, state: ConcatenationState) -> bytes:
         """The text that comes next; empty if there is none."""
-        return self.texts[place.number + 1] if place.number + 1 < len(self.texts) else b""
+        return self.texts[state.number + 1] if state.number + 1 < len(self.texts) else b""
 
-    def begun(self, place: Place) -> tuple[tuple[int, int], ...]:
-        """The ways in which that text may go on: how many bytes of it stand, and in front of which token it began."""
-        ended = place.hole is not None and place.hole.accepting and self.text(place)
-        return (*place.texts, (0, place.tokens)) if ended else place.texts
+    def begun(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
+        """The ways in which that text may go on: how many bytes of it stand, and before which token it began."""
+        ended = state.hole is not None and state.hole.accepting and self.text(state)
+        return (*state.texts, (0, state.tokens)) if ended else state.texts
 
-    def roomy(self, place: Place) -> Matcher | None:
+    def roomy(self, state: ConcatenationState) -> Matcher | None:
         """The matcher of the hole that is open, if it may take a token more."""
-        if place.hole is None or place.tokens - place.since >= self.holes[place.number].most:
+        if state.hole is None or state.tokens - state.since >= self.holes[state.number].most:
             return None
-        return place.hole
+        return state.hole
 
-    def behind(self, place: Place, token: int) -> Place | None:
-        """The place behind ``token``; None if it may not follow."""
-        spelled, text = self.token_bytes[token], self.text(place)
+    def behind(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
+        """The state after ``token``; None if it may not follow."""
+        spelled, text = self.token_bytes[token], self.text(state)
         if not spelled:
             return None
-        texts = tuple((size + len(spelled), at) for size, at in self.begun(place) if text.startswith(spelled, size))
+        texts = tuple((size + len(spelled), at) for size, at in self.begun(state) if text.startswith(spelled, size))
         for size, at in texts:
             if size == len(text):
-                spans = (*place.spans, (place.since, at)) if place.number >= 0 else ()
-                return self._opened(replace(place, tokens=place.tokens + 1, spans=spans))
-        roomy = self.roomy(place)
+                spans = (*state.spans, (state.since, at)) if state.number >= 0 else ()
+                return self._opened(replace(state, tokens=state.tokens + 1, spans=spans))
+        roomy = self.roomy(state)
         hole = None if roomy is None or not roomy.valid([token]) else after(roomy, [token])
         if hole is None and not texts:
             return None
-        return replace(place, tokens=place.tokens + 1, hole=hole, texts=texts)
+        return replace(state, tokens=state.tokens + 1, hole=hole, texts=texts)
 
-    def _opened(self, place: Place) -> Place:
-        """``place`` at the next hole, or behind the last text."""
-        number = place.number + 1
+    def _opened(self, state: ConcatenationState) -> ConcatenationState:
+        """``state`` at the next hole, or after the last text."""
+        number = state.number + 1
         hole = self.holes[number].constraint.start() if number < len(self.holes) else None
-        return replace(place, number=number, since=place.tokens, hole=hole, texts=())
+        return replace(state, number=number, since=state.tokens, hole=hole, texts=())
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in a concatenation; its matcher is shared, and never moved."""
+class ConcatenationState:
+    """A state in a concatenation; its matcher is shared, and never moved."""
 
-    number: int  # of the hole, -1 in front of the first
+    number: int  # of the hole, -1 before the first
     tokens: int = 0  # consumed
-    since: int = 0  # of them, those in front of the hole
+    since: int = 0  # of them, those before the hole
     hole: Matcher | None = None  # None where nothing more may fill it
     texts: tuple[tuple[int, int], ...] = ()  # as ``Concatenation.begun`` tells them, but for one that begins here
-    spans: tuple[tuple[int, int], ...] = ()  # first token, and first behind, of each hole that is filled
+    spans: tuple[tuple[int, int], ...] = ()  # first token, and first after, of each hole that is filled
 
 
 @dataclass
 class ConcatenationMatcher:
-    """A place in a concatenation's language, as ``Matcher``."""
+    """A state in a concatenation's language, as ``Matcher``."""
 
     language: Concatenation
-    place: Place
+    state: ConcatenationState
 
     def fork(self) -> ConcatenationMatcher:
-        """A matcher at the same place that goes its own way."""
-        return ConcatenationMatcher(self.language, self.place)
+        """A matcher at the same state that goes its own way."""
+        return ConcatenationMatcher(self.language, self.state)
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of ``tokens`` may follow here; end tokens may not."""
-        place: Place = self.place
+        state: ConcatenationState = self.state
         for count, token in enumerate(tokens):
-            following = self._step(place, token)
+            following = self._step(state, token)
             if following is None:
                 return count
-            place = following
+            state = following
         return len(tokens)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` may follow here and the text may end behind them."""
+        """Whether ``tokens`` may follow here and the text may end after them."""
         fork = after(self, tokens)
         return fork is not None and fork.accepting
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by ``tokens``; ``ValueError`` if they may not follow here."""
         for token in tokens:
-            following = self._step(self.place, token)
+            following = self._step(self.state, token)
             if following is None:
                 raise ValueError("these tokens may not follow here")
-            self.place = following
+            self.state = following
 
-    def _step(self, place: Place, token: int) -> Place | None:
-        return self.language.behind(place, token) if 0 <= token < len(self.language.token_bytes) else None
+    def _step(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
+        return self.language.behind(state, token) if 0 <= token < len(self.language.token_bytes) else None
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens that may follow here."""
@@ -166,7 +166,7 @@ class ConcatenationMatcher:
 
     def mask(self) -> np.ndarray:
         """Which tokens may follow here, as a ``bitmask``."""
-        hole = self.language.roomy(self.place)
+        hole = self.language.roomy(self.state)
         words = bitmask.of((), len(self.language.token_bytes)) if hole is None else hole.mask()
         bitmask.add(words, self._of_texts())
         return words
@@ -176,31 +176,31 @@ class ConcatenationMatcher:
         return bitmask.has(self.mask(), tokens)
 
     def _of_texts(self) -> list[int]:
-        text = self.language.text(self.place)
-        rests = [text[size:] for size, _at in self.language.begun(self.place)]
+        text = self.language.text(self.state)
+        rests = [text[size:] for size, _at in self.language.begun(self.state)]
         return [token for rest in rests for token in self.language.vocabulary.within(rest, whole=True)]
 
     def forced(self) -> bytes:
         """The bytes that must follow here; empty where there is a choice, or where the text may end."""
-        begun, hole = self.language.begun(self.place), self.language.roomy(self.place)
+        begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
         if hole is not None and not begun:
             return hole.forced()
         if len(begun) == 1 and (hole is None or not len(hole.allowed())):
-            return self.language.text(self.place)[begun[0][0] :]
+            return self.language.text(self.state)[begun[0][0] :]
         return b""
 
     def ahead(self) -> bytes:
-        """The rest of the text behind the hole, as soon as the hole may end; else what the hole knows."""
-        begun, hole = self.language.begun(self.place), self.language.roomy(self.place)
+        """The rest of the text after the hole, as soon as the hole may end; else what the hole knows."""
+        begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
         if begun:
-            return self.language.text(self.place)[begun[0][0] :]
+            return self.language.text(self.state)[begun[0][0] :]
         return b"" if hole is None else hole.ahead()
 
     @property
     def accepting(self) -> bool:
         """Whether the text may end here."""
-        place = self.place
-        if place.number == len(self.language.holes):
+        state = self.state
+        if state.number == len(self.language.holes):
             return True
-        last = place.number == len(self.language.holes) - 1 and not self.language.text(place)
-        return last and place.hole is not None and place.hole.accepting
+        last = state.number == len(self.language.holes) - 1 and not self.language.text(state)
+        return last and state.hole is not None and state.hole.accepting

@@ -30,7 +30,7 @@ _WINDOW = 9.0
 
 
 @dataclass(frozen=True)
-class Field:
+class TokenLattice:
     """Positions ``start`` to ``start + size``; all lists count from ``start``."""
 
     start: int
@@ -43,7 +43,7 @@ class Field:
     end_token: list[int]  # the end token that is most likely here
     first: list[int]  # the committed token or the most likely one
     first_end: int  # of the first choices, how many stand before an end token
-    ends_first: bool  # whether the first choices behind that are all end tokens
+    ends_first: bool  # whether the first choices after that are all end tokens
     first_score: float
     most: list[float]  # [size + 1] the most that all from here to the field's end may score
     ended: list[float]  # [size + 1] what only ends from here on score; -inf where a committed token is none
@@ -62,7 +62,7 @@ class Field:
         return run
 
     def agrees(self, begin: int, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` from ``begin`` on, and the end of text behind them, agree with what is committed."""
+        """Whether ``tokens`` from ``begin`` on, and the end of text after them, agree with what is committed."""
         for p in range(begin, self.last_fixed + 1):
             token, i = self.fixed[p], p - begin
             if token is not None and (token != tokens[i] if i < len(tokens) else token not in self.ends):
@@ -70,7 +70,7 @@ class Field:
         return True
 
     def score(self, begin: int, tokens: Sequence[int]) -> float:
-        """Sum of log-probabilities of ``tokens`` and the end of text behind them, from ``begin`` to the field's end.
+        """Sum of log-probabilities of ``tokens`` and the end of text after them, from ``begin`` to the field's end.
 
         They agree with what is committed.
         """
@@ -87,7 +87,7 @@ class Field:
         return [dict(options) for options in self.options]
 
 
-def lay_out(
+def build_lattice(
     known: np.ndarray,
     start: int,
     horizon: int,
@@ -96,7 +96,7 @@ def lay_out(
     length: int,
     ends: frozenset[int],
     lexicon: Lexicon,
-) -> Field:
+) -> TokenLattice:
     """The field from ``start`` to ``horizon``.
 
     Args:
@@ -160,7 +160,7 @@ def lay_out(
         best_score = max(options[p][0][1] if options[p] else floor[p], end_score[p], floor[p])
         most[p] = most[p + 1] + best_score
         stayed[p] = stayed[p + 1] + stays[p]
-    return Field(
+    return TokenLattice(
         start,
         size,
         fixed,

@@ -21,11 +21,11 @@ class Scalars:
 
     quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
     digits: tuple[int, ...]  # single bytes of numbers
-    opening: np.ndarray  # bool [V]: a quote, more behind it, and no other quote
+    opening: np.ndarray  # bool [V]: a quote, more after it, and no other quote
     numeric: np.ndarray  # bool [V]: several bytes of a number and nothing else
     counting: np.ndarray  # bool [V]: tokens that begin with a byte of a number
-    behind_strings: tuple[bytes, ...]  # what tokens hold behind a quote
-    behind_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold behind the number
+    behind_strings: tuple[bytes, ...]  # what tokens hold after a quote
+    behind_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold after the number
 
     @classmethod
     def of(cls, token_bytes: Sequence[bytes]) -> Scalars:

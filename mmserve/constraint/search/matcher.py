@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.prefix_equivalence import Kinds, kinds_of
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses, prefix_classes
 from mmserve.constraint.search.vocabulary import Vocabulary
 
 
@@ -47,12 +47,12 @@ class Grammar:
         """Bytes of its text."""
         return len(self.source)
 
-    def kinds(self) -> Kinds:
+    def classes(self) -> PrefixClasses:
         """Classes of the beginnings of texts that the grammar cannot tell apart."""
-        return kinds_of(self.source)
+        return prefix_classes(self.source)
 
     def start(self) -> GrammarMatcher:
-        """A matcher in front of the first token."""
+        """A matcher before the first token."""
         return GrammarMatcher(self._compiled.deep_copy(), self.vocabulary)
 
     def apart(self) -> Grammar:
@@ -64,7 +64,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """A place in a grammar's language.
+    """A state in a grammar's language.
 
     A parser that fails in the middle (it has limits on its work) allows and accepts nothing from there on.
     """
@@ -75,7 +75,7 @@ class GrammarMatcher:
         self._parser, self._vocabulary, self._content = parser, vocabulary, vocabulary.content
 
     def fork(self) -> GrammarMatcher:
-        """A matcher at the same place; takes about a microsecond."""
+        """A matcher at the same state; takes about a microsecond."""
         return GrammarMatcher(self._parser.deep_copy(), self._vocabulary)
 
     def valid(self, tokens: Sequence[int]) -> int:
@@ -88,7 +88,7 @@ class GrammarMatcher:
         return self._parser.validate_tokens(tokens if isinstance(tokens, list) else list(tokens))
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` may follow here and the text may end behind them.
+        """Whether ``tokens`` may follow here and the text may end after them.
 
         About 2 microseconds, where to go there takes 40: what a parser does once its text is whole.
         """

@@ -1,4 +1,4 @@
-"""Places of a constraint that searches have been at, so that the parser is asked once where texts are alike.
+"""States of a constraint that searches have been at, so that the parser is asked once where texts are alike.
 
 A step's search goes mostly where the step before it has gone, and half of the ways that it tries at once differ in
 nothing that a constraint could tell (``prefix_equivalence``): other words in a string, another digit. What is kept
@@ -17,76 +17,79 @@ from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.base import Matcher
 from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.prefix_equivalence import Kinds, Scalar, Texts
-from mmserve.constraint.search.shortest_completion import Effort, quick_close, shortest_close
+from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, Scalar
+from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
 from mmserve.constraint.search.vocabulary import LONGEST
 from mmserve.memory import resident
 
 #: Bytes that may be kept from one search to the next.
 LIMIT = 16 << 20
-#: Bytes of a place, of a byte of text in front of it (a parser keeps what it has read, up to 190 bytes for each), and
+#: Bytes of a state, of a byte of text before it (a parser keeps what it has read, up to 190 bytes for each), and
 #: of a way that was asked for, with what the parser's lexer has learned on it. Measured, and rounded up.
-_PLACE, _BYTE, _WAY = 8_000, 200, 500
+_STATE, _BYTE, _WAY = 8_000, 200, 500
 #: Bytes that a process grows by in a search, from which on they are taken for the search's own.
 _NOTICED = 1 << 20
 #: Most bytes that a lexer takes with all the states that ``PARSER_LIMITS`` allow it. Measured, and rounded up.
 _LEXER = 12 << 20
-#: A matcher is put in another's place where it has read so much less: to fork it takes time for all that it has read.
+#: A matcher is put in another's state where it has read so much less: to fork it takes time for all that it has read.
 _DEEPER = 500
-#: Places gone on from in search of an end that a walk of the parser did not find.
+#: States gone on from in search of an end that a walk of the parser did not find.
 _FAR = 24
-#: The same for texts that are each of their own kind.
-BLIND = Effort(exact_tokens=200, patient_tokens=0, places=60, alternatives=4)
+#: The same for texts that are each of their own prefix_class.
+BLIND = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """What stands for a place where it is asked how far the end is (``lookahead``): itself, or all that are alike."""
+class Representative:
+    """What stands for a state where it is asked how far the end is (``lookahead``): itself, or all that are alike."""
 
     key: Hashable
-    next: tuple[Place, ...] | None  # one token farther on; None if they are not known
+    next: tuple[ParserState, ...] | None  # one token farther on; None if they are not known
     tokens: tuple[int, ...]  # some that may lead there
 
 
-class Place:
-    """What may follow texts of one kind. ``matcher`` stands behind one of them, and is never moved."""
+class ParserState:
+    """What may follow texts of one prefix_class. ``matcher`` stands after one of them, and is never moved."""
 
-    __slots__ = ("_close", "accepting", "around", "depth", "far", "few", "kind", "matcher", "next")
+    __slots__ = ("_completion", "accepting", "depth", "far", "few", "matcher", "next", "prefix_class", "representative")
 
-    def __init__(self, matcher: Matcher, kind: Hashable | None, depth: int) -> None:
-        self.matcher, self.kind, self.depth = matcher, kind, depth  # bytes in front of the matcher
+    def __init__(self, matcher: Matcher, prefix_class: Hashable | None, depth: int) -> None:
+        self.matcher, self.prefix_class, self.depth = matcher, prefix_class, depth  # bytes before the matcher
         self.accepting = matcher.accepting
-        #: What is behind a token or a row of them, as far as it was asked: a place, None, that there is one (True), or
+        #: What is after a token or a row of them, as far as it was asked: a state, None, that there is one (True), or
         #: that there is one which the parser does not reach within its limits (False).
-        self.next: dict[int | tuple[int, ...], Place | bool | None] = {}
-        self._close: tuple[int, ...] | bool | None = False  # False: not looked for yet
+        self.next: dict[int | tuple[int, ...], ParserState | bool | None] = {}
+        self._completion: tuple[int, ...] | bool | None = False  # False: not looked for yet
         self.few: list[int] | None = None  # as ``Closing.next_tokens``
-        self.far: tuple[int, ...] | bool | None = False  # as ``Places.far_close``
-        self.around: Around | None = None
+        self.far: tuple[int, ...] | bool | None = False  # as ``ParserStateCache.far_completion``
+        self.representative: Representative | None = None
 
-    def close(self, lexicon: Lexicon, places: int) -> tuple[int, ...] | None:
-        """As ``quick_close``."""
-        if isinstance(self._close, bool):
-            self._close = quick_close(self.matcher, lexicon, places)
-        return self._close
-
-
-class Spent(Exception):
-    """The places' own parser has come to its limits for good, as ``Places.spent`` says."""
+    def completion(self, lexicon: Lexicon, states: int) -> tuple[int, ...] | None:
+        """As ``quick_completion``."""
+        if isinstance(self._completion, bool):
+            self._completion = quick_completion(self.matcher, lexicon, states)
+        return self._completion
 
 
-class Places:
-    """The places of one constraint, and the kinds of its texts. Everything is asked of what ``lent`` gives.
+class ParserBudgetExhausted(Exception):
+    """The states' own parser has come to its limits for good, as ``ParserStateCache.exhausted`` says."""
 
-    ``parser`` gives a matcher in front of the first token, of a parser that no request has: what searches spend of its
+
+class ParserStateCache:
+    """The states of one constraint, and the classes of its texts. Everything is asked of what ``acquire`` gives.
+
+    ``parser`` gives a matcher before the first token, of a parser that no request has: what searches spend of its
     limits, requests keep. It may take as long as compiling. Without it, searches have their request's parser.
     """
 
     def __init__(
-        self, lexicon: Lexicon, kinds: Callable[[], Kinds] = Texts, parser: Callable[[], Matcher] | None = None
+        self,
+        lexicon: Lexicon,
+        classes: Callable[[], PrefixClasses] = DistinctTexts,
+        parser: Callable[[], Matcher] | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self.lexicon, self._make, self._parser = lexicon, kinds, parser
+        self.lexicon, self._make, self._parser = lexicon, classes, parser
         self._start: Matcher | None = None  # of that parser, and a token that may follow there
         self._follows: list[int] = []
         self._limited, self._learned = False, 0
@@ -99,19 +102,19 @@ class Places:
             self._start, self._lexer = None, 0
         elif self._start is not None:
             self._lexer = min(self._lexer + self._learned, _LEXER)
-        self._learned = 0  # bytes that the process has grown by in searches, beside what places count for
-        self._kinds, self._places = self._make(), dict[Hashable, Place]()
-        self._root: tuple[bytes, Hashable] = b"", self._kinds.begun()  # where the latest search began
+        self._learned = 0  # bytes that the process has grown by in searches, beside what states count for
+        self._classes, self._states = self._make(), dict[Hashable, ParserState]()
+        self._root: tuple[bytes, Hashable] = b"", self._classes.start()  # where the latest search began
         self._limited = False
-        #: Of each request's parser that places were made with, one of its matchers and a token that may follow there.
+        #: Of each request's parser that states were made with, one of its matchers and a token that may follow there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
-        #: What stands for the places within a string or number, by what ``inside`` says of them.
-        self.around: dict[Hashable, Around] = {}
-        self.ahead = False  # whether it was looked at what is behind the start of a text (``lookahead``)
+        #: What stands for the states within a string or number, by what ``inside`` says of them.
+        self.representatives: dict[Hashable, Representative] = {}
+        self.ahead = False  # whether it was looked at what is after the start of a text (``lookahead``)
         self.size = self._lexer  # about so many bytes
 
     @property
-    def spent(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether one of the parsers has come to its limits for good.
 
         What its lexer has learned is shared by all matchers of a parser, and bounded. With the last of it they all deny
@@ -121,18 +124,18 @@ class Places:
         return any(matcher.valid(follows) < len(follows) for matcher, follows in (*own, *self._parsers))
 
     @contextmanager
-    def lent(self) -> Iterator[Places]:
-        """For one search: these places, or new ones where another thread's search is at them, so that none waits.
+    def acquire(self) -> Iterator[ParserStateCache]:
+        """For one search: these states, or new ones where another thread's search is at them, so that none waits.
 
         Nothing is kept of a search in which a parser has failed or come to its limits, nor more than ``LIMIT`` bytes.
         """
         if not self._lock.acquire(blocking=False):
-            yield Places(self.lexicon, self._make)
+            yield ParserStateCache(self.lexicon, self._make)
             return
         size, before, self._built = self.size, resident(), 0
         try:
             yield self
-            self._limited |= self.spent
+            self._limited |= self.exhausted
         except BaseException:
             self._limited = True
             raise
@@ -145,27 +148,27 @@ class Places:
                 self._forget()
             self._lock.release()
 
-    def behind(self, text: bytes, matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> Place:
-        """The place of ``text``, behind which ``matcher`` gives one. A search begins with it.
+    def locate(self, text: bytes, matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:
+        """The state of ``text``, after which ``matcher`` gives one. A search begins with it.
 
         ``follows``: what is known to be able to follow, a token.
         """
-        known, kind = self._root
-        if kind is None or not text.startswith(known):
-            known, kind = b"", self._kinds.begun()
-        kind = self._kind(kind, text[len(known) :])
-        self._root = text, kind
-        place = None if kind is None else self._places.get(kind)
-        if place is None or place.depth > len(text) + _DEEPER:
-            place = self._of(kind, matcher(), len(text))
+        known, prefix_class = self._root
+        if prefix_class is None or not text.startswith(known):
+            known, prefix_class = b"", self._classes.start()
+        prefix_class = self._class_after(prefix_class, text[len(known) :])
+        self._root = text, prefix_class
+        state = None if prefix_class is None else self._states.get(prefix_class)
+        if state is None or state.depth > len(text) + _DEEPER:
+            state = self._of(prefix_class, matcher(), len(text))
             if self._parser is None:
-                self._parsers.append((place.matcher, list(follows) or _follows(place.matcher)))
-        return place
+                self._parsers.append((state.matcher, list(follows) or _follows(state.matcher)))
+        return state
 
-    def own(self, before: Sequence[int]) -> Matcher | None:
-        """A matcher behind the tokens ``before`` of the parser that no request has; None if there is none.
+    def own_matcher(self, before: Sequence[int]) -> Matcher | None:
+        """A matcher after the tokens ``before`` of the parser that no request has; None if there is none.
 
-        Raises ``Spent``.
+        Raises ``ParserBudgetExhausted``.
         """
         if self._parser is None:
             return None
@@ -179,71 +182,73 @@ class Places:
             matcher.consume(list(before))
         except ValueError as error:
             self._limited = True
-            raise Spent from error
+            raise ParserBudgetExhausted from error
         return matcher
 
-    def after(self, place: Place, token: int) -> Place | None:
-        """The place behind ``token``; None if it may not follow, or the parser has come to its limits with it."""
-        found = place.next.get(token, True)
-        if found is True or (isinstance(found, Place) and found.depth > place.depth + LONGEST + _DEEPER):
-            asked = token in place.next
-            found = place.next[token] = self._moved(place, [token], valid=asked)
-        return found if isinstance(found, Place) else None
+    def after(self, state: ParserState, token: int) -> ParserState | None:
+        """The state after ``token``; None if it may not follow, or the parser has come to its limits with it."""
+        found = state.next.get(token, True)
+        if found is True or (isinstance(found, ParserState) and found.depth > state.depth + LONGEST + _DEEPER):
+            asked = token in state.next
+            found = state.next[token] = self._moved(state, [token], valid=asked)
+        return found if isinstance(found, ParserState) else None
 
-    def through(self, place: Place, tokens: Sequence[int]) -> Place | None:
-        """The place behind ``tokens``; None if they may not follow."""
+    def after_all(self, state: ParserState, tokens: Sequence[int]) -> ParserState | None:
+        """The state after ``tokens``; None if they may not follow."""
         key = tuple(tokens)
-        found = place.next.get(key, True)
-        if found is True or (isinstance(found, Place) and found.depth > place.depth + LONGEST * len(key) + _DEEPER):
-            found = place.next[key] = self._moved(place, key)
-        return found if isinstance(found, Place) else None
+        found = state.next.get(key, True)
+        if found is True or (
+            isinstance(found, ParserState) and found.depth > state.depth + LONGEST * len(key) + _DEEPER
+        ):
+            found = state.next[key] = self._moved(state, key)
+        return found if isinstance(found, ParserState) else None
 
-    def reach(self, place: Place, tokens: list[int]) -> int:
+    def reach(self, state: ParserState, tokens: list[int]) -> int:
         """How many of ``tokens``, from the first on, may follow one another."""
         for i, token in enumerate(tokens):
-            found = place.next.get(token, False)
+            found = state.next.get(token, False)
             if found is None:
                 return i
-            if not isinstance(found, Place):
-                far = place.matcher.valid(tokens[i:] if i else tokens)
-                if token not in place.next:
-                    place.next[token] = True if far else None
+            if not isinstance(found, ParserState):
+                far = state.matcher.valid(tokens[i:] if i else tokens)
+                if token not in state.next:
+                    state.next[token] = True if far else None
                     self.size += _WAY
                 return i + far
-            place = found
+            state = found
         return len(tokens)
 
-    def inside(self, place: Place) -> tuple[Scalar, Hashable] | None:
-        """As ``Kinds.inside``."""
-        return None if place.kind is None else self._kinds.inside(place.kind)
+    def inside(self, state: ParserState) -> tuple[Scalar, Hashable] | None:
+        """As ``PrefixClasses.inside``."""
+        return None if state.prefix_class is None else self._classes.inside(state.prefix_class)
 
     @property
     def known(self) -> bool:
         """Whether texts have classes."""
-        return not isinstance(self._kinds, Texts)
+        return not isinstance(self._classes, DistinctTexts)
 
-    def far_close(self, place: Place) -> tuple[int, ...] | None:
-        """A completion found with more effort than ``Place.close``, where what comes first leads nowhere, as in `a+b`;
-        None if there was none so near."""
-        if isinstance(place.far, bool):
+    def far_completion(self, state: ParserState) -> tuple[int, ...] | None:
+        """A completion found with more effort than ``ParserState.completion``, where the first allowed bytes lead
+        nowhere, as in `a+b`; None if there is none within that effort."""
+        if isinstance(state.far, bool):
             if not self.known:
-                found = shortest_close(place.matcher, self.lexicon, BLIND)
-                place.far = None if found is None else found.tokens
+                found = find_completion(state.matcher, self.lexicon, BLIND)
+                state.far = None if found is None else found.tokens
             else:
-                place.far = self._nearest_end(place)
-        return place.far
+                state.far = self._nearest_end(state)
+        return state.far
 
-    def _nearest_end(self, place: Place) -> tuple[int, ...] | None:
-        """The fewest closers that lead from ``place`` to the end; of ways to places that are alike one is gone on."""
-        ways: dict[Place, tuple[int, ...]] = {place: ()}
-        queue = deque([place])
+    def _nearest_end(self, state: ParserState) -> tuple[int, ...] | None:
+        """The fewest closers that lead from ``state`` to the end; of ways to states that are alike one is gone on."""
+        ways: dict[ParserState, tuple[int, ...]] = {state: ()}
+        queue = deque([state])
         for _ in range(_FAR):
             if not queue:
                 break
             at = queue.popleft()
             forced = self.lexicon.cover(at.matcher.forced())
             for step in [forced] if forced else self._apart(at):
-                behind = self.through(at, step) if forced else self.after(at, step[0])
+                behind = self.after_all(at, step) if forced else self.after(at, step[0])
                 if behind is None or behind in ways:
                     continue
                 ways[behind] = (*ways[at], *step)
@@ -252,56 +257,56 @@ class Places:
                 queue.append(behind)
         return None
 
-    def _apart(self, place: Place) -> list[list[int]]:
-        """Closers that may follow ``place``, the first of those behind which texts are alike."""
+    def _apart(self, state: ParserState) -> list[list[int]]:
+        """Closers that may follow ``state``, the first of those after which texts are alike."""
         closers, spelled = self.lexicon.closers, self.lexicon.spelled
-        alike = None if place.kind is None else self._kinds.alike(place.kind)
+        alike = None if state.prefix_class is None else self._classes.alike(state.prefix_class)
         steps, told = dict[Hashable, list[int]](), set[int]()
-        for token in closers[place.matcher.among(closers)].tolist():
+        for token in closers[state.matcher.among(closers)].tolist():
             text = spelled[token]
             number = None if alike is None or len(text) > 1 else alike[text[0]]
             if number in told:
                 continue
-            kind = self._kind(place.kind, text)
-            if kind is not None and number is not None:
+            prefix_class = self._class_after(state.prefix_class, text)
+            if prefix_class is not None and number is not None:
                 told.add(number)
-            steps.setdefault(token if kind is None else (kind,), [token])
+            steps.setdefault(token if prefix_class is None else (prefix_class,), [token])
         return list(steps.values())
 
-    def _moved(self, place: Place, tokens: Sequence[int], *, valid: bool = False) -> Place | bool | None:
-        """What is behind ``tokens``, as ``Place.next`` says it. ``valid``: whether it is known that they may follow."""
+    def _moved(self, state: ParserState, tokens: Sequence[int], *, valid: bool = False) -> ParserState | bool | None:
+        """The entry of ``ParserState.next`` for ``tokens``. ``valid``: whether they are known to be allowed."""
         self.size += _WAY
-        if not valid and place.matcher.valid(tokens) < len(tokens):
+        if not valid and state.matcher.valid(tokens) < len(tokens):
             return None
         text = self.lexicon.text(tokens)
-        kind, depth = self._kind(place.kind, text), place.depth + len(text)
-        found = None if kind is None else self._places.get(kind)
+        prefix_class, depth = self._class_after(state.prefix_class, text), state.depth + len(text)
+        found = None if prefix_class is None else self._states.get(prefix_class)
         if found is not None and found.depth <= depth + _DEEPER:
             return found  # to ask whether the tokens may follow takes a fifth of moving a parser there
-        matcher = after(place.matcher, tokens)
+        matcher = after(state.matcher, tokens)
         if matcher is None:
             self._limited = True
             return False
-        return self._of(kind, matcher, depth)
+        return self._of(prefix_class, matcher, depth)
 
-    def _of(self, kind: Hashable | None, matcher: Matcher, depth: int) -> Place:
-        found = None if kind is None else self._places.get(kind)
+    def _of(self, prefix_class: Hashable | None, matcher: Matcher, depth: int) -> ParserState:
+        found = None if prefix_class is None else self._states.get(prefix_class)
         if found is None:
-            found = Place(matcher, kind, depth)
-            self.size += _PLACE + _BYTE * depth
-            if kind is not None:
-                self._places[kind] = found
+            found = ParserState(matcher, prefix_class, depth)
+            self.size += _STATE + _BYTE * depth
+            if prefix_class is not None:
+                self._states[prefix_class] = found
         elif found.depth > depth + _DEEPER:
             self.size -= _BYTE * (found.depth - depth)
             found.matcher, found.depth = matcher, depth
         return found
 
-    def _kind(self, kind: Hashable | None, text: bytes) -> Hashable | None:
-        """The kind behind ``text``; None where that is not known."""
-        if kind is None:
+    def _class_after(self, prefix_class: Hashable | None, text: bytes) -> Hashable | None:
+        """The prefix_class after ``text``; None where that is not known."""
+        if prefix_class is None:
             return None
         try:
-            return self._kinds.after(kind, text)
+            return self._classes.after(prefix_class, text)
         except ValueError:
             return None
 

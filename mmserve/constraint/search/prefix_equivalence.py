@@ -1,4 +1,4 @@
-"""Texts that a constraint cannot tell apart: whatever may follow one of them may follow the other.
+"""Prefix equivalence: two texts are equivalent if every continuation of one is a continuation of the other.
 
 A document under a schema is judged by the satisfaction of a few conditions on each string and number in it. So two
 beginnings are alike if they have the same structure, and strings and numbers that fare alike under every condition of
@@ -24,29 +24,29 @@ _SIGNS = frozenset(b"-0123456789")
 _LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyz")
 
 
-class Kinds(Protocol):
+class PrefixClasses(Protocol):
     """Classes of the beginnings of texts."""
 
-    def begun(self) -> Hashable:
+    def start(self) -> Hashable:
         """The class of the empty text."""
         ...
 
-    def after(self, kind: Any, text: bytes) -> Hashable:
-        """The class of a text of class ``kind`` and ``text`` behind it. Raises ``ValueError`` where that is unknown."""
+    def after(self, prefix_class: Any, text: bytes) -> Hashable:
+        """The class of a text of class ``prefix_class`` followed by ``text``. Raises ``ValueError`` if unknown."""
         ...
 
-    def alike(self, kind: Any) -> Sequence[int] | None:
-        """A number for each byte: behind a text of class ``kind``, those of one number lead to one class. None where
-        that is not known."""
+    def alike(self, prefix_class: Any) -> Sequence[int] | None:
+        """A number for each byte: after a text of class ``prefix_class``, bytes of one number lead to one class. None
+        if that is not known."""
         ...
 
-    def open(self, kind: Any) -> bool:
-        """Whether a text of class ``kind`` is known to end in the middle of a string, or of an expression."""
+    def open(self, prefix_class: Any) -> bool:
+        """Whether a text of class ``prefix_class`` is known to end in the middle of a string, or of an expression."""
         ...
 
-    def inside(self, kind: Any) -> tuple[Scalar, Hashable] | None:
-        """The string or number that a text of class ``kind`` ends in, if all that are alike around it and may end are
-        alike behind their ends, whatever they hold."""
+    def inside(self, prefix_class: Any) -> tuple[Scalar, Hashable] | None:
+        """The string or number that a text of class ``prefix_class`` ends in, if all texts that are equivalent outside
+        of it, and in which it may end, are equivalent after its end, whatever it holds."""
         ...
 
 
@@ -57,43 +57,43 @@ class Scalar(Enum):
     NUMBER = "number"
 
 
-class Texts:
+class DistinctTexts:
     """Every text is a class of its own."""
 
-    def begun(self) -> bytes:
+    def start(self) -> bytes:
         """The class of the empty text."""
         return b""
 
-    def after(self, kind: bytes, text: bytes) -> bytes:
-        """The class of a text of class ``kind`` and ``text`` behind it."""
-        return kind + text
+    def after(self, prefix_class: bytes, text: bytes) -> bytes:
+        """The class of a text of class ``prefix_class`` and ``text`` after it."""
+        return prefix_class + text
 
-    def alike(self, kind: bytes) -> None:
+    def alike(self, prefix_class: bytes) -> None:
         """Nothing is known."""
 
-    def open(self, kind: bytes) -> bool:
+    def open(self, prefix_class: bytes) -> bool:
         """Nothing is known."""
         return False
 
-    def inside(self, kind: bytes) -> None:
+    def inside(self, prefix_class: bytes) -> None:
         """Nothing is known."""
 
 
-def kinds_of(grammar: str) -> Kinds:
+def prefix_classes(grammar: str) -> PrefixClasses:
     """The classes of the beginnings of sentences of ``grammar`` (of ``constraint.grammar``)."""
     if len(grammar) > _LONGEST:
-        return Texts()
+        return DistinctTexts()
     try:
         part = json.loads(grammar)["grammars"][0]
         if "json_schema" in part and "whitespace_pattern" in part["json_schema"].get("x-guidance", {}):
-            return Texts()
+            return DistinctTexts()
         if "json_schema" in part:
             return Documents(part["json_schema"])
         if found := _EXPRESSION.fullmatch(part["lark_grammar"]):
             return Matches(found[1])
     except (ValueError, KeyError, TypeError):  # a user's own grammar
-        return Texts()
-    return Texts()
+        return DistinctTexts()
+    return DistinctTexts()
 
 
 class _Numbered:
@@ -112,20 +112,20 @@ class _Numbered:
 
 
 class Matches:
-    """Of a regular expression: alike is that behind which the same of it is left."""
+    """Of a regular expression: alike is that after which the same of it is left."""
 
     def __init__(self, expression: str) -> None:
         self._expression = Automaton(expression)
-        self._numbered = _Numbered()  # of bytes of a character that has only begun, and the state in front of it
+        self._numbered = _Numbered()  # of bytes of a character that has only begun, and the state before it
         self._start = self._numbered.of((b"", 0))
 
-    def begun(self) -> int:
+    def start(self) -> int:
         """The class of the empty text."""
         return self._start
 
-    def after(self, kind: int, text: bytes) -> int:
-        """The class of a text of class ``kind`` and ``text`` behind it."""
-        tail, state = self._numbered.keys[kind]
+    def after(self, prefix_class: int, text: bytes) -> int:
+        """The class of a text of class ``prefix_class`` and ``text`` after it."""
+        tail, state = self._numbered.keys[prefix_class]
         for i in range(len(text)):
             tail += text[i : i + 1]
             char = character(tail)
@@ -133,14 +133,14 @@ class Matches:
                 tail, state = b"", self._expression.after(state, char)
         return self._numbered.of((tail, state))
 
-    def alike(self, kind: int) -> None:
+    def alike(self, prefix_class: int) -> None:
         """Nothing is known."""
 
-    def open(self, kind: int) -> bool:
+    def open(self, prefix_class: int) -> bool:
         """All of a text is an expression's."""
         return True
 
-    def inside(self, kind: int) -> None:
+    def inside(self, prefix_class: int) -> None:
         """Nothing is known."""
 
 
@@ -164,38 +164,38 @@ class Documents:
         self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
         self._start = self._places.of((self._open(-1, 0), _BETWEEN, 0))
 
-    def begun(self) -> int:
+    def start(self) -> int:
         """The class of the empty text."""
         return self._start
 
-    def after(self, kind: int, text: bytes) -> int:
-        """The class of a text of class ``kind`` and ``text`` behind it."""
-        place: _Place = self._places.keys[kind]
+    def after(self, prefix_class: int, text: bytes) -> int:
+        """The class of a text of class ``prefix_class`` and ``text`` after it."""
+        state: _Place = self._places.keys[prefix_class]
         for byte in text:
-            place = self._next(place, byte)
-        return self._places.of(place)
+            state = self._next(state, byte)
+        return self._places.of(state)
 
-    def alike(self, kind: int) -> Sequence[int] | None:
-        """As ``Kinds.alike``: known within strings."""
-        _around, mode, scalar = self._places.keys[kind]
+    def alike(self, prefix_class: int) -> Sequence[int] | None:
+        """As ``PrefixClasses.alike``: known within strings."""
+        _representative_of, mode, scalar = self._places.keys[prefix_class]
         return self._strings.alike(scalar) if mode == _STRING else None
 
-    def open(self, kind: int) -> bool:
-        """As ``Kinds.open``, of a name or a value."""
-        mode: int = self._places.keys[kind][1]
+    def open(self, prefix_class: int) -> bool:
+        """As ``PrefixClasses.open``, of a name or a value."""
+        mode: int = self._places.keys[prefix_class][1]
         return mode == _STRING
 
-    def inside(self, kind: int) -> tuple[Scalar, int] | None:
-        """As ``Kinds.inside``: the values of an object or array, where what one holds tells nothing of others."""
-        around, mode, _scalar = self._places.keys[kind]
+    def inside(self, prefix_class: int) -> tuple[Scalar, int] | None:
+        """As ``PrefixClasses.inside``: values of an object or array that say nothing about other values."""
+        around, mode, _scalar = self._places.keys[prefix_class]
         if self._telling or mode not in (_STRING, _NUMBER):
             return None
         if mode == _NUMBER:
             return Scalar.NUMBER, around
         return None if self._names(around) else (Scalar.STRING, around)
 
-    def _next(self, place: _Place, byte: int) -> _Place:
-        around, mode, scalar = place
+    def _next(self, state: _Place, byte: int) -> _Place:
+        around, mode, scalar = state
         if mode == _STRING:
             string = self._strings.after(scalar, byte)
             return (around, _STRING, string) if string != OVER else (self._closed(around, scalar), _BETWEEN, 0)
@@ -225,7 +225,7 @@ class Documents:
         return self._noted(around, byte, byte), _BETWEEN, 0
 
     def _closed(self, around: int, string: int) -> int:
-        """What is open behind a string of class ``string``."""
+        """What is open after a string of class ``string``."""
         closed = self._strings.closed(string)
         return self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
 
@@ -234,9 +234,9 @@ class Documents:
         _outer, bracket, _history, sign, _space = self._opened.keys[around]
         return bracket == _OBJECT and sign != _COLON
 
-    def _valued(self, around: int, kind: Hashable) -> int:
-        """What is open behind a value of class ``kind``."""
-        return self._noted(around, ("value", kind if self._telling else None), 0)
+    def _valued(self, around: int, prefix_class: Hashable) -> int:
+        """What is open after a value of class ``prefix_class``."""
+        return self._noted(around, ("value", prefix_class if self._telling else None), 0)
 
     def _noted(self, around: int, more: Hashable, sign: int) -> int:
         outer, bracket, history, _sign, _space = self._opened.keys[around]

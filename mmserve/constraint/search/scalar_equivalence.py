@@ -1,6 +1,6 @@
 """What a schema says of strings and numbers, and the classes of those that fare alike under all of it.
 
-Classes are numbers, made as they are asked for, and what is behind a byte depends on the class alone: it is found once.
+Classes are numbers, made as they are asked for, and what is after a byte depends on the class alone: it is found once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Conditions:
     lengths: tuple[int, ...]  # characters from which on a condition holds, or no longer holds; ascending
     prefixes: frozenset[str]  # of names and of strings among the constants
     words: frozenset[str]
-    bounds: tuple[tuple[str, str], ...]  # digits before and behind the point
+    bounds: tuple[tuple[str, str], ...]  # digits before and after the point
     counted: bool  # whether there are multiples
     constants: frozenset[bytes]  # beginnings of the numbers among the constants
 
@@ -78,7 +78,7 @@ class _String(NamedTuple):
 
 
 class Strings:
-    """Classes of strings that go on; 0 is that of the empty one. Bytes are what stands behind the opening quote."""
+    """Classes of strings that go on; 0 is that of the empty one. Bytes are what stands after the opening quote."""
 
     def __init__(self, conditions: Conditions) -> None:
         self._conditions = conditions
@@ -93,7 +93,7 @@ class Strings:
         self._of(_String("" if "" in conditions.prefixes else None, begun, 0, b""))
 
     def after(self, string: int, byte: int) -> int:
-        """The class behind ``byte``; ``OVER`` behind the closing quote.
+        """The class after ``byte``; ``OVER`` after the closing quote.
 
         Raises ``ValueError`` where it is unknown, or there is no such string.
         """
@@ -131,7 +131,7 @@ class Strings:
         )
 
     def _matching(self, states: tuple[tuple[int, int], ...], char: str) -> Iterator[tuple[int, int]]:
-        """What is left behind ``char`` of the patterns that may still match."""
+        """What is left after ``char`` of the patterns that may still match."""
         for n, state in states:
             following = self._patterns[n].after(state, char)
             if following != DEAD:
@@ -158,7 +158,7 @@ class Numbers:
         self._moves: list[dict[int, int]] = [{}]
 
     def after(self, number: int, byte: int) -> int:
-        """The class behind ``byte``; ``OVER`` if that is no part of a number."""
+        """The class after ``byte``; ``OVER`` if that is no part of a number."""
         found = self._moves[number].get(byte)
         if found is None:
             found = OVER if byte not in _NUMERIC else self._of(self._first[number] + bytes([byte]))

@@ -1,6 +1,6 @@
 """Completions from a sketch: a sentence of a context-free grammar, word by word (``compile.derivation``).
 
-The parser may read the words in another way than the grammar does: it takes the longest word that may stand at a place,
+The parser may read the words in another way than the grammar does: it takes the longest word that may stand at a state,
 so that words may need a gap between them, and it says alone what is a document under a schema. So all that comes of a
 sketch is read by the parser once more.
 """
@@ -20,33 +20,33 @@ _WORDS = 200
 _STEPS = 400
 
 
-def filled_in(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, work: Work) -> Walk | None:
+def complete_sketch(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, work: Work) -> Walk | None:
     """The completion that ``sketch`` is from ``matcher`` on; None where the parser does not take it."""
     count = len(sketch.words)
     found = _spoken(matcher, lexicon, sketch, [False] * count, work)
     if found is not None or sketch.gap is None:
         return found
-    gaps = [place > 0 for place in range(count)]
+    gaps = [state > 0 for state in range(count)]
     found = _spoken(matcher, lexicon, sketch, gaps, work)
-    for place in range(1, count if count <= _WORDS and found is not None else 0):
-        gaps[place] = False
+    for state in range(1, count if count <= _WORDS and found is not None else 0):
+        gaps[state] = False
         shorter = _spoken(matcher, lexicon, sketch, gaps, work) if work.left else None
-        gaps[place] = shorter is None
+        gaps[state] = shorter is None
         found = shorter or found
     return found
 
 
 def _spoken(matcher: Matcher, lexicon: Lexicon, sketch: Sketch, gaps: Sequence[bool], work: Work) -> Walk | None:
-    """``sketch`` with a gap in front of the words that ``gaps`` says, if that is a completion."""
+    """``sketch`` with a gap before the words that ``gaps`` says, if that is a completion."""
     at, tokens, choices = matcher.fork(), list[int](), list[int]()
     work.read(FORK)
     texts = [
         None if word is None else (sketch.gap or "") * gap + word for word, gap in zip(sketch.words, gaps, strict=True)
     ]
-    for place, text in enumerate(texts):
+    for state, text in enumerate(texts):
         step = None if text is None else _bytewise(text, lexicon)
         if step is None:
-            ahead = next((_bytewise(later, lexicon) for later in texts[place + 1 :] if later is not None), None)
+            ahead = next((_bytewise(later, lexicon) for later in texts[state + 1 :] if later is not None), None)
             if text is not None or not _through(at, lexicon, tokens, choices, ahead, work):
                 return None
             continue

@@ -13,17 +13,17 @@ from enum import Enum
 
 import numpy as np
 
-from mmserve.constraint.compile.begun import Close, First
+from mmserve.constraint.compile.begun import Completion, FirstAnswers
 from mmserve.constraint.search.base import Constraint, Matcher
 from mmserve.constraint.search.beam import Beam, Path, best_path
 from mmserve.constraint.search.closing import Closing
 from mmserve.constraint.search.completion import completes
-from mmserve.constraint.search.lattice import UNASKED, TopK, lay_out
+from mmserve.constraint.search.lattice import TopK, build_lattice
 from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.lookahead import SPARE, OutOfTime, look_ahead
-from mmserve.constraint.search.parser_states import Places, Spent
-from mmserve.constraint.search.prefix_equivalence import Kinds, Texts
-from mmserve.constraint.search.shortest_completion import Effort, shortest_close
+from mmserve.constraint.search.lookahead import SPARE, SearchTimeout, look_ahead
+from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache
+from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
+from mmserve.constraint.search.shortest_completion import Effort, find_completion
 
 #: Ways to the end that a request remembers.
 _REMEMBERED = 8
@@ -51,16 +51,18 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Witness:
-    """A request's witness and its place in the language."""
+    """A request's witness and its state in the language."""
 
-    tokens: np.ndarray  # int64 [N], end tokens behind the answer
+    tokens: np.ndarray  # int64 [N], end tokens after the answer
     length: int  # tokens before the first end token
-    matcher: Matcher  # behind the first ``known`` tokens of the answer, or at its end
+    matcher: Matcher  # after the first ``known`` tokens of the answer, or at its end
     known: int  # positions before the first masked one
     ends: frozenset[int]
     closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
-    kinds: Callable[[], Kinds] = Texts  # of the texts of its language
-    places: Places | None = field(default=None, repr=False, compare=False)  # of its language, where they are shared
+    classes: Callable[[], PrefixClasses] = DistinctTexts  # of the texts of its language
+    states: ParserStateCache | None = field(
+        default=None, repr=False, compare=False
+    )  # of its language, where they are shared
     language: Constraint | None = field(default=None, repr=False, compare=False)  # where others may be begun in it
     cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
 
@@ -69,7 +71,7 @@ class Witness:
         if self.language is None:
             return self
         language = self.language.apart()
-        return replace(self, language=language, matcher=language.start(), kinds=language.kinds)
+        return replace(self, language=language, matcher=language.start(), classes=language.classes)
 
     def resized(self, size: int) -> Witness:
         """The same answer, of which nothing is known yet, on ``size`` positions; they must be enough."""
@@ -84,11 +86,11 @@ def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort 
     Raises:
         Infeasible: the shortest answer found is longer.
     """
-    close = shortest_close(constraint.start(), lexicon, effort, kinds=constraint.kinds, room=budget)
-    return begun(constraint, budget, close)
+    close = find_completion(constraint.start(), lexicon, effort, classes=constraint.classes, room=budget)
+    return start_witness(constraint, budget, close)
 
 
-def fitting(first: First, budget: int) -> Close | None:
+def fitting(first: FirstAnswers, budget: int) -> Completion | None:
     """The shortest answer found, if any. Raises ``Infeasible`` where none of ``budget`` tokens can be."""
     if first.hopeless(budget):
         raise Infeasible(first.least, hopeless=True)
@@ -98,10 +100,12 @@ def fitting(first: First, budget: int) -> Close | None:
     return close
 
 
-def begun(constraint: Constraint, budget: int, close: Close | None, places: Places | None = None) -> Witness:
+def start_witness(
+    constraint: Constraint, budget: int, close: Completion | None, states: ParserStateCache | None = None
+) -> Witness:
     """The first witness of an answer of ``budget`` positions, given the shortest answer found.
 
-    ``places``: what searches under ``constraint`` have learned, where they share it.
+    ``states``: what searches under ``constraint`` have learned, where they share it.
 
     Raises:
         Infeasible: it is longer, or there is none.
@@ -113,10 +117,10 @@ def begun(constraint: Constraint, budget: int, close: Close | None, places: Plac
     tokens = np.full(budget, min(constraint.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
     start, ends = constraint.start(), constraint.end_ids
-    if places is not None:
-        look_ahead(constraint, close.tokens[:1], min(budget, len(close.tokens) + SPARE), places)
+    if states is not None:
+        look_ahead(constraint, close.tokens[:1], min(budget, len(close.tokens) + SPARE), states)
     return Witness(
-        tokens, len(close.tokens), start, 0, ends, kinds=constraint.kinds, places=places, language=constraint
+        tokens, len(close.tokens), start, 0, ends, classes=constraint.classes, states=states, language=constraint
     )
 
 
@@ -149,7 +153,7 @@ def improve(
     lexicon: Lexicon,
     *,
     beam: Beam | None = None,
-    places: Places | None = None,
+    states: ParserStateCache | None = None,
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Witness, Outcome]:
@@ -161,41 +165,41 @@ def improve(
         witness: as ``follow`` gave it for ``known``.
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
         top: the model's candidates for masked positions.
-        block_end: the first position behind the block, or behind the answer where the policy looks at all of it.
-        places: what earlier searches have learned, the witness's own if None; they change the time that this one takes,
+        block_end: the first position after the block, or after the answer where the policy looks at all of it.
+        states: what earlier searches have learned, the witness's own if None; they change the time that this one takes,
             not what it finds.
     """
     if witness.known >= block_end or witness.known > witness.length:
-        return witness, Outcome.FOUND  # behind the block's end, or an end that is final, nothing is open
+        return witness, Outcome.FOUND  # after the block's end, or an end that is final, nothing is open
     committed = np.flatnonzero(known >= 0)
-    ended = committed[np.isin(known[committed], list(witness.ends))]  # behind the first nothing else may stand
+    ended = committed[np.isin(known[committed], list(witness.ends))]  # after the first nothing else may stand
     farthest = ended[:1] if len(ended) else committed[-1:]
     horizon = max([block_end, *(int(position) + 1 for position in farthest)])
     answer = witness.tokens[: witness.length].tolist()
-    laid = lay_out(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
+    laid = build_lattice(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
     deadline = clock() + seconds
     before, follows = answer[: witness.known], answer[witness.known :][:1]
     told = lexicon.text(before)
 
-    def searched(mine: Places) -> tuple[Path | None, Closing]:
-        closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_close)
-        root = mine.behind(told, lambda: mine.own(before) or witness.matcher.fork(), follows)
+    def searched(mine: ParserStateCache) -> tuple[Path | None, Closing]:
+        closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_completion)
+        root = mine.locate(told, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
         return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
 
-    def unspent(mine: Places) -> tuple[Path | None, Closing] | None:
+    def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:
         """None where the parser was spent, by others maybe: what is found shall not depend on them."""
         try:
             found = searched(mine)
-        except Spent:
+        except ParserBudgetExhausted:
             return None
-        return None if mine.spent else found
+        return None if mine.exhausted else found
 
     language = witness.language
     parser = None if language is None else (lambda: language.apart().start())
-    with (places or witness.places or Places(lexicon, witness.kinds)).lent() as mine:
+    with (states or witness.states or ParserStateCache(lexicon, witness.classes)).acquire() as mine:
         try:
-            path, closing = unspent(mine) or searched(Places(lexicon, witness.kinds, parser))
-        except OutOfTime:
+            path, closing = within_budget(mine) or searched(ParserStateCache(lexicon, witness.classes, parser))
+        except SearchTimeout:
             return witness, Outcome.LATE
     witness = replace(witness, cut=witness.cut or closing.cut)
     # the parser has the last word on the whole path: its limits on work are counted anew for each fork
@@ -213,33 +217,3 @@ def improve(
     tokens[committed] = known[committed]
     closes = tuple(dict.fromkeys((*closing.found, *witness.closes)))[:_REMEMBERED]
     return replace(witness, tokens=tokens, length=length, closes=closes), Outcome.FOUND
-
-
-def log_probabilities(witness: Witness, top: TopK) -> np.ndarray:
-    """Float32 ``[n]``: of the witness's tokens at ``top``'s positions; ``UNASKED`` where they are no candidates."""
-    same = top.tokens == witness.tokens[top.positions][:, None]
-    found = np.where(same, top.log_probabilities, -np.inf).max(-1, initial=-np.inf)
-    return np.maximum(found, UNASKED).astype(np.float32)
-
-
-def choose(witness: Witness, positions: np.ndarray, tokens: np.ndarray, wanted: np.ndarray, top: TopK) -> np.ndarray:
-    """Bool ``[n]``: which of ``positions`` become final, with the witness's tokens; one at least if there is any.
-
-    Those of the base policy's choice where the witness agrees, or else the witness's most likely token. An end token is
-    taken only with all of the answer: one that is final bounds what is still open, and nothing is won by it, since the
-    answer is complete only then.
-
-    Args:
-        positions: int64 ``[n]``, masked positions of the answer; all of those left of the last one.
-        tokens: int64 ``[n]``, what the model would put there.
-        wanted: bool ``[n]``, which of them the base policy would commit.
-        top: the model's candidates for these positions, in this order.
-    """
-    chosen: np.ndarray = wanted & (witness.tokens[positions] == tokens)
-    content = positions < witness.length
-    if (content & ~chosen).any():
-        chosen &= content
-    if not chosen.any() and len(positions):
-        eligible = content if content.any() else ~content
-        chosen[int(np.where(eligible, log_probabilities(witness, top), -np.inf).argmax())] = True
-    return chosen

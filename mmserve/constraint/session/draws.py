@@ -16,13 +16,13 @@ from mmserve.constraint.search.closing import Closing
 from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.witness import Witness
-from mmserve.constraint.session.futures import Met, Place, behind, learn
+from mmserve.constraint.session.futures import PrefixNode, Visit, child, learn
 from mmserve.constraint.session.meter import Meter, metered
 from mmserve.constraint.session.rejection import Draw, draw
 
 
 @dataclass
-class Sampled:
+class SampleState:
     """What one sample of a request keeps of its draws.
 
     ``exp(log_weight)`` is its importance weight. With the model's probability ``p`` of an answer, as the request draws
@@ -32,47 +32,47 @@ class Sampled:
     was found: the search for one is bounded, and asks nothing but what stands left of a token.
     """
 
-    futures: Place | None = None  # what earlier samples of the request met; None = not asked for (AWRS)
-    speculates: bool = True  # whether forced text is run as a draft: the model may be asked behind tokens not final
+    futures: PrefixNode | None = None  # what earlier samples of the request met; None = not asked for (AWRS)
+    speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
     log_weight: float = 0.0
-    here: Place | None = None  # what is known at the end of what stands
-    met: list[Met] = field(default_factory=list)
+    here: PrefixNode | None = None  # what is known at the end of what stands
+    met: list[Visit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.here = self.futures
 
-    def take(self, run: Run, ends: frozenset[int]) -> None:
+    def take(self, run: SampledRun, ends: frozenset[int]) -> None:
         """Note a run that has become final; ``ends``: the tokens that end an answer."""
         alive = self.log_weight > -math.inf
         self.log_weight += run.log_weight
         self.met += run.met
         for token in run.tokens.tolist():
-            self.here = behind(self.here, token)
+            self.here = child(self.here, token)
         over = run.tokens[-1] in ends or run.witness.known == len(run.witness.tokens)
         if self.futures is not None and alive and (over or self.log_weight == -math.inf):
             learn(self.futures, self.met)
 
 
 @dataclass(frozen=True)
-class Run:
-    """Tokens drawn in one pass, one behind another from the first open position on."""
+class SampledRun:
+    """Tokens drawn in one pass, one after another from the first open position on."""
 
     tokens: np.ndarray  # int64 [n], n at least 1
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
     witness: Witness  # with these tokens
     log_weight: float  # of these draws; -inf where none of the tokens that may stand there can be said
-    met: tuple[Met, ...]
+    met: tuple[Visit, ...]
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way to the end behind a token, and the matcher there."""
+class _Ending:
+    """A way to the end after a token, and the matcher there."""
 
     matcher: Matcher
     tokens: tuple[int, ...]
 
 
-class Draws:
+class RejectionSampler:
     """Draws while logits become candidates (``decode/sampler.py``): from the first open position on, for as long as the
     model had seen what was drawn.
 
@@ -86,8 +86,8 @@ class Draws:
         witness: Witness,
         lexicon: Lexicon,
         drafted: np.ndarray,
-        sampled: Sampled,
-        guard: Callable[[Callable[[], Draw[_Way] | None]], Draw[_Way] | None],
+        sampled: SampleState,
+        guard: Callable[[Callable[[], Draw[_Ending] | None]], Draw[_Ending] | None],
         meter: Meter,
     ) -> None:
         if not len(positions) or positions[0] != witness.known:
@@ -98,7 +98,7 @@ class Draws:
         self._begun_dead = sampled.log_weight == -math.inf
         self._tokens: list[int] = []
         self._log_probabilities: list[float] = []
-        self._met: list[Met] = []
+        self._met: list[Visit] = []
         self._open = True
 
     def restrict(self, logits: Tensor) -> None:
@@ -127,16 +127,16 @@ class Draws:
                 led = n <= len(self._drafted) and token == self._drafted[n - 1]
                 self._open &= led and token not in self._witness.ends
 
-    def ranked(self) -> Run:
+    def ranked(self) -> SampledRun:
         """What was drawn."""
         tokens = np.array(self._tokens, np.int64)
         log_probabilities = np.array(self._log_probabilities, np.float32)
-        return Run(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._met))
+        return SampledRun(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._met))
 
     def _drawn(self, tempered: Tensor, noised: Tensor) -> int:
         """The next token; the witness's, at a weight of zero, where none can be drawn."""
         witness = self._witness
-        found: Draw[_Way] | None = None
+        found: Draw[_Ending] | None = None
         if not self._begun_dead:
             log_p = (tempered - torch.logsumexp(tempered, -1)).cpu().numpy()
             found = self._guard(lambda: self._asked(log_p, noised.cpu().numpy()))
@@ -144,49 +144,49 @@ class Draws:
             self._log_weight, self._open = -math.inf, False
             return int(witness.tokens[witness.known])
         token, way = found.chosen, found.accepted
-        self._here = behind(self._here, token)
+        self._here = child(self._here, token)
         self._witness = _extended(witness, token, way, cut=found.before > 0)
         return token
 
-    def _asked(self, log_p: np.ndarray, noised: np.ndarray) -> Draw[_Way]:
+    def _asked(self, log_p: np.ndarray, noised: np.ndarray) -> Draw[_Ending]:
         """A draw from log-probabilities ``[V]``, given them with noise; its index is a token."""
-        witness, place = self._witness, self._here
+        witness, node = self._witness, self._here
         ends = sorted(witness.ends) if witness.matcher.accepting else []
         tokens = np.concatenate([witness.matcher.allowed(), np.array(ends, np.int64)])
         probabilities = np.exp(log_p[tokens].astype(np.float64))
-        futures = np.ones(len(tokens)) if place is None else place.futures(tokens)
+        futures = np.ones(len(tokens)) if node is None else node.futures(tokens)
         mass = probabilities * futures
         scores = np.where(mass > 0, noised[tokens] + np.log(np.where(mass > 0, futures, 1.0)), -np.inf)
         answer = witness.tokens[: witness.length].tolist()
-        found = draw(mass, scores, lambda i: _way(witness, answer, int(tokens[i]), self._lexicon))
+        found = draw(mass, scores, lambda i: _ending(witness, answer, int(tokens[i]), self._lexicon))
         rejected = tuple((int(tokens[i]), float(probabilities[i])) for i in found.rejected)
         allowed, chosen = float(probabilities.sum()), found.chosen
         if chosen is None:
-            self._met.append(Met(None, 0.0, allowed, rejected))
+            self._met.append(Visit(None, 0.0, allowed, rejected))
             return found
         self._log_weight += math.log(found.mass) - math.log(futures[chosen])
-        self._met.append(Met(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
+        self._met.append(Visit(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
         return replace(found, chosen=int(tokens[chosen]))
 
 
-def _way(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) -> _Way | None:
+def _ending(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) -> _Ending | None:
     """How an answer ends in time that has ``token`` at its first open position; None where no way was found.
 
     It depends on what stands left of the token, and nothing else. ``answer``: the witness up to its end.
     """
     if token in witness.ends:
-        return _Way(witness.matcher, ()) if witness.matcher.accepting else None
+        return _Ending(witness.matcher, ()) if witness.matcher.accepting else None
     fork, size = after(witness.matcher, [token]), len(witness.tokens)
     room = size - witness.known - 1
     if fork is None or (not room and not fork.accepting):
         return None
-    closing = Closing(answer, size, lexicon, places=min(60, 4 * room), searches=1, patient=True)
-    way = closing.tail(parser_states.Place(fork, None, 0), witness.known + 1)
-    return None if way is None else _Way(fork, way)
+    closing = Closing(answer, size, lexicon, states=min(60, 4 * room), searches=1, patient=True)
+    way = closing.tail(parser_states.ParserState(fork, None, 0), witness.known + 1)
+    return None if way is None else _Ending(fork, way)
 
 
-def _extended(witness: Witness, token: int, way: _Way, *, cut: bool) -> Witness:
-    """The witness behind ``token`` at its first open position, with ``way`` to the end."""
+def _extended(witness: Witness, token: int, way: _Ending, *, cut: bool) -> Witness:
+    """The witness after ``token`` at its first open position, with ``way`` to the end."""
     tokens, content = witness.tokens.copy(), token not in witness.ends
     length = witness.known + content + len(way.tokens)
     tokens[witness.known] = token

@@ -18,7 +18,7 @@ from mmserve.core.events import ConstraintStats
 
 @dataclass
 class Meter:
-    """Counts for one request; a step is all that the constraint does for one forward pass, and behind it."""
+    """Counts for one request; a step is all that the constraint does for one forward pass, and after it."""
 
     fallbacks: int = 0
     late: int = 0
@@ -47,7 +47,7 @@ class Meter:
         self.late += Outcome.LATE in self._outcomes
         self._open, self._outcomes = 0.0, set()
 
-    def stats(self) -> ConstraintStats:
+    def report(self) -> ConstraintStats:
         """What there is so far."""
         return ConstraintStats(
             steps=len(self._steps),

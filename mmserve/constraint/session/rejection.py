@@ -16,7 +16,7 @@ import numpy as np
 
 #: Draws until one is accepted. The last of them stands for all that is left: no work is without bound.
 MOST = 32
-#: Draws behind the accepted one, for the estimate.
+#: Draws after the accepted one, for the estimate.
 FURTHER = 4
 
 A = TypeVar("A")

@@ -1,277 +1,173 @@
-"""What decode keeps of a constrained request, and its dealings with the parser: none of them can fail.
-
-A parser that raises or panics in the middle of an answer is not asked again: the answer is finished from the witness.
-"""
+"""One constrained request in the decode loop: all that the loop knows of a constraint."""
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.base import Matcher
-from mmserve.constraint.search.completion import after
-from mmserve.constraint.search.lattice import TopK
-from mmserve.constraint.search.lexicon import Lexicon
-from mmserve.constraint.search.parser_states import Places
-from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
-from mmserve.constraint.session.draws import Draws, Run, Sampled
-from mmserve.constraint.session.judge import Judge
-from mmserve.constraint.session.meter import Meter, metered
-from mmserve.constraint.session.top_k import Best, Ranked
-from mmserve.core.canvas import MASKED, Canvas
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.choice import CommitPolicy, known_tokens, next_tokens, witness_tokens
+from mmserve.constraint.session.draws import RejectionSampler, SampledRun
+from mmserve.constraint.session.meter import Meter
+from mmserve.constraint.session.top_k import Ranked, TopKObserver
+from mmserve.core.candidates import Candidates, Chosen
+from mmserve.core.canvas import Canvas
 
-logger = logging.getLogger("mmserve.decode")
 
-#: Positions of a canvas that one search goes through: the bound on its work that no clock has a part in.
-HORIZON = 256
-#: Seconds of processor time after which a search is given up all the same: a result should not depend on them. Nearly
-#: all take less than a hundredth, where little room is left some a quarter, and all other requests wait meanwhile.
-SECONDS = 0.5
-#: Searches of a request that were given up, after which there are no more: the witness is its answer.
-PATIENCE = 4
+class Projected(NamedTuple):
+    """A block of random tokens under a constraint; the answer's positions come first, padding after its budget."""
 
-A = TypeVar("A")
-
-#: A template's answer to the tokens that fill its holes.
-Split = Callable[[Sequence[int]], list[list[int]]]
+    tokens: np.ndarray  # int64 [n], the witness's
+    given: np.ndarray  # bool [n], final from the start
+    padding: int | None  # the token after the budget; None where that part of the canvas is free
 
 
 @dataclass
-class Constrained:
-    """One request's witness, and what the pass under way says of it."""
+class Session:
+    """The constraint of one sample of a request, from admission to its last token; used by one thread at a time."""
 
-    witness: Witness
-    lexicon: Lexicon
-    warnings: tuple[str, ...] = ()  # for the client
-    judge: Judge | None = None  # of the finished answer
-    sampled: Sampled | None = None  # where tokens are drawn true to the model
-    ranked: Ranked | Run | None = None  # with the candidates, until they are chosen from
-    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
-    forced: bool = False  # whether the draft is what must stand there anyway
-    asked: int = -1  # the latest frontier from which ``decided`` looked for the end
-    broken: bool = False  # the parser failed: it is not asked any more
-    late: int = 0  # searches given up for their time
-    meter: Meter = field(default_factory=Meter)
-    split: Split | None = None  # of a template's answer into what fills its holes
-    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
-    #: Int64 ``[N]``: the tokens that stand from the start, -1 elsewhere: padding where no answer comes to.
-    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    places: Places = field(init=False)  # where searches have been
-
-    def __post_init__(self) -> None:
-        self.places = self.witness.places or Places(self.lexicon, self.witness.kinds)
-        if not len(self.given):
-            self.given = np.full(len(self.witness.tokens), -1, np.int64)
+    answer: ConstrainedAnswer
+    causal: bool = False  # whether the model predicts next tokens only
+    observers: list[TopKObserver | RejectionSampler] = field(
+        default_factory=list
+    )  # of the pass under way, until ``choose``
 
     @property
-    def content(self) -> np.ndarray:
-        """Bool ``[N]``: where the witness holds text, and not what stands behind the end of one."""
-        return np.arange(len(self.witness.tokens)) < self.witness.length
+    def stats(self) -> Meter:
+        """What the constraint has cost so far."""
+        return self.answer.meter
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """First position, and first behind, of each text that the decoder fills in."""
-        return ((0, int((self.given < 0).sum())),)
+    def warnings(self) -> tuple[str, ...]:
+        """For the client."""
+        return self.answer.warnings
 
     @property
-    def padded(self) -> bool:
-        """As of ``Canvas``."""
-        return False
+    def cut(self) -> bool:
+        """Whether a better answer was given up because its end did not fit the budget."""
+        return self.answer.witness.cut
 
     @property
-    def unread(self) -> int:
-        """As of ``Canvas``: the padding that no answer comes to."""
-        return int((self.given >= 0).sum())
+    def log_weight(self) -> float | None:
+        """Importance weight of the sample (``draws.SampleState``); None where tokens are not drawn by rejection."""
+        return None if self.answer.sampled is None else self.answer.sampled.log_weight
 
-    def prepare(self, canvas: Canvas) -> None:
-        """Put onto a fresh ``canvas`` what stands there from the start."""
-        places = np.flatnonzero(self.given >= 0)
-        canvas.commit(canvas.prompt_length + places, self.given[places])
-        canvas.padded = self.padded
-        canvas.unread = self.unread
+    def prepare(self, canvas: Canvas, mask_id: int) -> np.ndarray:
+        """Commit the given tokens to a fresh ``canvas``; the tokens (int64 ``[size]``) that passes read of it."""
+        answer, first = self.answer, canvas.prompt_length
+        positions = np.flatnonzero(answer.given >= 0)
+        canvas.commit(first + positions, answer.given[positions])
+        canvas.padded, canvas.unread = answer.padded, answer.unread
+        return np.concatenate([canvas.tokens[:first], answer.shown(canvas.tokens[first:], mask_id)])
 
-    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
-        """What passes read of a fresh answer ``tokens`` (int64 ``[N]``): masks for the padding that no answer comes to.
-        A model that sees an end so near is surer of short answers than it would be by itself."""
-        return np.where(self.given >= 0, mask_id, tokens)
+    def forced(self, canvas: Canvas, drafted: np.ndarray) -> np.ndarray:
+        """Tokens (int64) that a next-token model runs at its first masked positions: those that the constraint forces,
+        or else the policy's ``drafted`` ones."""
+        answer = self.answer
+        with answer.meter.running():
+            run = answer.forced_run()
+            answer.forced = (
+                len(run) > 0 and answer.sampled is None
+            )  # a sample's model decides how forced text is spelled
+            answer.drafted = (run if len(run) else drafted)[: canvas.size - canvas.known() - 1]
+        return answer.drafted
 
-    def settled(self, known: np.ndarray) -> np.ndarray:
-        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
-        return np.zeros(0, np.int64)
+    def observe(self, canvas: Canvas, targets: np.ndarray, *, more: bool = False) -> TopKObserver | RejectionSampler:
+        """An observer of the logits of ``targets`` (positions of the canvas, ascending), for the next ``choose``.
 
-    def decided(self, known: np.ndarray) -> np.ndarray:
-        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there), of the witness and the end behind it,
-        where the text that is known from the start on leaves one way to the end, whichever tokens spell it.
-
-        Each frontier is asked about once: until it moves the parser says the same, and to ask takes 1% of a pass."""
-        first, none = self.witness.known, np.zeros(0, np.int64)
-        if first >= self.witness.length or (first == self.asked and known[first] < 0):
-            return none
-        return self._guarded(lambda: self._decided(known), none)
-
-    def holes(self, known: np.ndarray) -> tuple[str, ...]:
-        """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
-        split = self.split
-        if split is None:
-            return ()
-        ends = np.flatnonzero(are_any(known, self.witness.ends))
-        answer = known[: ends[0]] if len(ends) else known
-        return self._guarded(lambda: tuple(map(self.read, split(answer.tolist()))), ())
-
-    def check(self, text: str, known: np.ndarray) -> None:
-        """Raise ``FailedPrecondition`` if the finished answer, ``text`` or its tokens ``known`` (int64 ``[N]``), is not
-        what its constraint asks for."""
-        if self.judge is not None:
-            self.judge.check(text)
-        if any(self.judges):
-            for judge, filled in zip(self.judges, self.holes(known), strict=True):
-                if judge is not None:
-                    judge.check(filled)
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """The text of ``tokens``."""
-        return self.lexicon.text(tokens).decode(errors="replace")
-
-    def asks(self, canvas: Canvas, targets: np.ndarray, *, causal: bool) -> Best | Draws:
-        """What is to be noted of the logits of ``targets`` (positions of the canvas, ascending)."""
-        positions = targets - canvas.prompt_length
-        if self.sampled is not None:
-            guard = partial(self._guarded, otherwise=None)
-            return Draws(positions, self.witness, self.lexicon, self.drafted, self.sampled, guard, self.meter)
-        return self.best_of(positions, causal=causal)
-
-    @metered
-    def best_of(self, positions: np.ndarray, *, causal: bool) -> Best:
-        """What is to be noted for a search, of the logits of ``positions`` (from the answer's start, ascending)."""
-        return Best(positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter)
-
-    def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``)."""
-        return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
-
-    def search(self, known: np.ndarray, top: TopK, end: int) -> None:
-        """Make the witness the best path found; ``end``: the first position behind the part that is searched.
-
-        ``known``: int64 ``[N]``, the answer's committed tokens, -1 where open.
+        ``more``: the targets belong to the same pass as those observed before; without it, a new pass begins.
         """
-        if self.late >= PATIENCE:
-            self.meter.searched(Outcome.LATE)
-            return
-        before = self.witness
-        end = min(end, before.known + HORIZON)
-        kept = (before, Outcome.KEPT)
-        self.witness, outcome = self._guarded(
-            lambda: improve(
-                before, known, top, end, self.lexicon, places=self.places, seconds=SECONDS, clock=time.thread_time
-            ),
-            kept,
-        )
-        self.late += outcome is Outcome.LATE
-        self.meter.searched(outcome)
+        if not more:
+            self.observers = []
+        self.observers.append(self.answer.observer(targets - canvas.prompt_length, causal=self.causal))
+        return self.observers[-1]
 
-    def follow(self, known: np.ndarray) -> None:
-        """Go on to what is ``known`` (int64 ``[N]``, -1 where open) by now: tokens of the witness, or other ends."""
-        witness = self.witness
-        ends = are_any(known, witness.ends) & (np.arange(len(known)) >= witness.length)
-        if (witness.tokens[ends] != known[ends]).any():
-            witness = replace(witness, tokens=np.where(ends, known, witness.tokens))
-        still_open = np.flatnonzero(known < 0)
-        frontier = int(still_open[0]) if len(still_open) else len(known)
-        blindly = replace(witness, known=frontier)
-        self.witness = self._guarded(lambda: follow(witness, known), blindly)
+    def choose(self, canvas: Canvas, proposed: Candidates, commit: CommitPolicy, *, judged: bool = False) -> Chosen:
+        """What of the witness becomes final after a pass: one position at least, if any of ``proposed`` is open.
 
-    def take(self, run: Run) -> None:
-        """Go on by what was drawn."""
-        self.witness = run.witness
-        self.meter.searched(Outcome.KEPT if run.log_weight == -math.inf else Outcome.FOUND)
-        if self.sampled is not None:
-            self.sampled.take(run, run.witness.ends)
+        Args:
+            proposed: the model's candidates for the observed positions, or for some of them.
+            judged: whether a verifier model has judged them: then those after the first that differs do not count.
 
-    def forced_run(self) -> np.ndarray:
-        """The witness's tokens (int64) that must stand at the frontier, whichever tokens spell them.
-
-        The last of them is left out: a model may join it with what follows.
+        Raises:
+            ValueError: nothing was observed.
         """
-        if self.sampled is not None and not self.sampled.speculates:
-            return np.zeros(0, np.int64)
-        return self._guarded(self._forced, np.zeros(0, np.int64))
+        ranked = self._ranked()
+        with self.answer.meter.running():
+            if isinstance(ranked, SampledRun):
+                first = canvas.prompt_length + self.answer.witness.known
+                self.answer.take(ranked)
+                return Chosen(np.arange(first, first + len(ranked.tokens)), ranked.tokens, ranked.log_probabilities)
+            if self.causal:
+                return next_tokens(self.answer, canvas, ranked)
+            return witness_tokens(self.answer, canvas, proposed, commit, ranked, judged=judged)
 
-    def _decided(self, known: np.ndarray) -> np.ndarray:
-        witness, none = self.witness, np.zeros(0, np.int64)
-        missing = np.flatnonzero(known[: witness.length + 1] < 0)
-        if not len(missing) or missing[0] >= witness.length:
-            return none
-        self.asked = first = int(missing[0])
-        passed = witness.tokens[witness.known : first].tolist()
-        at = after(witness.matcher, passed) if passed else witness.matcher
-        text = b"" if at is None else at.forced()
-        rest = witness.tokens[first : witness.length].tolist()
-        if at is None or not text or text != self.lexicon.text(rest):
-            return none
-        end = after(at, rest)
-        return none if end is None or end.mask().any() else missing  # where it may end, it might yet go on
+    def sync(self, canvas: Canvas, *, revises: bool = False) -> None:
+        """Follow what has become final, at the end of a step. ``revises``: tokens of the block may yet be replaced."""
+        with self.answer.meter.running():
+            known = known_tokens(canvas)
+            if revises:
+                known[canvas.block_start - canvas.prompt_length :] = -1
+            self.answer.follow(known)
+        self.answer.meter.end_step()
 
-    def _forced(self) -> np.ndarray:
-        text, run = self.witness.matcher.forced(), list[int]()
-        for token in self.witness.tokens[self.witness.known : self.witness.length].tolist():
-            spelled = self.lexicon.spelled[token]
-            if not text or not text.startswith(spelled):
-                break
-            text = text[len(spelled) :]
-            run.append(token)
-        return np.array(run[:-1], np.int64)
+    def check(self, canvas: Canvas, text: str) -> None:
+        """Raise ``FailedPrecondition`` if the finished answer ``text`` does not obey the constraint."""
+        self.answer.check(text, known_tokens(canvas))
 
-    def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``).
+    def holes(self, canvas: Canvas) -> tuple[str, ...]:
+        """The text of each hole of a template whose answer is whole; empty without a template."""
+        return self.answer.holes(known_tokens(canvas))
 
-        That is the frontier, and where only known or drafted tokens are seen all positions behind a draft that may
-        stand.
+    def prepare_block(self, canvas: Canvas) -> bool:
+        """Put the given tokens onto an open block of random tokens; whether they fill it."""
+        answer, first, block = self.answer, canvas.prompt_length, canvas.block()
+        given = np.full(len(block), min(answer.witness.ends) if answer.padded else -1, np.int64)
+        inside = answer.given[block[0] - first :][: len(block)]
+        given[: len(inside)] = inside
+        canvas.tokens[block] = np.where(given >= 0, given, canvas.tokens[block])
+        return bool((given >= 0).all())
+
+    def project(self, canvas: Canvas, logits: Iterable[torch.Tensor]) -> Projected:
+        """The witness for an open block of random tokens, after a search among the model's candidates; ends the step.
+
+        Until a block is final it may hold anything, so only its last tokens must obey.
+
+        Args:
+            logits: slices ``[rows, V]`` of the block's logits, those after the budget left out or not.
         """
-        frontier: Matcher | None = self.witness.matcher
-        if self.witness.known > self.witness.length:
-            return
-        for row in np.flatnonzero(positions == self.witness.known).tolist():
-            drafted = self.drafted.tolist() if causal else []
-            for i in range(len(drafted) + 1):
-                if frontier is None or row + i >= len(positions):
-                    return
-                mask = frontier.mask()
-                if frontier.accepting:
-                    bitmask.add(mask, self.witness.ends)
-                yield row + i, mask
-                frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
+        answer, first = self.answer, canvas.prompt_length
+        targets = canvas.block()[: first + len(answer.witness.tokens) - canvas.block_start]
+        best, left = answer.best_of(targets - first, causal=False), len(targets)
+        for part in logits:
+            rows = part[:left].float().clone()
+            left -= len(rows)
+            if len(rows):
+                best.restrict(rows)
+                best.take(rows, torch.logsumexp(rows, -1), None, None)
+        ranked = best.ranked()
+        with answer.meter.running():
+            answer.search(self._budgeted(canvas), ranked.top, int(targets[-1]) + 1 - first)
+        answer.meter.end_step()
+        padding = min(answer.witness.ends) if answer.padded else None
+        return Projected(answer.witness.tokens[targets - first], answer.given[targets - first] >= 0, padding)
 
-    def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:
-        """What the parser says, ``otherwise`` once it has failed."""
-        if self.broken:
-            return otherwise
-        try:
-            return ask()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            logger.warning("a grammar's parser failed; the answer is finished without it", exc_info=error)
-            self.broken = True
-            return otherwise
+    def sync_block(self, canvas: Canvas) -> None:
+        """Follow a block of random tokens that has become final."""
+        self.answer.follow(self._budgeted(canvas))
 
+    def _budgeted(self, canvas: Canvas) -> np.ndarray:
+        return known_tokens(canvas)[: len(self.answer.witness.tokens)]
 
-def known_tokens(canvas: Canvas) -> np.ndarray:
-    """Int64 ``[N]``: the answer's committed tokens, -1 where masked."""
-    answer = slice(canvas.prompt_length, canvas.size)
-    return np.where(canvas.committed_at[answer] == MASKED, -1, canvas.tokens[answer])
-
-
-def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
-    """Bool, of the shape of ``tokens`` (int64): which of them are any of ``few``; a tenth of ``np.isin``'s time."""
-    found = np.zeros(tokens.shape, bool)
-    for token in few:
-        found |= tokens == token
-    return found
+    def _ranked(self) -> Ranked | SampledRun:
+        """What was observed of the pass."""
+        found, self.observers = [observer.ranked() for observer in self.observers], []
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise ValueError("chosen before it was observed")
+        return Ranked.joined([part for part in found if isinstance(part, Ranked)])

@@ -1,7 +1,7 @@
 """A template on a diffusion model's canvas: its texts stand there from the start, its holes are filled side by side.
 
 A hole has its own positions, and so its own witness, which knows nothing of the others. Where its answer is shorter,
-end tokens stand behind it up to the text that follows; they are no part of the answer's text.
+end tokens stand after it up to the text that follows; they are no part of the answer's text.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.witness import Witness
+from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.meter import Meter
-from mmserve.constraint.session.session import Constrained
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where a template's texts and holes stand on an answer of ``N`` positions."""
 
-    fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding behind the template
+    fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding after the template
     holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
 
     def apart(self) -> Layout:
@@ -50,24 +50,24 @@ def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[in
 
 
 @dataclass(frozen=True)
-class Gap:
+class HoleAnswer:
     """A hole of one request: its first position in the answer, and its own state, which counts from there."""
 
     start: int
-    state: Constrained
+    state: ConstrainedAnswer
 
     @property
     def stop(self) -> int:
-        """First position behind it."""
+        """First position after it."""
         return self.start + len(self.state.witness.tokens)
 
 
 @dataclass(kw_only=True)
-class Filling(Constrained):
+class TemplateAnswer(ConstrainedAnswer):
     """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, put together anew from those
-    of the holes, without a matcher of its own place. ``given`` are the texts, and what stands behind them."""
+    of the holes, without a matcher of its own place. ``given`` are the texts, and what stands after them."""
 
-    gaps: tuple[Gap, ...]
+    gaps: tuple[HoleAnswer, ...]
 
     @classmethod
     def of(
@@ -77,10 +77,12 @@ class Filling(Constrained):
         warnings: tuple[str, ...],
         judge: Judge | None = None,
         judges: tuple[Judge | None, ...] = (),
-    ) -> Filling:
+    ) -> TemplateAnswer:
         """The state of a request that begins."""
         meter = Meter()
-        gaps = tuple(Gap(start, Constrained(witness, lexicon, meter=meter)) for start, witness in layout.holes)
+        gaps = tuple(
+            HoleAnswer(start, ConstrainedAnswer(witness, lexicon, meter=meter)) for start, witness in layout.holes
+        )
         whole = replace(layout.holes[0][1], tokens=layout.fixed, length=len(layout.fixed))
         made = cls(whole, lexicon, warnings, judge, judges=judges, meter=meter, gaps=gaps, given=layout.fixed)
         made._gather()
@@ -96,7 +98,7 @@ class Filling(Constrained):
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First position, and first behind, of each hole."""
+        """First position, and first after, of each hole."""
         return tuple((gap.start, gap.stop) for gap in self.gaps)
 
     @property
@@ -110,11 +112,11 @@ class Filling(Constrained):
         return 0
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
-        """As ``Constrained.shown``: all that stands there."""
+        """As ``ConstrainedAnswer.shown``: all that stands there."""
         return tokens
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
-        """As ``Constrained.allowed``, for each hole."""
+        """As ``ConstrainedAnswer.allowed``, for each hole."""
         found: dict[int, np.ndarray] = {}
         for gap in self.gaps:
             rows = _inside(gap, positions)
@@ -123,7 +125,7 @@ class Filling(Constrained):
         return found
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
-        """As ``Constrained.search``, for each hole of which ``top`` speaks."""
+        """As ``ConstrainedAnswer.search``, for each hole of which ``top`` speaks."""
         for gap in self.gaps:
             rows = _inside(gap, top.positions)
             if len(rows):
@@ -132,13 +134,13 @@ class Filling(Constrained):
         self._gather()
 
     def follow(self, known: np.ndarray) -> None:
-        """As ``Constrained.follow``, for each hole."""
+        """As ``ConstrainedAnswer.follow``, for each hole."""
         for gap in self.gaps:
             gap.state.follow(known[gap.start : gap.stop])
         self._gather()
 
     def settled(self, known: np.ndarray) -> np.ndarray:
-        """The open positions of holes whose answer is final, with an end behind it."""
+        """The open positions of holes whose answer is final, with an end after it."""
         found = [np.zeros(0, np.int64)]
         for gap in self.gaps:
             inner, length = known[gap.start : gap.stop], gap.state.witness.length
@@ -147,7 +149,7 @@ class Filling(Constrained):
         return np.concatenate(found)
 
     def decided(self, known: np.ndarray) -> np.ndarray:
-        """As ``Constrained.decided``, of each hole."""
+        """As ``ConstrainedAnswer.decided``, of each hole."""
         found = [gap.start + gap.state.decided(known[gap.start : gap.stop]) for gap in self.gaps]
         return np.concatenate(found)
 
@@ -164,6 +166,6 @@ class Filling(Constrained):
         self.witness = replace(self.witness, tokens=tokens, cut=cut)
 
 
-def _inside(gap: Gap, positions: np.ndarray) -> np.ndarray:
+def _inside(gap: HoleAnswer, positions: np.ndarray) -> np.ndarray:
     """Rows of ``positions`` (int64, ascending) that lie in the hole."""
     return np.flatnonzero((positions >= gap.start) & (positions < gap.stop))

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmserve.constraint.search.completion import completes
-from mmserve.constraint.search.concatenation import Bounded, Concatenation
+from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.vocabulary import Vocabulary
@@ -22,7 +22,7 @@ from mmserve.errors import FieldViolation, InvalidArgument
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedHole:
     """A hole that can be filled: its grammar, the first witness of its ``max_tokens`` positions, what the client is
     told, who judges what fills it, if its grammar is wider than its constraint, and how many bytes that has at most."""
 
@@ -33,10 +33,10 @@ class Opened:
     longest: int | None = None  # None = no bound is known
 
 
-def opened(template: Template, open_hole: Callable[[Hole], Opened]) -> list[str | Opened]:
+def opened(template: Template, open_hole: Callable[[Hole], OpenedHole]) -> list[str | OpenedHole]:
     """``template`` with its holes opened and neighbouring texts joined. What is wrong with a hole is told with its
     place."""
-    found: list[str | Opened] = []
+    found: list[str | OpenedHole] = []
     for i, part in enumerate(template.parts):
         try:
             found.append(part if isinstance(part, str) else open_hole(part))
@@ -44,7 +44,7 @@ def opened(template: Template, open_hole: Callable[[Hole], Opened]) -> list[str 
             place = f"constraint.template.parts[{i}].hole"
             violations = (FieldViolation(f"{place}.{v.field}", v.description) for v in error.violations)
             raise InvalidArgument(*violations) from error
-    joined: list[str | Opened] = []
+    joined: list[str | OpenedHole] = []
     for is_text, parts in groupby(found, lambda part: isinstance(part, str)):
         run = list(parts)
         joined += ["".join(map(str, run))] if is_text else run
@@ -71,24 +71,24 @@ def side_by_side(parts: Sequence[list[int] | Witness], budget: int, ends: tuple[
     return laid_out(parts, budget, ends)
 
 
-def one_by_one(parts: Sequence[str | Opened], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:
+def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:
     """The first witness of all of the template, as one language (a ``Concatenation``).
 
     Raises ``InvalidArgument`` or ``Infeasible`` for too small a ``budget``.
     """
-    texts, holes = [b""], list[Bounded]()
+    texts, holes = [b""], list[BoundedHole]()
     begun: list[int] = []
     for part in parts:
         if isinstance(part, str):
             texts[-1] = part.encode()
             begun += lexicon.cover(texts[-1]) or []
         else:
-            holes.append(Bounded(part.grammar, len(part.witness.tokens)))
+            holes.append(BoundedHole(part.grammar, len(part.witness.tokens)))
             texts.append(b"")
             begun += part.witness.tokens[: part.witness.length].tolist()
     language = Concatenation(tuple(texts), tuple(holes), vocabulary)
     start = language.start()
-    if not completes(start, begun):  # the text behind a hole stands in the hole's own shortest one
+    if not completes(start, begun):  # the text after a hole stands in the hole's own shortest one
         return admit(language, lexicon, budget)
     if len(begun) > budget:
         raise too_small(len(begun), budget)

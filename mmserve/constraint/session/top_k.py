@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,30 +16,6 @@ from mmserve.constraint.session.meter import Meter, metered
 
 #: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
 KEPT = 16
-
-
-class Notes(Protocol):
-    """What is noted of a request's logits while they become candidates (``decode/sampler.py``), row by row."""
-
-    def restrict(self, logits: Tensor) -> None:
-        """Rule out, in place, what may not stand in the next rows ``logits [n, V]``."""
-        ...
-
-    def take(
-        self,
-        logits: Tensor,
-        log_z: Tensor,
-        tempered: Tensor | None,
-        noised: Tensor | None,
-        masks: Tensor | None = None,
-    ) -> None:
-        """Note what is asked for of the rows just restricted.
-
-        ``log_z [n]``: log of the sum of their exponentials. ``tempered [n, V]``: filtered and tempered logits,
-        ``noised [n, V]``: these and Gumbel noise; None = greedy. ``masks [n]``: the mask token's logits, where it is
-        part of the distribution though it is not among ``logits``.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +54,7 @@ class Ranked:
         return cls(TopK(positions[order], tokens[order], scores[order]), plain[order], own[order], kept[order])
 
 
-class Best:
+class TopKObserver:
     """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
 
     ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,

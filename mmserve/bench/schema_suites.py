@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.bench import suites
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.canonical import Orders
+from mmserve.constraint.compile.document import Orders
 from mmserve.constraint.compile.process import Compiler
 from mmserve.constraint.compile.vocabulary import BYTES, trie_of
 from mmserve.constraint.findings import Refused

@@ -1,14 +1,16 @@
-"""Where a constrained request begins: its grammar, compiled and proved elsewhere, and the first witness of its answer.
+"""Admission of constrained requests: a grammar, compiled and probed in a child process, and a session for each sample.
 
-Runs on a worker of its own, two at once: a grammar takes milliseconds, a bad one two seconds of a processor, and nobody
-else shall wait for it.
+Runs on workers of its own, two at once: a grammar takes milliseconds, a bad one two seconds of a processor, and no
+other request waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,16 +26,23 @@ from mmserve.constraint.search import first_witness as first
 from mmserve.constraint.search.concatenation import Concatenation
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
-from mmserve.constraint.search.shared import SharedParserStates
+from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Vocabulary, spell
 from mmserve.constraint.search.witness import Infeasible, Witness, fitting, start_witness
 from mmserve.constraint.session.answer import ConstrainedAnswer, Split
-from mmserve.constraint.session.draws import SampleState
-from mmserve.constraint.session.futures import PrefixNode
 from mmserve.constraint.session.judge import Judge, judge_of
+from mmserve.constraint.session.sampling import PrefixNode, SampleState
 from mmserve.constraint.session.session import Session
-from mmserve.constraint.session.template import Layout, TemplateAnswer, laid_out
-from mmserve.constraint.session.templates import OpenedHole, one_by_one, opened, side_by_side, spelling
+from mmserve.constraint.session.template import (
+    Layout,
+    OpenedHole,
+    TemplateAnswer,
+    laid_out,
+    one_by_one,
+    opened,
+    side_by_side,
+    spelling,
+)
 from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, Regex, Template
 from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
 from mmserve.models.base import Model
@@ -268,3 +277,38 @@ def _language(model: Model) -> _Language:
     grammars = Grammars(proved, program=first.__name__)
     states = SharedParserStates(lexicon)
     return _Language(vocabulary, lexicon, states, grammars, tokenizer, threading.Lock(), ends)
+
+
+#: Bytes that the states of all grammars may take together, those of requests under way aside.
+LIMIT = 64 << 20
+#: Bytes that any grammar counts for, and those for each byte of its text: its parser. Measured, and rounded up.
+_GRAMMAR, _BYTE = 400_000, 50
+
+
+class SharedParserStates:
+    """The states of grammars over one vocabulary, of those asked for last; may be called from any thread."""
+
+    def __init__(self, lexicon: Lexicon, limit: int = LIMIT) -> None:
+        self._lexicon, self._limit = lexicon, limit
+        self._states: OrderedDict[tuple[str, bytes], tuple[ParserStateCache, int]] = (
+            OrderedDict()
+        )  # and bytes of its parser
+        self._lock = threading.Lock()
+
+    def of(self, grammar: Grammar, cache: str = "") -> ParserStateCache:
+        """The states of ``grammar``, the same for each request of the tenants of ``cache`` while they are kept."""
+        key = cache, hashlib.sha256(grammar.source.encode()).digest()
+        with self._lock:
+            if key not in self._states:
+                parsers = 2 * (_GRAMMAR + _BYTE * len(grammar.source))  # one of them is no request's
+                states = ParserStateCache(self._lexicon, grammar.classes, lambda: grammar.apart().start())
+                self._states[key] = states, parsers
+            self._states.move_to_end(key)
+            while len(self._states) > 1 and self.used > self._limit:
+                self._states.popitem(last=False)
+            return self._states[key][0]
+
+    @property
+    def used(self) -> int:
+        """About so many bytes are kept."""
+        return sum(parser + states.size for states, parser in self._states.values())

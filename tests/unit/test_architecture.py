@@ -101,6 +101,20 @@ def test_no_floor_imports_a_higher_one() -> None:
     assert offences == set()
 
 
+def test_the_parts_of_constraint_import_downwards_and_decode_knows_its_session_alone() -> None:
+    parts = ("limits", "findings", "compile", "search", "session", "admission")
+    offences = list[str]()
+    for number, part in enumerate(parts):
+        folder = PACKAGE / "constraint" / part
+        above = tuple(f"mmserve.constraint.{other}" for other in parts[number + 1 :])
+        offences += _offences(_files(folder) if folder.is_dir() else [folder.with_suffix(".py")], above)
+    assert offences == []
+    door = ("mmserve.constraint", "mmserve.constraint.session", "mmserve.constraint.session.session")
+    for path in _files(PACKAGE / "decode"):
+        inner = {m for m in imports(path) if _within(m, ("mmserve.constraint",)) and not _within(m, door[2:])}
+        assert inner <= set(door), f"{_module(path)} imports {inner}"
+
+
 @pytest.mark.parametrize("folder", ["core", "schedule"])
 def test_core_and_schedule_import_neither_torch_nor_grpc(folder: str) -> None:
     assert _offences(_files(PACKAGE / folder), ("torch", "grpc", "mmserve_kernels", "transformers")) == []

@@ -16,12 +16,11 @@ from mmserve.bench.search import made_up
 from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search import local_search, shortest_completion
-from mmserve.constraint.search.completion import Work, completes
+from mmserve.constraint.search.completion import Work, completes, walk
 from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar, GrammarMatcher
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
-from mmserve.constraint.search.string_completion import complete_strings
 from mmserve.constraint.search.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
@@ -253,7 +252,7 @@ def test_strings_that_must_hold_a_word_are_brought_to_their_end(pattern: str, te
     vocabulary = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b""], {256})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     grammar = Grammar(grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text, vocabulary)
-    walked = complete_strings(grammar.start(), lexicon, grammar.classes(), Work(4000))
+    walked = walk(grammar.start(), lexicon, Work(4000), grammar.classes())
     assert walked is not None and completes(grammar.start(), walked.tokens)
     answer = json.loads(lexicon.text(walked.tokens))
     assert jsonschema_rs.is_valid(schema, answer)
@@ -264,5 +263,5 @@ def test_an_expression_that_must_hold_a_word_is_brought_to_its_end() -> None:
     vocabulary = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b""], {256})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     grammar = Grammar(grammar_of(ConstraintSpec(Regex(r"[\s\S]*the word[\s\S]*"))).text, vocabulary)
-    walked = complete_strings(grammar.start(), lexicon, grammar.classes(), Work(4000))
+    walked = walk(grammar.start(), lexicon, Work(4000), grammar.classes())
     assert walked is not None and lexicon.text(walked.tokens) == b"the word"

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmserve.constraint.compile import charsets
-from mmserve.constraint.compile.complements import complement
-from mmserve.constraint.compile.derivatives import matches
-from mmserve.constraint.compile.excluded import all_but
+from mmserve.constraint.compile.derivatives import all_but, complement, matches
 from mmserve.constraint.compile.pattern import BadPattern, searched, whole
 from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import Choice, Gbnf, Lark, Regex

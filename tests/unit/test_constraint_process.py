@@ -14,11 +14,10 @@ from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.constraint.compile import worker
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import CompileReply, FirstAnswers
-from mmserve.constraint.compile.cache import Firsts, Outcomes, key_of
 from mmserve.constraint.compile.process import Compiler
-from mmserve.constraint.compile.service import Grammars
+from mmserve.constraint.compile.service import Firsts, Grammars, Outcomes, key_of
 from mmserve.constraint.compile.vocabulary import BYTES, Vocabulary, trie_of
+from mmserve.constraint.compile.wire import CompileReply, FirstAnswers
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.constraint.search import first_witness as first

@@ -15,11 +15,9 @@ import torch
 from test_constraint_toy import END, setting, valid_rows
 
 from mmserve.constraint.search.witness import admit
-from mmserve.constraint.session import rejection
+from mmserve.constraint.session import sampling
 from mmserve.constraint.session.answer import ConstrainedAnswer
-from mmserve.constraint.session.draws import SampleState
-from mmserve.constraint.session.futures import PrefixNode, Visit, learn
-from mmserve.constraint.session.rejection import draw
+from mmserve.constraint.session.sampling import PrefixNode, SampleState, Visit, draw, learn
 from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
@@ -76,11 +74,11 @@ class Toy:
         answer = ConstrainedAnswer(admit(grammar, lexicon, self.size), lexicon, sampled=sampled)
         session = Session(answer, causal=True)
         canvas = Canvas.create(np.zeros(1), new_tokens=self.size, block_length=1, mask_id=6)
-        sampling = Sampling(temperature=1.0, seed=seed)
+        tempered = Sampling(temperature=1.0, seed=seed)
         while not canvas.answer({END})[1]:
             targets, before = canvas.block_masked(), tuple(canvas.tokens[1 : canvas.known()].tolist())
             observer = session.observe(canvas, targets)
-            proposed = candidates(self.logits(before)[None].clone(), targets, canvas, sampling, (), observer)
+            proposed = candidates(self.logits(before)[None].clone(), targets, canvas, tempered, (), observer)
             canvas.count_forward()
             final = session.choose(canvas, proposed, COMMIT)
             canvas.commit(final.positions, final.tokens)
@@ -179,8 +177,8 @@ def expected(mass: np.ndarray, good: frozenset[int]) -> np.ndarray:
 @pytest.mark.parametrize(("most", "further"), [(9, 1), (9, 2), (9, 9), (1, 1), (2, 1), (2, 2), (3, 1)])
 def test_a_draw_weighs_each_entry_as_its_mass_says(most: int, further: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every set of accepted entries, also where the draws come to their bound."""
-    monkeypatch.setattr(rejection, "MOST", most)
-    monkeypatch.setattr(rejection, "FURTHER", further)
+    monkeypatch.setattr(sampling, "MOST", most)
+    monkeypatch.setattr(sampling, "FURTHER", further)
     mass = np.array([0.5, 0.2, 0.15, 0.05, 0.02])
     for size in range(6):
         for good in map(frozenset, itertools.combinations(range(5), size)):
@@ -198,7 +196,7 @@ def test_draws_are_bounded_and_impossible_entries_are_never_drawn() -> None:
     result = draw(mass, noised, lambda i: asked.append(i))
     assert result.chosen is None and result.mass == 0.0
     assert asked == list(result.rejected)
-    assert len(asked) == rejection.MOST and all(i % 2 for i in asked)
+    assert len(asked) == sampling.MOST and all(i % 2 for i in asked)
     assert (np.diff(noised[asked]) < 0).all()
 
 

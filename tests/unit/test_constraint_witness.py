@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 import mmserve
 from mmserve.bench.copyist import Copyist, blank, decode, draw, observed, written
-from mmserve.constraint.compile.begun import FirstAnswers
+from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.first_witness import find_first
 from mmserve.constraint.search.lattice import TopK

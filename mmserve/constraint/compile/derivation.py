@@ -36,6 +36,17 @@ _NOTHING: Cost = (0, 0)
 _PLAIN = "a1A0bxnzX2-_. "
 
 
+@dataclass(frozen=True)
+class Sketch:
+    """A shortest sentence, word by word; None where a word's text has to be looked for.
+
+    ``gap``: a shortest text of what may stand between words; None where nothing may.
+    """
+
+    words: tuple[str | None, ...]
+    gap: str | None = None
+
+
 class Hole:
     """A part of a sentence for which no text is known."""
 

@@ -1,15 +1,19 @@
-"""What is left of a regular expression after a text, by partial derivatives (Antimirov 1996).
+"""Regular expressions by partial derivatives (Antimirov 1996): what is left of one after a text, and its complement.
 
-Two texts after which the same is left may be followed by the same.
+Two texts after which the same is left have the same continuations. The complement is the automaton with its final
+states exchanged, written as an expression by the elimination of states (J. A. Brzozowski and E. J. McCluskey, "Signal
+flow graph techniques for sequential circuit state diagrams", 1963).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 
+from mmserve.constraint.compile import charsets
+from mmserve.constraint.compile.charsets import Ranges
 from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, written
 
 #: Items that are still to be matched, one after another.
@@ -195,3 +199,107 @@ def _bounds(item: Item) -> Iterator[int]:
                     yield from _bounds(inner)
         case Repeat(inner, _low, _high):
             yield from _bounds(inner)
+
+
+_MOST_STATES = 48
+_LONGEST = 6_000  # characters of the result, and of every expression on the way to it
+_FIRST, _LAST = -10, -11  # states that are added: one before the beginning, and one after every end
+_ANYTHING = "[\\s\\S]"
+
+
+def complement(expression: str) -> str | None:
+    """A ``pattern``, anchored, of the strings that ``expression`` (of ``compile.pattern``) does not match.
+
+    None where there are none, or where it would be too large. Raises ``BadPattern`` where ``expression`` is too much to
+    follow.
+    """
+    automaton = Automaton(expression)
+    edges = _edges(automaton)
+    if edges is None:
+        return None
+    texts = {
+        pair: _ANYTHING if ranges == charsets.EVERY else charsets.text_of(ranges) for pair, ranges in edges.items()
+    }
+    states = {state for pair in edges for state in pair}
+    texts[_FIRST, 0] = ""
+    texts |= {(state, _LAST): "" for state in states if not automaton.ends(state)}
+    while states:
+        state = min(states, key=lambda each: (_cost(texts, each), -each))
+        states.remove(state)
+        if not _eliminate(texts, state):
+            return None
+    found = texts.get((_FIRST, _LAST))
+    return None if found is None else f"^(?:{found})$"
+
+
+def _edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
+    """The characters that lead from each state to each other one, ``DEAD`` among them; None for too many states."""
+    starts = sorted({0, *(bound for bound in automaton.bounds if bound <= 0x10FFFF)})
+    spans = list(zip(starts, [*(start - 1 for start in starts[1:]), 0x10FFFF], strict=True))
+    found: dict[tuple[int, int], Ranges] = {(DEAD, DEAD): charsets.EVERY}
+    seen, pending = {0, DEAD}, [0]
+    while pending:
+        state = pending.pop()
+        leading: dict[int, list[tuple[int, int]]] = {}
+        for span in spans:
+            if charsets.union((span,)):  # surrogates are no characters
+                leading.setdefault(automaton.after(state, chr(charsets.union((span,))[0][0])), []).append(span)
+        for target, several in leading.items():
+            found[state, target] = charsets.union(tuple(several))
+            if target not in seen:
+                seen.add(target)
+                pending.append(target)
+        if len(seen) > _MOST_STATES:
+            return None
+    return found
+
+
+def _cost(texts: dict[tuple[int, int], str], state: int) -> int:
+    into = sum(1 for source, target in texts if target == state and source != state)
+    out = sum(1 for source, target in texts if source == state and target != state)
+    return into * out
+
+
+def _eliminate(texts: dict[tuple[int, int], str], state: int) -> bool:
+    """Write the ways through ``state`` as edges between its neighbours; False where one becomes too long."""
+    loop = texts.pop((state, state), None)
+    into = [(source, text) for (source, target), text in texts.items() if target == state]
+    out = [(target, text) for (source, target), text in texts.items() if source == state]
+    for source, _text in into:
+        del texts[source, state]
+    for target, _text in out:
+        del texts[state, target]
+    again = "" if loop is None else f"(?:{loop})*"
+    for source, before in into:
+        for target, after in out:
+            way = f"{before}{again}{after}"
+            known = texts.get((source, target))
+            made = way if known is None or known == way else f"(?:{known}|{way})"
+            if len(made) > _LONGEST:
+                return False
+            texts[source, target] = made
+    return True
+
+
+def all_but(words: Iterable[str]) -> str:
+    r"""A ``pattern``, anchored at both ends, of every string that is not one of ``words``.
+
+    The words' prefix tree, turned inside out: at each node a string may end unless a word does, may leave the tree
+    by any other character and then go on as it likes, or may follow the tree.
+    """
+    return f"^{_node(sorted(set(words)), 0)}$"
+
+
+def _node(words: list[str], depth: int) -> str:
+    """``words`` share their first ``depth`` characters; what may follow those."""
+    ends = any(len(word) == depth for word in words)
+    branches: dict[str, list[str]] = {}
+    for word in words:
+        if len(word) > depth:
+            branches.setdefault(word[depth], []).append(word)
+    leave = charsets.text_of(charsets.complement(charsets.union(*(charsets.single(ord(c)) for c in branches))))
+    options = [] if ends else [""]
+    options.append(f"{leave}[\\s\\S]*")
+    for char, inside in branches.items():
+        options.append(charsets.text_of(charsets.single(ord(char))) + _node(inside, depth + 1))
+    return "(?:" + "|".join(options) + ")"

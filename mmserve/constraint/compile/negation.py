@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mmserve.constraint.compile.complements import complement as without
+from mmserve.constraint.compile.derivatives import all_but
+from mmserve.constraint.compile.derivatives import complement as without
 from mmserve.constraint.compile.draft import modern
-from mmserve.constraint.compile.excluded import all_but
 from mmserve.constraint.compile.pattern import BadPattern, searched
-from mmserve.constraint.compile.shapes import ANNOTATIONS, is_number, misshapen
-from mmserve.constraint.compile.values import ALL, distinct, finite, names_of, type_of
+from mmserve.constraint.compile.shapes import (
+    ALL,
+    ANNOTATIONS,
+    distinct,
+    finite,
+    is_number,
+    misshapen,
+    names_of,
+    type_of,
+)
 from mmserve.constraint.limits import MAX_INTEGER, MAX_REPEAT
 
 _MOST_EXCLUDED = 200  # strings an automaton excludes at once

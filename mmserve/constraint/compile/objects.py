@@ -7,13 +7,11 @@ from itertools import combinations
 from math import comb
 from typing import Any
 
-from mmserve.constraint.compile.complements import complement
-from mmserve.constraint.compile.derivatives import disjoint, matches
-from mmserve.constraint.compile.excluded import all_but
-from mmserve.constraint.compile.notes import Notes
+from mmserve.constraint.compile.derivatives import all_but, complement, disjoint, matches
 from mmserve.constraint.compile.pattern import BadPattern, searched
 from mmserve.constraint.compile.scalars import anchored
 from mmserve.constraint.compile.shapes import ANNOTATIONS, IN_PLACE, misshapen
+from mmserve.constraint.findings import Notes
 from mmserve.constraint.limits import MAX_REPEAT
 
 Schema = dict[str, Any]

@@ -8,9 +8,8 @@ from math import prod
 from typing import Any
 
 from mmserve.constraint.compile.negation import both, either
-from mmserve.constraint.compile.notes import Notes
-from mmserve.constraint.compile.values import ALL, names_of, types_of
-from mmserve.constraint.findings import Refused
+from mmserve.constraint.compile.shapes import ALL, names_of, types_of
+from mmserve.constraint.findings import Notes, Refused
 from mmserve.constraint.limits import LARGEST
 
 Schema = dict[str, Any]
@@ -23,7 +22,7 @@ _MOST_CASES = 64  # of several anyOf that all hold
 
 
 def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False) -> Any:
-    """``schema``, of ``mmserve.constraint.compile.recursion``, whose open values have numbers within ±``LARGEST``.
+    """``schema``, of ``mmserve.constraint.compile.references``, whose open values have numbers within ±``LARGEST``.
 
     Where schemas are joined, all of it is joined with a schema that says no more than that. llguidance cannot join two
     definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from mmserve.constraint.compile.document import read_schema
-from mmserve.constraint.compile.formats import FORMATS, HINTS, NUMBERS
 from mmserve.constraint.compile.resources import NAMED, ONE, ROW
+from mmserve.constraint.compile.scalars import FORMATS, HINTS, NUMBERS
 from mmserve.constraint.compile.shapes import IN_PLACE, is_schema
 from mmserve.constraint.findings import child
 from mmserve.core.constraint import JsonSchema, SchemaOption

@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.constraint.compile import alternatives, containing, objects, scalars, unique
+from mmserve.constraint.compile import arrays, objects, one_of, scalars
 from mmserve.constraint.compile.draft import dialect, modern
-from mmserve.constraint.compile.exclusive import Effort
 from mmserve.constraint.compile.negation import Scope, both, complement, either
-from mmserve.constraint.compile.notes import Notes
+from mmserve.constraint.compile.one_of import Effort
 from mmserve.constraint.compile.openings import with_finite_numbers
-from mmserve.constraint.compile.recursion import without_endless
-from mmserve.constraint.compile.references import References
+from mmserve.constraint.compile.references import References, without_endless
 from mmserve.constraint.compile.resources import located, obscure
-from mmserve.constraint.compile.shapes import IN_PLACE, KNOWN, misshapen
-from mmserve.constraint.compile.values import ALL, finite, names_of, types_of, writable
-from mmserve.constraint.findings import Finding, Refused, child
+from mmserve.constraint.compile.shapes import ALL, IN_PLACE, KNOWN, finite, misshapen, names_of, types_of, writable
+from mmserve.constraint.findings import Finding, Notes, Refused, child
 from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
 
 Schema = dict[str, Any]
@@ -151,14 +148,14 @@ class _Rewriter:
             part["prefixItems"] = [self._schema(item, child(at, i)) for i, item in enumerate(node["prefixItems"])]
         if "items" in node:
             part["items"] = self._schema(node["items"], child(pointer, "items"))
-        if rows := containing.rows(node, self._scope(pointer), pointer, self._notes):
+        if rows := arrays.rows(node, self._scope(pointer), pointer, self._notes):
             yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
-        if node.get("uniqueItems") and not unique.is_trivial(node):
-            arrays = unique.all_arrays(node)
-            if arrays is None:
+        if node.get("uniqueItems") and not arrays.is_trivial(node):
+            values = arrays.all_arrays(node)
+            if values is None:
                 self._notes.cannot(pointer, "uniqueItems", "can be enforced only for few items out of a small enum")
             else:
-                yield self._if_type("array", node, {"enum": arrays} if arrays else False)
+                yield self._if_type("array", node, {"enum": values} if values else False)
         yield part
 
     def _objects(self, node: Schema, pointer: str) -> Iterator[Any]:
@@ -232,8 +229,8 @@ class _Rewriter:
     def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
         branches = node["oneOf"]
         schemas = [self._schema(branch, child(at, i)) for i, branch in enumerate(branches)]
-        found = alternatives.apart(branches, self._scope(at), at, self._effort, types_of(node))
-        if isinstance(found, alternatives.Together):
+        found = one_of.apart(branches, self._scope(at), at, self._effort, types_of(node))
+        if isinstance(found, one_of.Together):
             i, j = found
             self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")
             return either(schemas)

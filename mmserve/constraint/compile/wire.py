@@ -1,18 +1,70 @@
-"""What passes between the server and the child process: JSON after its length, over pipes."""
+"""Messages between the server and its child processes: JSON after its length, over pipes.
+
+A reply holds a constraint's grammar and the shortest answers that were found under it.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import CompileReply, Completion, FirstAnswers
-from mmserve.constraint.compile.cfg import Sketch
+from mmserve.constraint.compile.derivation import Sketch
 from mmserve.constraint.compile.vocabulary import Vocabulary
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.limits import FINDING_CHARS
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion: its tokens (no end token), and whether it is known that no shorter one exists."""
+
+    tokens: tuple[int, ...]
+    exact: bool
+
+
+@dataclass(frozen=True)
+class FirstAnswers:
+    """The shortest answers found under a grammar.
+
+    ``near``: by the search that every budget has. ``patient``: by the longer one, for budgets that ``near`` does not
+    fit; None as long as ``asked`` is false, or where none was found. ``least``: tokens that every answer has at least.
+    """
+
+    near: Completion | None = None
+    patient: Completion | None = None
+    asked: bool = False
+    least: int = 0
+    late: bool = False  # a search was ended before it was over
+
+    def covers(self, budget: int) -> bool:
+        """Whether this says what an answer of ``budget`` tokens may be."""
+        fits = self.near is not None and (self.near.exact or len(self.near.tokens) <= budget)
+        return fits or self.asked or self.hopeless(budget)
+
+    def hopeless(self, budget: int) -> bool:
+        """Whether no answer of ``budget`` tokens was looked for: all are known to be far longer."""
+        return self.near is None and not self.asked and self.least > budget
+
+    def close(self, budget: int) -> Completion | None:
+        """The shortest answer found with room for ``budget`` tokens, be it longer."""
+        near = self.near
+        if near is not None and (near.exact or len(near.tokens) <= budget or self.patient is None):
+            return near
+        return self.patient
+
+
+@dataclass(frozen=True)
+class CompileReply:
+    """A grammar, or why there is none; its first answer, where it was asked for; and whether the same would come of
+    the same question again."""
+
+    outcome: Grammar | Refused
+    first: FirstAnswers | None = None
+    lasting: bool = True
+
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (JsonSchema, Regex, Choice, Lark, Gbnf)}
 MOST_FINDINGS = 100  # of a constraint, that are told

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
-from mmserve.constraint.compile.begun import FirstAnswers
 from mmserve.constraint.compile.grammar import grammars_of, kind_of
 from mmserve.constraint.compile.vocabulary import Vocabulary, trie_of
+from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import (
     CHILD_BYTES,

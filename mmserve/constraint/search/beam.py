@@ -1,13 +1,11 @@
-"""The best valid path through part of a canvas: a beam of parser forks, from the first masked position on.
+"""Beam search over parser states: the best valid path through part of a canvas, from the first masked position on.
 
 Committed positions are forced; a masked one tries the model's candidates, the old witness's token and the end of text.
-What keeps the beam small is that the old witness is a whole path from the start: a way that could not score more than
-the best whole path, if all after it were the model's first choices, is not gone on. What keeps it alive: a token in
-front of committed ones counts only if they may follow; forks are ranked by how far the model's own first choices may
-follow them, not by score alone; of those that the constraint cannot tell apart one goes on; each may join the old
-witness again, at the same position or a few farther on or back; where little room is left, what needs more to come to
-an end is not gone on (``lookahead``); and where every fork has died, those that were left and then the deepest are
-looked at again.
+The old witness is a whole path from the start, so a fork is dropped if it could not score more with the model's first
+choices everywhere after it. Forks are ranked by how many of those first choices are allowed after them, not by score
+alone; before committed tokens a fork counts only if they are allowed. Of equivalent forks one goes on. Each may join
+the old witness again, at the same position or a few to either side. Where few tokens are left, the lookahead bound
+drops forks. Where all forks have died, the options not tried and then the deepest forks are tried again.
 """
 
 from __future__ import annotations
@@ -23,19 +21,21 @@ from mmserve.constraint.search.lattice import TokenLattice
 from mmserve.constraint.search.lookahead import SPARE, LookaheadBound, SearchTimeout
 from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
 
+Timer = Callable[[], bool]  # whether the step has time left
+
 
 @dataclass(frozen=True)
 class Beam:
     """Numbers of the search."""
 
     width: int = 4
-    ahead: int = 5  # first choices that are tried after a token
-    broken: float = 4.0  # nats that it costs when none of them may follow
-    decay: float = 0.75  # how much less it costs with each one that may
-    clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
-    again: int = 60  # ways that are gone after all where no other path was found
-    salvaged: int = 12  # dead forks for which a completion is looked for
-    spare: int = SPARE  # tokens more than the old witness takes, up to which it is asked what states need
+    ahead: int = 5  # the model's first choices that are tried after a token
+    broken: float = 4.0  # penalty in nats when none of them is allowed
+    decay: float = 0.75  # factor of the penalty for each one that is
+    clear: float = 4.5  # nats below an option after which all first choices are allowed: other options are not tried
+    again: int = 60  # options tried again where no other path was found
+    salvaged: int = 12  # dead forks for which a completion is searched
+    spare: int = SPARE  # tokens left besides the old witness's, up to which the lookahead bound is used
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class _Fork:
         return found[::-1]
 
 
-#: A way by one token: rank, score, the fork it goes on from, the token, and where it stands among the options.
+#: A fork grown by one token: rank, score, the fork before, the token, and its index among the options.
 _Grown = tuple[float, float, _Fork, int, int]
 
 
 @dataclass(slots=True)
 class _Left:
-    """A way that was not gone: from ``fork``, at ``p``, by an option of that position or by those after it, too."""
+    """An option not tried: from ``fork``, at ``p``, by an option of that position or by those after it, too."""
 
     most: float  # that any path by it can score
     p: int
@@ -80,42 +80,38 @@ class _Left:
 
 
 def best_path(
-    root: ParserState,
-    states: ParserStateCache,
-    lattice: TokenLattice,
-    closing: Closing,
-    beam: Beam,
-    in_time: Callable[[], bool],
+    root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing, beam: Beam, in_time: Timer
 ) -> Path | None:
     """The best path found through ``lattice`` and on to the end of the text, the old witness if there is no better way.
 
-    None where the old witness is the only path that was found, and it is not known that there is no better one: ways
-    that might have been better were begun, and none of them could be brought to its end.
+    None where only the old witness was found, and there may be a better path: forks that might have been better were
+    begun, and no completion was found for any of them.
 
-    ``root`` is the state before the field's first position, one of ``states``.
+    ``root`` is the state before the lattice's first position.
 
     Raises:
         SearchTimeout: ``in_time`` said no; asked once a position.
     """
     if lattice.stayed[0] >= lattice.most[0]:
         return Path(lattice.old_content, lattice.stayed[0])
-    straight = _straight(root, states, lattice, closing)
+    straight = _straight(root, cache, lattice, closing)
     if straight is not None:
         return straight
-    size = next((p for p in range(lattice.size) if lattice.fixed[p] in lattice.ends), closing.size - lattice.start)
-    tight = states.known and size - len(lattice.old_content) <= beam.spare
-    room = LookaheadBound(root, size, states, in_time) if tight else None
-    return _Search(states, lattice, closing, beam, room).run(root, in_time)
+    size = lattice.room(closing.size)
+    tight = cache.known and size - len(lattice.old_content) <= beam.spare
+    room = LookaheadBound(root, size, cache, in_time) if tight else None
+    old = Path(lattice.old_content, lattice.stayed[0])
+    return _Search(cache, lattice, closing, beam, room, old).run(root, in_time)
 
 
-def _straight(root: ParserState, states: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
+def _straight(root: ParserState, cache: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
     """The path of the first choices everywhere, if it is one."""
     tokens = lattice.first[: lattice.first_end]
     if lattice.first_end < lattice.size and not lattice.ends_first:
         return None
-    if states.reach(root, tokens) < len(tokens):
+    if cache.reach(root, tokens) < len(tokens):
         return None
-    fork = states.after_all(root, tokens) if tokens else root
+    fork = cache.after_all(root, tokens) if tokens else root
     if fork is None:
         return None
     if lattice.first_end < lattice.size:
@@ -126,29 +122,24 @@ def _straight(root: ParserState, states: ParserStateCache, lattice: TokenLattice
 
 @dataclass(slots=True)
 class _Search:
-    """A search under way: the best whole path so far, and what it has left open."""
+    """A running search: the best whole path so far, and the options not tried."""
 
-    states: ParserStateCache
+    cache: ParserStateCache
     lattice: TokenLattice
     closing: Closing
     beam: Beam
     room: LookaheadBound | None  # where there is little left
-    best: Path = field(init=False)
+    best: Path
     others: bool = False  # whether any whole path was found besides the old witness
-    along: dict[ParserState, list[int]] = field(
-        default_factory=dict
-    )  # states of the old witness, and its tokens in front
+    along: dict[ParserState, list[int]] = field(default_factory=dict)  # the old witness's states, and tokens before
     left: list[_Left] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.best = Path(self.lattice.old_content, self.lattice.stayed[0])
-
-    def run(self, root: ParserState, in_time: Callable[[], bool]) -> Path | None:
+    def run(self, root: ParserState, in_time: Timer) -> Path | None:
         """As ``best_path``."""
         lattice, at = self.lattice, root
         self.along[root] = [0]
         for q, token in enumerate(lattice.old_content[: lattice.size], 1):
-            state = self.states.after(at, token)
+            state = self.cache.after(at, token)
             if state is None:  # the parser's limits
                 break
             at = state
@@ -174,11 +165,11 @@ class _Search:
         return self.best if self.others or not self._open() else None
 
     def _open(self) -> bool:
-        """Whether a way that was left might be better than the best path."""
+        """Whether an option that was not tried might be better than the best path."""
         return any(left.most > self.best.score for left in self.left)
 
     def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
-        """Take note of a whole path."""
+        """Record a whole path."""
         self.others = True
         if score > self.best.score:
             self.best = Path([*fork.tokens(), *tail], score)
@@ -187,7 +178,7 @@ class _Search:
         """The forks after a run of committed tokens from ``p`` on that may follow them and does not end them."""
         content, kept = self.lattice.content(run), dict[ParserState, _Fork]()
         for fork in forks:  # the best first
-            behind = self.states.after_all(fork.state, content) if content else fork.state
+            behind = self.cache.after_all(fork.state, content) if content else fork.state
             if behind is None:
                 continue
             grown = fork
@@ -225,8 +216,8 @@ class _Search:
         return False
 
     def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
-        """What the options of a masked position make of ``forks``."""
-        lattice, beam, states = self.lattice, self.beam, self.states
+        """``forks`` grown by the options of a masked position, best first."""
+        lattice, beam, cache = self.lattice, self.beam, self.cache
         following = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
         ahead = lattice.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(lattice.first_end, p + 1))]
         behind = ahead or following
@@ -267,7 +258,7 @@ class _Search:
                 followed = followed or token == old
                 if known.get(token, True) is None:
                     continue
-                far = states.reach(fork.state, [token, *behind])
+                far = cache.reach(fork.state, [token, *behind])
                 if far > least and not self._ends_in_time(fork.state, token, p):
                     continue
                 if far <= reach:
@@ -278,7 +269,7 @@ class _Search:
                     enough = max(enough, log_probability - beam.clear)
             if len(grown) == begun and floor > bound:
                 for token in self._others(fork.state, p):
-                    if states.reach(fork.state, [token, *following]) > least:
+                    if cache.reach(fork.state, [token, *following]) > least:
                         add(beam.broken, fork.score + floor, fork, token, len(options))
         grown.sort(key=lambda g: -g[0])
         return grown
@@ -287,7 +278,7 @@ class _Search:
         """Whether a way by ``token`` at ``p`` may come to its end within what is left, for all that is known."""
         if self.room is None:
             return True
-        behind = self.states.after(state, token)
+        behind = self.cache.after(state, token)
         return behind is not None and self.room.fits(behind, p + 1)
 
     def _others(self, state: ParserState, p: int) -> list[int]:
@@ -305,7 +296,7 @@ class _Search:
             if len(kept) >= self.beam.width and not on_witness:
                 self.left.append(_Left(score + most, p, fork, option, alone=True))
                 continue
-            state = self.states.after(fork.state, token)
+            state = self.cache.after(fork.state, token)
             if state is None:
                 continue
             other = kept.get(state)
@@ -333,7 +324,7 @@ class _Search:
             if not left.alone and left.option + 1 < len(options):
                 score = fork.score + options[left.option + 1][1]
                 following.append(_Left(score + lattice.most[p + 1], p, fork, left.option + 1))
-            state = self.states.after(fork.state, token)
+            state = self.cache.after(fork.state, token)
             if state is not None and self.room is not None and not self.room.fits(state, p + 1):
                 state = None
             if state is not None and not (fork.on_witness and token == lattice.old[p]):
@@ -348,9 +339,8 @@ class _Search:
                         for grown in forks:
                             self._ended(grown, p)
                             if lattice.options[p]:
-                                following.append(
-                                    _Left(grown.score + lattice.options[p][0][1] + lattice.most[p + 1], p, grown, 0)
-                                )
+                                most = grown.score + lattice.options[p][0][1] + lattice.most[p + 1]
+                                following.append(_Left(most, p, grown, 0))
             for more in following:
                 serial += 1
                 heapq.heappush(heap, (-more.most, serial, more))
@@ -372,9 +362,7 @@ class _Search:
     def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
         """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
         lattice, tried, deepest = self.lattice, 0, self.lattice.size
-        room = next(
-            (p for p in range(lattice.size) if lattice.fixed[p] in lattice.ends), self.closing.size - lattice.start
-        )
+        room = lattice.room(self.closing.size)
         for p, forks in reversed(trail):
             for fork in forks:
                 if self.room is not None and not self.room.fits(fork.state, p):

@@ -1,4 +1,4 @@
-"""How a fork of the parser is brought to its end after the part of the canvas that is searched."""
+"""Completions for forks of the parser at the end of the searched part of the canvas."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mmserve.constraint.search.shortest_completion import find_completion
 
 @dataclass
 class Closing:
-    """Ways to the end for one search: the old witness's own, those seen before, and new short ones."""
+    """The completions of one search: of the old witness, of earlier searches, and new short ones."""
 
     witness: Sequence[int]  # the old witness up to its end
     size: int  # positions of the answer
     lexicon: Lexicon
     remembered: tuple[tuple[int, ...], ...] = ()
-    states: int = 60  # of the parser, for a new way
-    shift: int = 6  # positions that the old witness's own way may be moved
-    searches: int = 6  # states from which a new way is looked for in one search
-    thorough: int = 1  # of these, with more effort: where what comes first leads nowhere, as in `a+b`
-    patient: bool = False  # whether another way is looked for where one that is known is too long
-    far: Callable[[ParserState], tuple[int, ...] | None] | None = None  # how, if not by asking the parser alone
+    states: int = 60  # visited for a new completion
+    shift: int = 6  # positions that the old witness's end may be moved
+    searches: int = 6  # states from which a new completion is searched
+    thorough: int = 1  # of these, with more effort: where the first closers lead nowhere, as in `a+b`
+    patient: bool = False  # whether another completion is searched where a known one is too long
+    far: Callable[[ParserState], tuple[int, ...] | None] | None = None  # how, if not with the parser alone
     found: list[tuple[int, ...]] = field(default_factory=list)
-    asked: set[ParserState] = field(default_factory=set)  # from where new ways were looked for
-    cramped: bool = False  # a new way was found, and there was no room for it
-    cut: bool = False  # a better path than the one taken was given up for want of room
+    asked: set[ParserState] = field(default_factory=set)  # from where new completions were searched
+    cramped: bool = False  # a new completion was found, and was too long
+    cut: bool = False  # a better path than the one taken was too long
 
     def tail(
         self, state: ParserState, position: int, agrees: Callable[[Sequence[int]], bool] = lambda way: True
@@ -60,14 +60,14 @@ class Closing:
         return new if len(new) <= room and agrees(new) else None
 
     def shortest(self, state: ParserState) -> tuple[int, ...] | None:
-        """A short way from ``state`` to the end, if one is known or may still be looked for."""
+        """A short completion from ``state``, if one is known or may still be searched."""
         if not self._may_ask(state):
             return None
         self.asked.add(state)
         return state.completion(self.lexicon, self.states)
 
     def _blindly(self, state: ParserState, room: int) -> tuple[int, ...] | None:
-        """A way found with more effort; None where all are known to be longer than ``room``, too."""
+        """A completion found with more effort; None if there is none, or all are known to be longer than ``room``."""
         close = find_completion(state.matcher, self.lexicon, BLIND, within=room)
         return None if close is None else close.tokens
 
@@ -86,7 +86,7 @@ class Closing:
         return state.few
 
     def _known(self, position: int) -> Iterator[tuple[int, ...]]:
-        """The old witness's way from here, then as if it were a little farther on or back, then those seen before."""
+        """The old witness's end from here, then from a few positions to either side, then earlier completions."""
         for distance in range(self.shift + 1):
             for begin in {position + distance, position - distance}:
                 if 0 <= begin < len(self.witness):

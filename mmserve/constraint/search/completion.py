@@ -1,19 +1,26 @@
-"""Short completions of a text, found by byte rather than by token: most bytes that may follow are alike.
+"""Short completions of a text, searched by byte rather than by token: most allowed bytes are equivalent.
 
 ``walk`` takes the first byte that closes something, everywhere; ``local_search.shorten`` shortens what it finds;
 ``cheapest`` searches where a walk does not arrive. A completion is bytes, which ``Lexicon.cover`` spells in the fewest
 tokens.
+
+With classes of texts, a walk also leaves strings that few bytes do not end, such as those that must contain a given
+word. No parser reports which characters lead on, so the nearest end is searched over ASCII characters, from one of all
+states in which the same is left of every expression (``prefix_equivalence``).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mmserve.constraint.search.base import Matcher
+import numpy as np
+
 from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.prefix_equivalence import PrefixClasses
 
 #: What a search costs, in tokens that a parser reads (about 0.3 microseconds each): a copy of a parser, a mask of all
 #: tokens, and a byte of a text that is spelled in the fewest tokens. Measured, and rounded up.
@@ -80,19 +87,26 @@ _TIRED = 8
 _LIKELY = 8
 
 
-def walk(matcher: Matcher, lexicon: Lexicon, work: Work) -> Walk | None:
-    """The completion that takes the way known, or else the first closer that may follow, everywhere.
+def walk(matcher: Matcher, lexicon: Lexicon, work: Work, classes: PrefixClasses | None = None) -> Walk | None:
+    """The completion that takes the bytes known to lead on, or else the first closer that is allowed, everywhere.
 
-    None if it does not arrive.
+    None if it does not arrive. Where one closer has led nowhere several times in a row, as zeros after ``0.`` do, the
+    next one is taken.
 
-    Where one closer has led nowhere several times in a row, as zeros after ``0.`` do, the next one is taken.
+    Args:
+        classes: of texts from the one of ``matcher`` on; with them, each string is left by the fewest characters.
+
+    Raises:
+        ValueError: the class of the completion so far is unknown.
     """
     at, tokens = matcher.fork(), list[int]()  # one copy, that moves: one a step would make long answers dear
-    choices: list[int] = []
+    choices, prefix_class = list[int](), None if classes is None else classes.start()
     while work.spend(MASK) and len(tokens) < _LONGEST:
         if at.accepting:
             return Walk(tuple(tokens), tuple(choices))
         step, chosen = onward(at, lexicon, tokens)
+        if chosen and classes is not None and classes.open(prefix_class):
+            step = _out_of_string(at, prefix_class, lexicon, classes, work)
         if not step:
             return None
         if chosen:
@@ -101,6 +115,8 @@ def walk(matcher: Matcher, lexicon: Lexicon, work: Work) -> Walk | None:
             at.consume(step)
         except ValueError:
             return None
+        if classes is not None:
+            prefix_class = classes.after(prefix_class, lexicon.text(step))
         tokens += step
     return None
 
@@ -160,3 +176,33 @@ def cheapest(matcher: Matcher, lexicon: Lexicon, work: Work, *, choices: int, si
                 serial -= 1  # of equals the newest first: the way to the end is mostly straight
                 heapq.heappush(queue, (length + len(step), serial, grown, fork))
     return None
+
+
+_CHARACTERS = frozenset(bytes([code]) for code in range(0x20, 0x7F) if code != ord("\\"))
+
+
+def _out_of_string(
+    matcher: Matcher, prefix_class: Hashable, lexicon: Lexicon, classes: PrefixClasses, work: Work
+) -> list[int]:
+    """Fewest characters to where the string is over, or the text may end; none where that is too far."""
+    plain = np.array([token for token in lexicon.closers.tolist() if lexicon.text([token]) in _CHARACTERS], np.int64)
+    queue: deque[tuple[Hashable, Matcher, tuple[int, ...]]] = deque([(prefix_class, matcher, ())])
+    seen = {prefix_class}
+    while queue and work.spend(MASK):
+        prefix_class, at, tokens = queue.popleft()
+        for token in plain[at.among(plain)].tolist():
+            try:
+                behind = classes.after(prefix_class, lexicon.text([token]))
+            except ValueError:
+                continue
+            if behind in seen:
+                continue
+            seen.add(behind)
+            work.read(FORK)
+            fork = after(at, [token])
+            if fork is None:
+                continue
+            if fork.accepting or not classes.open(behind):
+                return [*tokens, token]
+            queue.append((behind, fork, (*tokens, token)))
+    return []

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.base import Constraint, Matcher
 from mmserve.constraint.search.completion import after
+from mmserve.constraint.search.matcher import Constraint, Matcher
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
 from mmserve.constraint.search.vocabulary import Vocabulary
 
@@ -34,16 +34,6 @@ class Concatenation:
     texts: tuple[bytes, ...]
     holes: tuple[BoundedHole, ...]
     vocabulary: Vocabulary
-
-    @property
-    def token_bytes(self) -> Sequence[bytes]:
-        """The bytes of each token id; empty for tokens that no text has."""
-        return self.vocabulary.token_bytes
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return self.vocabulary.end_ids
 
     def classes(self) -> PrefixClasses:
         """Classes of the beginnings of texts: every one is a class of its own."""
@@ -90,7 +80,7 @@ class Concatenation:
 
     def behind(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
         """The state after ``token``; None if it may not follow."""
-        spelled, text = self.token_bytes[token], self.text(state)
+        spelled, text = self.vocabulary.token_bytes[token], self.text(state)
         if not spelled:
             return None
         texts = tuple((size + len(spelled), at) for size, at in self.begun(state) if text.startswith(spelled, size))
@@ -158,7 +148,7 @@ class ConcatenationMatcher:
             self.state = following
 
     def _step(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
-        return self.language.behind(state, token) if 0 <= token < len(self.language.token_bytes) else None
+        return self.language.behind(state, token) if 0 <= token < len(self.language.vocabulary.token_bytes) else None
 
     def allowed(self) -> np.ndarray:
         """Ids (int64, ascending) of all tokens that may follow here."""
@@ -167,7 +157,7 @@ class ConcatenationMatcher:
     def mask(self) -> np.ndarray:
         """Which tokens may follow here, as a ``bitmask``."""
         hole = self.language.roomy(self.state)
-        words = bitmask.of((), len(self.language.token_bytes)) if hole is None else hole.mask()
+        words = bitmask.of((), len(self.language.vocabulary.token_bytes)) if hole is None else hole.mask()
         bitmask.add(words, self._of_texts())
         return words
 

@@ -61,6 +61,10 @@ class TokenLattice:
                 return run[:i]
         return run
 
+    def room(self, size: int) -> int:
+        """Positions from ``start`` to the first committed end token, or to the end of an answer of ``size``."""
+        return next((p for p in range(self.size) if self.fixed[p] in self.ends), size - self.start)
+
     def agrees(self, begin: int, tokens: Sequence[int]) -> bool:
         """Whether ``tokens`` from ``begin`` on, and the end of text after them, agree with what is committed."""
         for p in range(begin, self.last_fixed + 1):

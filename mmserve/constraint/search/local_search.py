@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.base import Matcher
 from mmserve.constraint.search.completion import BYTE, FORK, MASK, Walk, Work, after, onward, walk
 from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
 
 #: Long tokens tried at a choice.
 _FILLERS = 3

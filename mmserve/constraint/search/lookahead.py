@@ -1,8 +1,8 @@
-"""How many tokens a state needs at least to come to its end: what needs more than are left is not gone on.
+"""The lookahead bound: how many tokens a state needs at least to reach the end of its text.
 
-A bound from below, by looking at all that may follow, level by level, from where a search begins. States are few: what
-a string or number holds makes no difference after it (``prefix_equivalence``), so that of all states within one that
-may end there, one is looked at, and it is taken to end with whatever any token holds after an end.
+States that need more than are left are dropped. The bound is found by breadth-first search over all allowed tokens from
+the root of a search. What a string or number holds makes no difference after it (``prefix_equivalence``), so one state
+represents all within it that may end it; it is taken to end with whatever any token holds after such an end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.base import Constraint
+from mmserve.constraint.search.matcher import Constraint
 from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserState, ParserStateCache, Representative
 from mmserve.constraint.search.prefix_equivalence import Scalar
 
@@ -32,11 +32,11 @@ _SECONDS = 0.1
 
 
 class SearchTimeout(Exception):
-    """The step's time was over before the search was."""
+    """The time of a step ended before the search."""
 
 
 class LookaheadBound:
-    """What states after ``root`` need, after which ``size`` tokens may stand."""
+    """A lower bound of the tokens from a state to the end, for states after ``root`` with ``size`` tokens left."""
 
     def __init__(self, root: ParserState, size: int, states: ParserStateCache, in_time: Callable[[], bool]) -> None:
         self.size, self._in_time = size, in_time
@@ -44,15 +44,15 @@ class LookaheadBound:
         self._least = self._measured(root)
 
     def least(self, state: ParserState) -> int:
-        """Tokens, fewer than which do not bring ``state`` to its end."""
+        """The bound of ``state``: no fewer tokens lead to its end."""
         return 0 if state.accepting else self._least.get(self._representative_of(state).key, 1)
 
     def fits(self, state: ParserState, position: int) -> bool:
-        """Whether ``state``, after ``position`` tokens, may come to its end in time, for all that is known."""
+        """Whether the bound of ``state``, after ``position`` tokens, is within the size."""
         return position + self.least(state) <= self.size
 
     def ways(self, state: ParserState, position: int, most: int) -> list[int]:
-        """Up to ``most`` tokens that may follow ``state`` in time, those first that leave the most room."""
+        """Up to ``most`` tokens allowed at ``state`` whose bounds are within the size, the smallest bounds first."""
         found = []
         for token in self._representative_of(state).tokens:
             behind = self._states.after(state, token)
@@ -61,7 +61,7 @@ class LookaheadBound:
         return [token for _least, token in sorted(found)[:most]]
 
     def _measured(self, root: ParserState) -> dict[Hashable, int]:
-        """Tokens needed by what stands for each state."""
+        """The bound of each representative."""
         first = self._representative_of(root).key
         level, before, least = {first: 0}, dict[Hashable, list[Hashable]]({first: []}), dict[Hashable, int]()
         queue = deque([root])
@@ -72,7 +72,7 @@ class LookaheadBound:
             if state.accepting:
                 least[key] = 0
             elif representative.next is None or level[key] >= self.size or len(level) >= _STATES:
-                least[key] = 1  # that it is not the end is all that is known
+                least[key] = 1  # it is not the end; nothing more is known
             else:
                 farther = level[key] + 1
                 for behind in representative.next:
@@ -101,7 +101,7 @@ class LookaheadBound:
         return state.representative
 
     def _alone(self, state: ParserState) -> Representative:
-        """``state`` by itself."""
+        """``state`` as its own representative."""
         tokens = bitmask.ids(state.matcher.mask())
         if len(tokens) > _WIDE:
             tokens = self._leading(state, tokens)
@@ -122,7 +122,7 @@ class LookaheadBound:
         return tokens
 
     def _leads(self, state: ParserState, token: int, scalar: Scalar) -> bool:
-        """Whether ``token`` leads from ``state`` to what stands for all states within a ``scalar``."""
+        """Whether ``token`` leads from ``state`` into a ``scalar`` whose states have one representative."""
         behind = self._states.after(state, token)
         inside = None if behind is None else self._states.inside(behind)
         if behind is None or inside is None or inside[0] is not scalar:
@@ -130,7 +130,7 @@ class LookaheadBound:
         return self._within(behind, inside) is not None
 
     def _within(self, state: ParserState, inside: tuple[Scalar, Hashable]) -> Representative | None:
-        """What stands for all states within the same string or number; None if ``state`` may not end it, yet."""
+        """The representative of all states within the same string or number; None if it may not end at ``state``."""
         known = self._states.representatives.get(inside)
         if inside[0] is Scalar.NUMBER:
             if known is not None:

@@ -1,8 +1,8 @@
-"""States of a constraint that searches have been at, so that the parser is asked once where texts are alike.
+"""A cache of parser states: one state for all equivalent texts of a constraint, so that the parser is asked once.
 
-A step's search goes mostly where the step before it has gone, and half of the ways that it tries at once differ in
-nothing that a constraint could tell (``prefix_equivalence``): other words in a string, another digit. What is kept
-changes the time that a search takes, never what it finds, so that all requests under a grammar may share it.
+The search of a step mostly visits the states of the step before, and half of the paths that it tries at once are
+equivalent (``prefix_equivalence``): other words in a string, another digit. The cache changes the time of a search,
+never its result, so all requests under a grammar may share it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.base import Matcher
 from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, Scalar
 from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
 from mmserve.constraint.search.vocabulary import LONGEST
@@ -24,42 +24,42 @@ from mmserve.memory import resident
 
 #: Bytes that may be kept from one search to the next.
 LIMIT = 16 << 20
-#: Bytes of a state, of a byte of text before it (a parser keeps what it has read, up to 190 bytes for each), and
-#: of a way that was asked for, with what the parser's lexer has learned on it. Measured, and rounded up.
+#: Bytes of a state, of each byte of text before it (a parser keeps up to 190 for each), and of a transition that was
+#: asked for, with what the parser's lexer has cached for it. Measured, and rounded up.
 _STATE, _BYTE, _WAY = 8_000, 200, 500
-#: Bytes that a process grows by in a search, from which on they are taken for the search's own.
+#: Growth of the process in a search, in bytes, from which on it counts as the search's own.
 _NOTICED = 1 << 20
 #: Most bytes that a lexer takes with all the states that ``PARSER_LIMITS`` allow it. Measured, and rounded up.
 _LEXER = 12 << 20
-#: A matcher is put in another's state where it has read so much less: to fork it takes time for all that it has read.
+#: A state takes over a matcher that has read so many bytes less than its own: a fork's time grows with what was read.
 _DEEPER = 500
-#: States gone on from in search of an end that a walk of the parser did not find.
+#: States expanded in search of an end that a walk did not find.
 _FAR = 24
-#: The same for texts that are each of their own prefix_class.
+#: The same where no two texts are known to be equivalent.
 BLIND = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
 
 
 @dataclass(frozen=True, slots=True)
 class Representative:
-    """What stands for a state where it is asked how far the end is (``lookahead``): itself, or all that are alike."""
+    """Represents a state in the lookahead bound (``lookahead``): the state itself, or all that are equivalent there."""
 
     key: Hashable
-    next: tuple[ParserState, ...] | None  # one token farther on; None if they are not known
+    next: tuple[ParserState, ...] | None  # one token later; None if unknown
     tokens: tuple[int, ...]  # some that may lead there
 
 
 class ParserState:
-    """What may follow texts of one prefix_class. ``matcher`` stands after one of them, and is never moved."""
+    """The state of the parser after the texts of one class. ``matcher`` is after one of them, and never moves."""
 
     __slots__ = ("_completion", "accepting", "depth", "far", "few", "matcher", "next", "prefix_class", "representative")
 
     def __init__(self, matcher: Matcher, prefix_class: Hashable | None, depth: int) -> None:
         self.matcher, self.prefix_class, self.depth = matcher, prefix_class, depth  # bytes before the matcher
         self.accepting = matcher.accepting
-        #: What is after a token or a row of them, as far as it was asked: a state, None, that there is one (True), or
-        #: that there is one which the parser does not reach within its limits (False).
+        #: Transitions by a token or several, as asked for: a state; None = not allowed; True = allowed;
+        #: False = allowed, beyond the parser's limits.
         self.next: dict[int | tuple[int, ...], ParserState | bool | None] = {}
-        self._completion: tuple[int, ...] | bool | None = False  # False: not looked for yet
+        self._completion: tuple[int, ...] | bool | None = False  # False: not searched yet
         self.few: list[int] | None = None  # as ``Closing.next_tokens``
         self.far: tuple[int, ...] | bool | None = False  # as ``ParserStateCache.far_completion``
         self.representative: Representative | None = None
@@ -72,14 +72,14 @@ class ParserState:
 
 
 class ParserBudgetExhausted(Exception):
-    """The states' own parser has come to its limits for good, as ``ParserStateCache.exhausted`` says."""
+    """The cache's own parser has used up its limits, as in ``ParserStateCache.exhausted``."""
 
 
 class ParserStateCache:
-    """The states of one constraint, and the classes of its texts. Everything is asked of what ``acquire`` gives.
+    """The parser states of one constraint, by class of text. Searches use the cache that ``acquire`` yields.
 
-    ``parser`` gives a matcher before the first token, of a parser that no request has: what searches spend of its
-    limits, requests keep. It may take as long as compiling. Without it, searches have their request's parser.
+    ``parser`` makes a matcher before the first token, with a parser that no request has, so that searches use none of
+    a request's limits; it may take as long as compiling. Without it, searches use their request's parser.
     """
 
     def __init__(
@@ -93,41 +93,41 @@ class ParserStateCache:
         self._start: Matcher | None = None  # of that parser, and a token that may follow there
         self._follows: list[int] = []
         self._limited, self._learned = False, 0
-        self._built = 0  # bytes that the process has grown by while that parser was made, of the search under way
-        self._lexer = 0  # bytes that its lexer has grown by since
+        self._built = 0  # bytes that the process grew by to make that parser, in the current search
+        self._lexer = 0  # bytes that its lexer grew by since
         self._forget()
 
     def _forget(self) -> None:
-        if self._limited:  # else the parser stays: to make it anew can take half a second of a step
+        if self._limited:  # else the parser stays: another one can take half a second of a step
             self._start, self._lexer = None, 0
         elif self._start is not None:
             self._lexer = min(self._lexer + self._learned, _LEXER)
-        self._learned = 0  # bytes that the process has grown by in searches, beside what states count for
+        self._learned = 0  # bytes that the process grew by in searches, besides the states
         self._classes, self._states = self._make(), dict[Hashable, ParserState]()
-        self._root: tuple[bytes, Hashable] = b"", self._classes.start()  # where the latest search began
+        self._root: tuple[bytes, Hashable] = b"", self._classes.start()  # of the latest search
         self._limited = False
-        #: Of each request's parser that states were made with, one of its matchers and a token that may follow there.
+        #: For each request's parser that made states: one of its matchers and a token allowed there.
         self._parsers: list[tuple[Matcher, list[int]]] = []
-        #: What stands for the states within a string or number, by what ``inside`` says of them.
+        #: Of the states within a string or number, by the result of ``inside``.
         self.representatives: dict[Hashable, Representative] = {}
-        self.ahead = False  # whether it was looked at what is after the start of a text (``lookahead``)
-        self.size = self._lexer  # about so many bytes
+        self.ahead = False  # whether the start of the text was explored (``lookahead.look_ahead``)
+        self.size = self._lexer  # bytes, approximately
 
     @property
     def exhausted(self) -> bool:
-        """Whether one of the parsers has come to its limits for good.
+        """Whether one of the parsers has used up its limits.
 
-        What its lexer has learned is shared by all matchers of a parser, and bounded. With the last of it they all deny
-        whatever they are asked, and say of no error.
+        All matchers of a parser share the states of its lexer, and their number is bounded. Above it they reject every
+        token, without an error.
         """
         own = [] if self._start is None else [(self._start, self._follows)]
         return any(matcher.valid(follows) < len(follows) for matcher, follows in (*own, *self._parsers))
 
     @contextmanager
     def acquire(self) -> Iterator[ParserStateCache]:
-        """For one search: these states, or new ones where another thread's search is at them, so that none waits.
+        """The cache for one search: this one, or a new one while another thread's search uses it, so that none waits.
 
-        Nothing is kept of a search in which a parser has failed or come to its limits, nor more than ``LIMIT`` bytes.
+        Nothing is kept of a search in which a parser failed or reached its limits, nor more than ``LIMIT`` bytes.
         """
         if not self._lock.acquire(blocking=False):
             yield ParserStateCache(self.lexicon, self._make)
@@ -142,16 +142,16 @@ class ParserStateCache:
         finally:
             learned = resident() - before - max(0, self.size - size) - self._built
             learned = learned if learned > _NOTICED else 0
-            self._learned += learned  # by the parsers' lexers, mostly, which no one else can tell
+            self._learned += learned  # mostly the parsers' lexers, which report no size
             self.size += learned
             if self._limited or self.size - self._lexer > LIMIT:
                 self._forget()
             self._lock.release()
 
     def locate(self, text: bytes, matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:
-        """The state of ``text``, after which ``matcher`` gives one. A search begins with it.
+        """The state of ``text``, with which a search begins; ``matcher`` makes a matcher after it.
 
-        ``follows``: what is known to be able to follow, a token.
+        ``follows``: a token known to be allowed there.
         """
         known, prefix_class = self._root
         if prefix_class is None or not text.startswith(known):
@@ -166,13 +166,13 @@ class ParserStateCache:
         return state
 
     def own_matcher(self, before: Sequence[int]) -> Matcher | None:
-        """A matcher after the tokens ``before`` of the parser that no request has; None if there is none.
+        """A matcher of the cache's own parser after the tokens ``before``; None if it has none.
 
         Raises ``ParserBudgetExhausted``.
         """
         if self._parser is None:
             return None
-        if self._start is None:  # up to half a second, so what it takes is no reason to forget it
+        if self._start is None:  # takes up to half a second: its size is no reason to drop it
             smaller = resident()
             self._start = self._parser()
             self._follows = _follows(self._start)
@@ -186,7 +186,7 @@ class ParserStateCache:
         return matcher
 
     def after(self, state: ParserState, token: int) -> ParserState | None:
-        """The state after ``token``; None if it may not follow, or the parser has come to its limits with it."""
+        """The state after ``token``; None if it is not allowed, or beyond the parser's limits."""
         found = state.next.get(token, True)
         if found is True or (isinstance(found, ParserState) and found.depth > state.depth + LONGEST + _DEEPER):
             asked = token in state.next
@@ -194,7 +194,7 @@ class ParserStateCache:
         return found if isinstance(found, ParserState) else None
 
     def after_all(self, state: ParserState, tokens: Sequence[int]) -> ParserState | None:
-        """The state after ``tokens``; None if they may not follow."""
+        """The state after ``tokens``; None if they are not allowed."""
         key = tuple(tokens)
         found = state.next.get(key, True)
         if found is True or (
@@ -204,7 +204,7 @@ class ParserStateCache:
         return found if isinstance(found, ParserState) else None
 
     def reach(self, state: ParserState, tokens: list[int]) -> int:
-        """How many of ``tokens``, from the first on, may follow one another."""
+        """How many of ``tokens``, from the first on, are allowed one after another."""
         for i, token in enumerate(tokens):
             found = state.next.get(token, False)
             if found is None:
@@ -224,7 +224,7 @@ class ParserStateCache:
 
     @property
     def known(self) -> bool:
-        """Whether texts have classes."""
+        """Whether equivalent texts are known."""
         return not isinstance(self._classes, DistinctTexts)
 
     def far_completion(self, state: ParserState) -> tuple[int, ...] | None:
@@ -239,7 +239,7 @@ class ParserStateCache:
         return state.far
 
     def _nearest_end(self, state: ParserState) -> tuple[int, ...] | None:
-        """The fewest closers that lead from ``state`` to the end; of ways to states that are alike one is gone on."""
+        """The fewest closers from ``state`` to the end, by breadth-first search over states."""
         ways: dict[ParserState, tuple[int, ...]] = {state: ()}
         queue = deque([state])
         for _ in range(_FAR):
@@ -258,7 +258,7 @@ class ParserStateCache:
         return None
 
     def _apart(self, state: ParserState) -> list[list[int]]:
-        """Closers that may follow ``state``, the first of those after which texts are alike."""
+        """Closers allowed at ``state``, one for each class of texts after them."""
         closers, spelled = self.lexicon.closers, self.lexicon.spelled
         alike = None if state.prefix_class is None else self._classes.alike(state.prefix_class)
         steps, told = dict[Hashable, list[int]](), set[int]()
@@ -282,7 +282,7 @@ class ParserStateCache:
         prefix_class, depth = self._class_after(state.prefix_class, text), state.depth + len(text)
         found = None if prefix_class is None else self._states.get(prefix_class)
         if found is not None and found.depth <= depth + _DEEPER:
-            return found  # to ask whether the tokens may follow takes a fifth of moving a parser there
+            return found  # to validate the tokens takes a fifth of the time of a fork
         matcher = after(state.matcher, tokens)
         if matcher is None:
             self._limited = True
@@ -302,7 +302,7 @@ class ParserStateCache:
         return found
 
     def _class_after(self, prefix_class: Hashable | None, text: bytes) -> Hashable | None:
-        """The prefix_class after ``text``; None where that is not known."""
+        """The class after ``text``; None if unknown."""
         if prefix_class is None:
             return None
         try:
@@ -312,6 +312,6 @@ class ParserStateCache:
 
 
 def _follows(matcher: Matcher) -> list[int]:
-    """A token that may follow, if there is one."""
+    """A token that is allowed, if there is one."""
     found: list[int] = bitmask.ids(matcher.mask())[:1].tolist()
     return found

@@ -11,13 +11,12 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mmserve.constraint.compile.begun import Completion
-from mmserve.constraint.search.base import Matcher
+from mmserve.constraint.compile.wire import Completion
 from mmserve.constraint.search.completion import Walk, Work, after, cheapest, completes, walk
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.local_search import shorten
+from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
-from mmserve.constraint.search.string_completion import complete_strings
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _bound(
     begun = begun or walk(matcher, lexicon, Work(effort.walked))
     if begun is None:
         with suppress(ValueError):  # too much for the classes
-            begun = complete_strings(matcher, lexicon, classes(), Work(effort.states))
+            begun = walk(matcher, lexicon, Work(effort.states), classes())
     found = (
         _searched(matcher, lexicon, effort)
         if begun is None

@@ -13,14 +13,14 @@ from enum import Enum
 
 import numpy as np
 
-from mmserve.constraint.compile.begun import Completion, FirstAnswers
-from mmserve.constraint.search.base import Constraint, Matcher
+from mmserve.constraint.compile.wire import Completion, FirstAnswers
 from mmserve.constraint.search.beam import Beam, Path, best_path
 from mmserve.constraint.search.closing import Closing
 from mmserve.constraint.search.completion import completes
 from mmserve.constraint.search.lattice import TopK, build_lattice
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.lookahead import SPARE, SearchTimeout, look_ahead
+from mmserve.constraint.search.matcher import Constraint, Matcher
 from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
@@ -114,9 +114,9 @@ def start_witness(
         raise Infeasible(None)
     if len(close.tokens) > budget:
         raise Infeasible(len(close.tokens), exact=close.exact)
-    tokens = np.full(budget, min(constraint.end_ids), np.int64)
+    tokens = np.full(budget, min(constraint.vocabulary.end_ids), np.int64)
     tokens[: len(close.tokens)] = close.tokens
-    start, ends = constraint.start(), constraint.end_ids
+    start, ends = constraint.start(), constraint.vocabulary.end_ids
     if states is not None:
         look_ahead(constraint, close.tokens[:1], min(budget, len(close.tokens) + SPARE), states)
     return Witness(

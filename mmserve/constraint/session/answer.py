@@ -16,15 +16,15 @@ from typing import TypeVar
 import numpy as np
 
 from mmserve.constraint.search import bitmask
-from mmserve.constraint.search.base import Matcher
 from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
-from mmserve.constraint.session.draws import RejectionSampler, SampledRun, SampleState
 from mmserve.constraint.session.judge import Judge
 from mmserve.constraint.session.meter import Meter, metered
+from mmserve.constraint.session.sampling import RejectionSampler, SampledRun, SampleState
 from mmserve.constraint.session.top_k import TopKObserver
 
 logger = logging.getLogger("mmserve.decode")

@@ -24,26 +24,18 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 class CommitPolicy(Protocol):
-    """What a session asks of a commit policy (``decode/commit/base.py``)."""
+    """The part of a commit policy (``decode.commit.base.Commit``) that a session needs."""
 
     @property
-    def whole_canvas(self) -> bool:
-        """Whether it looks at every masked position, not only at the current block."""
-        ...
+    def whole_canvas(self) -> bool: ...
 
     @property
-    def revises(self) -> bool:
-        """Whether committed tokens of the current block may be replaced."""
-        ...
+    def revises(self) -> bool: ...
 
     @property
-    def closes(self) -> bool:
-        """Whether an end token that becomes final makes everything right of it padding."""
-        ...
+    def closes(self) -> bool: ...
 
-    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
-        """Bool ``[n]``: the candidates that become final."""
-        ...
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray: ...
 
 
 def known_tokens(canvas: Canvas) -> np.ndarray:

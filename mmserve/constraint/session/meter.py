@@ -1,6 +1,6 @@
-"""What a constraint takes of its request: processor time, step by step, and how often its search gave up.
+"""What a constraint costs its request: processor time of each step, and how often the search gave up.
 
-Processor time of the thread that decodes, not time on the clock: others who use the machine do not show in it.
+Processor time of the thread that decodes, not wall time: other load on the machine has no effect on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmserve.core.events import ConstraintStats
 
 @dataclass
 class Meter:
-    """Counts for one request; a step is all that the constraint does for one forward pass, and after it."""
+    """Counts for one request; a step is all that the constraint does for one forward pass and after it."""
 
     fallbacks: int = 0
     late: int = 0
@@ -48,7 +48,7 @@ class Meter:
         self._open, self._outcomes = 0.0, set()
 
     def report(self) -> ConstraintStats:
-        """What there is so far."""
+        """The counts so far."""
         return ConstraintStats(
             steps=len(self._steps),
             fallbacks=self.fallbacks,
@@ -60,7 +60,7 @@ class Meter:
 
 
 class Metered(Protocol):
-    """What has a meter."""
+    """An object with a meter."""
 
     meter: Meter
 

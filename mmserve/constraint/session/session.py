@@ -11,8 +11,8 @@ import torch
 
 from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.constraint.session.choice import CommitPolicy, known_tokens, next_tokens, witness_tokens
-from mmserve.constraint.session.draws import RejectionSampler, SampledRun
 from mmserve.constraint.session.meter import Meter
+from mmserve.constraint.session.sampling import RejectionSampler, SampledRun
 from mmserve.constraint.session.top_k import Ranked, TopKObserver
 from mmserve.core.candidates import Candidates, Chosen
 from mmserve.core.canvas import Canvas

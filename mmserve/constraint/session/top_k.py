@@ -1,4 +1,4 @@
-"""The best tokens of each row of logits, for a search among them: a few numbers a row, taken slice by slice."""
+"""The top-K tokens of each row of logits, which the search tries: a few numbers a row, taken slice by slice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = 16
 
 @dataclass(frozen=True)
 class Ranked:
-    """What the model says of each position of a pass."""
+    """The top-K tokens of each position of a pass."""
 
     top: TopK  # positions count from the answer's start; scored as the request draws, or by log-probability
     plain: np.ndarray  # float32 [n, K], log-probabilities of these tokens before temperature, filters and constraint
@@ -73,7 +73,7 @@ class TopKObserver:
 
     @metered
     def restrict(self, logits: Tensor) -> None:
-        """Leave in the next rows ``logits [n, V]``, in place, what may stand there."""
+        """Rule out, in place, the tokens that are not allowed in the next rows ``logits [n, V]``."""
         own = self._witness[self._row : self._row + len(logits)].to(logits.device)
         self._own = logits.gather(-1, own[:, None])[:, 0]
         self._restricted = {}

@@ -1,24 +1,157 @@
-"""Next tokens drawn true to the model: those after which an answer can still be brought to its end in time."""
+"""Next tokens drawn from the model's distribution over answers that can still end within the budget.
+
+Adaptive weighted rejection sampling (AWRS, arXiv 2504.05410): tokens are drawn without replacement, in the order of
+their Gumbel noise, until one is accepted, which is a draw from the accepted tokens alone. A few further draws estimate
+the probability of all accepted tokens, without bias whichever token was drawn: the product of these estimates is the
+importance weight of a text.
+
+Adaptive sampling with approximate expected futures (ASAp, arXiv 2405.21047): a token is drawn by its probability times
+the expected future after it, the probability that the model goes on to a valid answer. It is 1 until something is
+known; what earlier samples have met lowers it, never too far, so that samples approach the model's distribution over
+valid answers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmserve.constraint.search import parser_states
-from mmserve.constraint.search.base import Matcher
 from mmserve.constraint.search.closing import Closing
 from mmserve.constraint.search.completion import after
 from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.witness import Witness
-from mmserve.constraint.session.futures import PrefixNode, Visit, child, learn
 from mmserve.constraint.session.meter import Meter, metered
-from mmserve.constraint.session.rejection import Draw, draw
+
+#: Draws until one is accepted. The last of them stands for all that is left: no work is without bound.
+MOST = 32
+#: Draws after the accepted one, for the estimate.
+FURTHER = 4
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class Draw(Generic[A]):
+    """What came of the draws: the accepted entry if there is one, and what is known of the others."""
+
+    chosen: int | None  # its index; None = the weight is zero
+    accepted: A | None  # what ``accepts`` said of it
+    mass: float  # estimate of the accepted entries' mass
+    rejected: tuple[int, ...]  # indices, in the order of the draws
+    before: int  # of these, drawn before the accepted one
+
+
+def draw(mass: np.ndarray, noised: np.ndarray, accepts: Callable[[int], A | None]) -> Draw[A]:
+    """An entry from those that ``accepts`` does not answer with None, each as probable as its mass says.
+
+    With the entry ``i`` drawn and the estimate ``W``, ``E[W f(i)]`` is the sum of ``mass[i] f(i)`` over all accepted
+    entries, for any ``f``. ``accepts`` must not depend on what it was asked before; it is asked
+    ``MOST + FURTHER`` times at most.
+
+    Args:
+        mass: float64 ``[n]``, at least 0.
+        noised: float ``[n]``, logarithms of ``mass`` and independent standard Gumbel noise; -inf where it is 0.
+    """
+    order, left = _in_order(noised, MOST + FURTHER), mass.copy()
+    rejected: list[int] = []
+    for nth, entry in enumerate(order[:MOST]):
+        here = left.sum()
+        left[entry] = 0.0
+        accepted = accepts(entry)
+        if accepted is None:
+            rejected.append(entry)
+            continue
+        before = len(rejected)
+        if nth + 1 == MOST:  # a draw from what was left, whether it is accepted or not, weighs as much as that
+            return Draw(entry, accepted, float(here), tuple(rejected), before)
+        further = order[nth + 1 : nth + 1 + FURTHER]
+        passed = [accepts(other) is not None for other in further]
+        rejected += [other for other, good in zip(further, passed, strict=True) if not good]
+        total = float(mass[entry]) + _accepted(left, further, passed)
+        return Draw(entry, accepted, total, tuple(rejected), before)
+    return Draw(None, None, 0.0, tuple(rejected), len(rejected))
+
+
+def _accepted(left: np.ndarray, drawn: list[int], passed: list[bool]) -> float:
+    """An estimate without bias of the accepted part of ``left [n]``, from entries drawn of it without replacement.
+
+    Des Raj's (J. Am. Stat. Assoc. 51, 1956): each draw gives an estimate, what was accepted before it and, if it is
+    accepted itself, all that was left then; this is their mean. Exact where nothing is left undrawn.
+    """
+    rest, found, estimates = float(left.sum()), 0.0, list[float]()
+    for entry, good in zip(drawn, passed, strict=True):
+        estimates.append(found + rest * good)
+        found += float(left[entry]) * good
+        rest = max(0.0, rest - float(left[entry]))
+    if np.count_nonzero(left) <= len(drawn):
+        return found
+    return math.fsum(estimates) / len(estimates)
+
+
+def _in_order(noised: np.ndarray, count: int) -> list[int]:
+    """Indices of the ``count`` largest of ``noised [n]``, the largest first; those of -inf left out."""
+    first = np.arange(len(noised))
+    if len(noised) > count:
+        first = np.argpartition(-noised, count - 1)[:count]
+    ordered: list[int] = first[np.argsort(-noised[first], kind="stable")].tolist()
+    return [i for i in ordered if noised[i] > -math.inf]
+
+
+@dataclass
+class PrefixNode:
+    """A beginning of answers."""
+
+    future: float = 1.0  # at least the probability that the model goes on from here to a valid answer
+    allowed: float = 1.0  # probability of all tokens that the grammar allows here
+    next: dict[int, tuple[float, PrefixNode]] = field(
+        default_factory=dict
+    )  # token → its probability and what is after it
+
+    def futures(self, tokens: np.ndarray) -> np.ndarray:
+        """Float64 ``[n]``: the expected futures after ``tokens`` (int64 ``[n]``)."""
+        found = np.ones(len(tokens))
+        for token, (_probability, node) in self.next.items():
+            found[tokens == token] = node.future
+        return found
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a sample visit at one node: its own token, and tokens after which no answer is valid."""
+
+    token: int | None  # None = there was none
+    probability: float
+    allowed: float
+    rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
+
+
+def learn(root: PrefixNode, way: Sequence[Visit]) -> None:
+    """Take in, in node, what a sample visit from the first token of its answer to the last."""
+    nodes = [root]
+    for visit in way:
+        node = nodes[-1]
+        node.allowed = visit.allowed
+        for token, probability in visit.rejected:
+            node.next[token] = (probability, PrefixNode(future=0.0))
+        if visit.token is not None:
+            nodes.append(node.next.setdefault(visit.token, (visit.probability, PrefixNode()))[1])
+    for node in reversed(nodes[: len(way)]):
+        lost = sum(probability * (1.0 - other.future) for probability, other in node.next.values())
+        node.future = min(node.future, max(0.0, node.allowed - lost))
+
+
+def child(node: PrefixNode | None, token: int) -> PrefixNode | None:
+    """What is known after ``token`` at ``node``; None = nothing."""
+    found = None if node is None else node.next.get(token)
+    return None if found is None else found[1]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from mmserve.decode.commit import (
     FILTERED,
     RENOISING_COMMIT,
 )
-from mmserve.decode.constrained.sampling import check_sampling
+from mmserve.decode.constraint_sampling import check_sampling
 from mmserve.decode.guidance import check_guidance
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING

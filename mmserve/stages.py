@@ -16,6 +16,8 @@ import torch
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.constraint.admission import Admission
+from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import Template
 from mmserve.core.events import CommittedToken, ConstraintStats, Usage
@@ -24,8 +26,6 @@ from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.decode.blending import reused
-from mmserve.decode.constrained.admission import Admission, Admitted
-from mmserve.decode.constrained.state import known_tokens
 from mmserve.decode.policies import Offered
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.decode.schedulers import Discrete
@@ -119,7 +119,7 @@ class Stages:
         self.to_prefill: Transport = LocalTransport()
         self.to_decode: Transport = LocalTransport()
         self._admission = Admission(model)
-        self._admitted: dict[RequestId, list[Admitted]] = {}  # for each sample that waits
+        self._admitted: dict[RequestId, list[Session]] = {}  # for each sample that waits
         self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
         self._prefilling: dict[RequestId, Any] = {}
         self._decoding: dict[RequestId, Any] = {}
@@ -240,10 +240,10 @@ class Stages:
             tokens,
             beside,
             constrained.warnings,
-            constrained.witness.cut,
-            constrained.sampled.log_weight if constrained.sampled is not None else None,
-            constrained.meter.stats(),
-            constrained.holes(known_tokens(state.canvas)) if whole else (),
+            constrained.cut,
+            constrained.log_weight,
+            constrained.stats.report(),
+            constrained.holes(state.canvas) if whole else (),
         )
 
     def release(self, request: RequestId) -> None:
@@ -256,7 +256,7 @@ class Stages:
         self._arriving.pop(request, None)
         ended = self._decoding.pop(request, None)
         if ended is not None and ended.constrained is not None:
-            took = ended.constrained.meter.stats()
+            took = ended.constrained.stats.report()
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late
@@ -291,10 +291,13 @@ class Stages:
         for request in batch:
             assert request.constraint is not None
             sampling = request.sampling
-            admitted = self._admission.admit(
-                request.constraint, sampling.max_new_tokens, sampling.n, request.tenant.cache
+            self._admitted[request.id] = self._admission.admit(
+                request.constraint,
+                sampling.max_new_tokens,
+                sampling.n,
+                request.tenant.cache,
+                speculates=sampling.repetition_penalty == 1,
             )
-            self._admitted[request.id] = admitted
         return [None] * len(batch)
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
@@ -418,5 +421,5 @@ class Stages:
         outcomes = [self.decoder.commit(state) for state in states]
         for state, outcome in zip(states, outcomes, strict=True):
             if outcome.reason == "end" and state.constrained is not None:
-                state.constrained.check(state.text.text, known_tokens(state.canvas))
+                state.constrained.check(state.canvas, state.text.text)
         return outcomes

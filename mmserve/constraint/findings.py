@@ -1,9 +1,9 @@
-"""What is wrong with a constraint, or was changed in it: data, and the error it becomes."""
+"""What is wrong with a constraint or was changed in it: data, the error it becomes, and warnings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmserve.errors import FieldViolation, InvalidArgument
 
@@ -47,3 +47,23 @@ def as_error(kind: str, findings: Iterable[Finding]) -> InvalidArgument:
 
 def _fragment(pointer: str) -> str:
     return f"#{pointer}" if pointer else ""
+
+
+@dataclass
+class Notes:
+    """Collected while one constraint is rewritten."""
+
+    loose: list[Finding] = field(default_factory=list)  # not enforced; the grammar is wider than the constraint
+    warnings: list[Finding] = field(default_factory=list)  # enforced or meaningless, but worth saying
+
+    def cannot(self, pointer: str, keyword: str, reason: str) -> None:
+        """``keyword`` of the schema at ``pointer`` is left out of the grammar."""
+        finding = Finding(child(pointer, keyword), keyword, reason)
+        if finding not in self.loose:
+            self.loose.append(finding)
+
+    def warn(self, pointer: str, keyword: str, reason: str) -> None:
+        """``keyword`` of the schema at ``pointer`` has no effect, or not the one that may be meant."""
+        finding = Finding(child(pointer, keyword), keyword, reason)
+        if finding not in self.warnings:
+            self.warnings.append(finding)

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from mmserve.core.candidates import Chosen
 from mmserve.core.canvas import Canvas, among
 from mmserve.decode.commit import Candidates
+from mmserve.decode.commit.base import is_judged
 from mmserve.decode.companion import heard
-from mmserve.decode.constrained.step import Chosen, chosen
 from mmserve.decode.state import Decoding
 from mmserve.models.base import ModelSpec
 
@@ -19,7 +20,7 @@ def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
     if d.companion is not None:
         proposed = heard(d.commit, d.canvas, proposed, d.companion)
     if d.constrained is not None:
-        final = chosen(d.constrained, d.canvas, proposed, d.commit, causal=spec.causal)
+        final = d.constrained.choose(d.canvas, proposed, d.commit, judged=is_judged(d.commit))
     else:
         alone = spec.causal and len(proposed.positions) == 1  # one of them at least is always chosen
         which = slice(None) if alone else d.commit.choose(d.canvas, proposed)

@@ -12,18 +12,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.blending import Blender, take_on
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
-from mmserve.decode.commit.base import Partial, is_partial, is_proposing
+from mmserve.decode.commit.base import LogitsObserver, Partial, is_partial, is_proposing
 from mmserve.decode.companion import Companion
-from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.best import Best, Ranked
-from mmserve.decode.constrained.draws import Draws
-from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.constrained.step import settle
 from mmserve.decode.final import final_tokens
 from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
 from mmserve.decode.fresh import embed_fresh
@@ -184,8 +180,7 @@ class DiffusionDecoder:
         d.log_probabilities[positions] = final.log_probabilities
         edited = self._commit(d, positions, tokens)
         if d.constrained is not None:
-            settle(d.constrained, d.canvas, d.commit)
-            d.constrained.meter.end_step()
+            d.constrained.sync(d.canvas, revises=d.commit.revises)
         if d.fresh is not None:  # of a step before that no pass followed
             embed_fresh(self.model, (d,))
         d.fresh = positions, tokens
@@ -236,7 +231,7 @@ class DiffusionDecoder:
         self,
         stage: str,
         guided: list[tuple[Pass, Guidance | None]],
-        constrained: list[Constrained | None],
+        constrained: list[Session | None],
         selection: Selection | None,
         graphs: Graphs | None = None,
     ) -> list[RowLogits]:
@@ -258,26 +253,22 @@ class DiffusionDecoder:
         )
         for state in constrained:
             if state is not None:
-                state.meter.forward_seconds += time.thread_time() - begun - given
+                state.stats.forward_seconds += time.thread_time() - begun - given
         return combined(guided, logits)
 
     def _candidates(
-        self, request: Request, commit: Commit, p: Pass, logits: RowLogits | Shared, constrained: Constrained | None
+        self, request: Request, commit: Commit, p: Pass, logits: RowLogits | Shared, constrained: Session | None
     ) -> Candidates:
         """The candidates of a pass; what a constrained request asks of the logits besides is put into its state."""
         spec, sampling, reads = self.model.spec, request.sampling, commit.reads
         if isinstance(logits, Shared):
             return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids)
-        if is_partial(commit) and (constrained is None or constrained.sampled is None):
+        if is_partial(commit):
             return self._in_part(commit, reads, request, p, logits, constrained)
-        best = constrained.asks(p.canvas, p.targets, causal=spec.causal) if constrained is not None else None
+        best = constrained.observe(p.canvas, p.targets) if constrained is not None else None
         if is_proposing(commit):
-            found = commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
-        else:
-            found = self._judged(request, p.canvas, p.targets, logits, best, reads)
-        if constrained is not None and best is not None:
-            constrained.ranked = best.ranked()
-        return found
+            return commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, best)
+        return self._judged(request, p.canvas, p.targets, logits, best, reads)
 
     def _judged(
         self,
@@ -285,7 +276,7 @@ class DiffusionDecoder:
         canvas: Canvas,
         positions: np.ndarray,
         logits: RowLogits | Shared,
-        best: Best | Draws | None,
+        best: LogitsObserver | None,
         reads: frozenset[str],
     ) -> Candidates:
         """The sampler's candidates for ``positions``, from their logits."""
@@ -300,24 +291,19 @@ class DiffusionDecoder:
         request: Request,
         p: Pass,
         logits: RowLogits,
-        constrained: Constrained | None,
+        constrained: Session | None,
     ) -> Candidates:
         """The candidates that the policy looks at, and the others only where it would choose of them."""
-        spec, first = self.model.spec, p.canvas.prompt_length
         needed, counted = commit.needed(p.canvas, p.targets), replace(p.canvas, step=p.canvas.step + 1)
-        parts: list[Best] = []
 
-        def of(which: np.ndarray) -> Candidates:
+        def of(which: np.ndarray, *, more: bool = False) -> Candidates:
             targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
-            best = None if constrained is None else constrained.best_of(targets - first, causal=spec.causal)
-            parts.extend([] if best is None else [best])
+            best = None if constrained is None else constrained.observe(p.canvas, targets, more=more)
             return self._judged(request, p.canvas, targets, rows, best, reads)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):
-            found = found.and_then(of(~needed))
-        if constrained is not None:
-            constrained.ranked = Ranked.joined([part.ranked() for part in parts])
+            found = found.and_then(of(~needed, more=True))
         return found.where(np.argsort(found.positions))
 
     def _commit(self, d: Decoding, positions: np.ndarray, tokens: np.ndarray) -> int:
@@ -338,10 +324,10 @@ class DiffusionDecoder:
 
     @torch.inference_mode()
     def begin(
-        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+        self, request: Request, encoded: Encoded, pages: PageTable, constrained: Session | None = None
     ) -> Prefilling:
         """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, of which the first may be
-        filled already: it begins behind those. ``admitted``: its constraint, if it has one."""
+        filled already: it begins behind those. ``constrained``: its constraint, if it has one."""
         spec = self.model.spec
         canvas = Canvas.create(
             encoded.ids,
@@ -352,12 +338,7 @@ class DiffusionDecoder:
             places=encoded.places,
             logit_shift=spec.logit_shift,
         )
-        constrained = admitted.begun(request) if admitted is not None else None
-        read = canvas.tokens
-        if constrained is not None:
-            constrained.prepare(canvas)
-            answer = constrained.shown(canvas.tokens[canvas.prompt_length :], spec.mask_id)
-            read = np.concatenate([canvas.tokens[: canvas.prompt_length], answer])
+        read = canvas.tokens if constrained is None else constrained.prepare(canvas, spec.mask_id)
         embeddings, deep = embedded(self.model, read, encoded)
         reused = pages.shared * self.store.page_size
         ids_of_pages = np.asarray(pages.ids, dtype=np.int64)

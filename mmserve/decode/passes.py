@@ -11,7 +11,6 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.base import is_partial
-from mmserve.decode.constrained.step import led
 from mmserve.decode.forward import Pass
 from mmserve.decode.recompute.base import every_position
 from mmserve.decode.state import Decoding, Prefilling, Taken
@@ -65,7 +64,7 @@ class Passes:
         repairing = None if p.taken is None else p.taken.repairing
         ahead = self.runs_ahead and self.model.spec.causal and p.reducing is None and repairing is None
         if d.constrained is not None and ahead:
-            drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
+            drafted = d.constrained.forced(d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
         rows = _own(rows, p.taken)
         if repairing is not None:
             rows = np.union1d(rows, repairing.rows())

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.constraint.session.session import Projected, Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request, Sampling
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.scheduled import Scheduled
-from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.renoised import begun as begun_canvas
-from mmserve.decode.constrained.renoised import projected, settle
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.forward import floor_of
+from mmserve.decode.logits import slices
 from mmserve.decode.policies import Offered, commit_policy
 from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
@@ -48,7 +46,7 @@ class CanvasPrefilled:
     features: Tensor | None  # visual tokens [n, D] of the prompt's images
     past: Any = None
     run: int = 0  # positions read
-    constrained: Constrained | None = None
+    constrained: Session | None = None
 
 
 @dataclass
@@ -65,7 +63,7 @@ class CanvasDecoding:
     sampler: CanvasSampler
     log_probabilities: np.ndarray  # float32 [N], of the final tokens of the answer
     recomputed: int
-    constrained: Constrained | None = None
+    constrained: Session | None = None
     logits_LV: Tensor | None = None  # of the latest pass, until they are used
     step: Step | None = None  # the latest of the open canvas; None = it is still all noise
     still: int = 0  # steps in a row that predicted what the one before did
@@ -111,7 +109,7 @@ class CanvasDecoder:
         model.network.set_row_floor(floor_of(model.network.products(), model.dtype, model.device))
 
     def begin(
-        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+        self, request: Request, encoded: Encoded, pages: PageTable, constrained: Session | None = None
     ) -> CanvasPrefilled:
         """The prefill state of a request; its pages bound how much is held, the network keeps it."""
         length = self.model.spec.block_length()
@@ -119,11 +117,9 @@ class CanvasDecoder:
         canvas = Canvas.create(
             encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
         )
-        begun = CanvasPrefilled(canvas, encoded.features)
-        if admitted is not None:
-            begun.constrained = admitted.begun(request)
-            canvas.padded = begun.constrained.padded
-        return begun
+        if constrained is not None:
+            canvas.padded = constrained.answer.padded
+        return CanvasPrefilled(canvas, encoded.features, constrained=constrained)
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Nothing: the model's own network runs its passes as a whole."""
@@ -182,7 +178,7 @@ class CanvasDecoder:
         generator = step_generator(d.request.sampling.seed, d.canvas.step, logits.device)
         step = d.sampler.step(logits, d.noise.to(logits.device), d.canvas.block_step - 1, generator)
         if d.constrained is not None:
-            step = projected(d.constrained, d.canvas, logits, step)
+            step = projected(step, d.constrained.project(d.canvas, slices(logits)))
         same = d.step is not None and bool(torch.equal(step.predicted_L, d.step.predicted_L))
         d.still = d.still + 1 if same else 0
         d.step = step
@@ -234,7 +230,7 @@ class CanvasDecoder:
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
             d.canvas.tokens[block] = noise.cpu().numpy()
         d.step, d.still = None, 0
-        return bool(len(block)) and d.constrained is not None and begun_canvas(d.constrained, d.canvas)
+        return bool(len(block)) and d.constrained is not None and d.constrained.prepare_block(d.canvas)
 
     def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:
         block = d.canvas.block()
@@ -246,7 +242,7 @@ class CanvasDecoder:
     def _close_canvas(self, d: CanvasDecoding, final: np.ndarray) -> None:
         d.canvas.commit(d.canvas.block(), final)
         if d.constrained is not None:
-            settle(d.constrained, d.canvas)
+            d.constrained.sync_block(d.canvas)
 
     def _open(self, d: CanvasDecoding) -> OpenCanvas:
         before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
@@ -282,3 +278,18 @@ class CanvasDecoder:
 
     def _tensor(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.model.device)
+
+
+def projected(step: Step, found: Projected) -> Step:
+    """``step`` with the witness's tokens in place of the drawn and predicted ones: a constrained block shows them
+    wherever a step is sure, so that the model sees what its answer may become."""
+    inside, behind = slice(0, len(found.tokens)), slice(len(found.tokens), None)
+    witness = torch.from_numpy(found.tokens).to(step.noise_L.device)
+    noise, predicted, sure = step.noise_L.clone(), step.predicted_L.clone(), step.sure_L.clone()
+    sure[inside] |= torch.from_numpy(found.given).to(sure.device)
+    noise[inside] = torch.where(sure[inside], witness, noise[inside])
+    predicted[inside] = witness
+    if found.padding is not None:
+        noise[behind] = predicted[behind] = found.padding
+        sure[behind] = True
+    return replace(step, noise_L=noise, sure_L=sure, predicted_L=predicted, last_L=predicted)

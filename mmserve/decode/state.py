@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import Verdict
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.decode.text import TextStream
@@ -87,7 +87,7 @@ class Prefilling:
     taking: Taking | None = None  # until K/V that are taken from elsewhere are in its pages
     taken: Taken | None = None  # what came of that
     companion: CompanionState | None = None  # for policies that ask for it
-    constrained: Constrained | None = None
+    constrained: Session | None = None
     deep: DeepStack | None = None
     reducing: Reducing | None = None  # where K/V are to be dropped
     guidance: Guidance | None = None
@@ -104,7 +104,7 @@ class Prefilled:
     recomputed: int  # token positions run through the model so far
     held: int  # positions with K/V
     companion: CompanionState | None = None
-    constrained: Constrained | None = None
+    constrained: Session | None = None
     deep: DeepStack | None = None  # for policies that run the prompt again
     reducing: Reducing | None = None
     taken: Taken | None = None
@@ -151,5 +151,5 @@ class Decoding:
         return self.prefilled.reducing.evicted if self.prefilled.reducing is not None else 0
 
     @property
-    def constrained(self) -> Constrained | None:
+    def constrained(self) -> Session | None:
         return self.prefilled.constrained

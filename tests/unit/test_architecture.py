@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mmserve"
 KERNELS = ROOT / "kernels"
 
 PROTOBUF = ("google.protobuf", "google.rpc", "grpc_status", "mmserve.v1")
-POLICIES = ("prune", "kv/reduction", "kv/reuse", "decode/recompute", "decode/commit", "decode/constraint")
+POLICIES = ("prune", "kv/reduction", "kv/reuse", "decode/recompute", "decode/commit")
 #: Files of a policy package that are not policies: the protocol, and the table of names.
 SHARED = ("base.py", "__init__.py")
 
@@ -100,6 +100,20 @@ def test_no_floor_imports_a_higher_one() -> None:
             if parts[0] == "mmserve" and len(parts) > 1 and floor.get(parts[1], -1) > floor[own]:
                 offences.add(f"{_module(path)} imports mmserve.{parts[1]}")
     assert offences == set()
+
+
+def test_the_parts_of_constraint_import_downwards_and_decode_knows_its_session_alone() -> None:
+    parts = ("limits", "findings", "compile", "search", "session", "admission")
+    offences = list[str]()
+    for number, part in enumerate(parts):
+        folder = PACKAGE / "constraint" / part
+        above = tuple(f"mmserve.constraint.{other}" for other in parts[number + 1 :])
+        offences += _offences(_files(folder) if folder.is_dir() else [folder.with_suffix(".py")], above)
+    assert offences == []
+    door = ("mmserve.constraint", "mmserve.constraint.session", "mmserve.constraint.session.session")
+    for path in _files(PACKAGE / "decode"):
+        inner = {m for m in imports(path) if _within(m, ("mmserve.constraint",)) and not _within(m, door[2:])}
+        assert inner <= set(door), f"{_module(path)} imports {inner}"
 
 
 @pytest.mark.parametrize("folder", ["core", "schedule"])

@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 from harness import PATIENCE, eventually
 
-from mmserve.constraint import child as child_module
-from mmserve.constraint.attempts import Grammar
-from mmserve.constraint.child import Child
+from mmserve.constraint.compile import process
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.process import Child, Compiler
+from mmserve.constraint.compile.vocabulary import BYTES
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintSpec, JsonSchema, Regex
 from mmserve.errors import Unavailable
 
@@ -196,14 +195,14 @@ def test_too_long_an_answer_is_the_constraints_fault_and_asked_for_once(
 ) -> None:
     compiler.compile(spec(Regex("a")))
     second = standing_by(compiler)
-    monkeypatch.setattr(child_module, "REPLY_BYTES", 10)  # of the server: its child knows nothing of that
+    monkeypatch.setattr(process, "REPLY_BYTES", 10)  # of the server: its child knows nothing of that
     outcome, _ = compiler.compile(spec(Regex("b")))
     assert isinstance(outcome, Refused) and "bytes; make it smaller" in str(outcome)
     assert compiler.pid == second, "one child was lost to it"
 
 
 def test_a_child_that_has_taken_much_memory_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "IDLE_BYTES", 4 << 20)
+    monkeypatch.setattr(process, "IDLE_BYTES", 4 << 20)
     large = spec(JsonSchema(json.dumps({"properties": {f"p{i}": {"pattern": f"a{{{i}}}b"} for i in range(500)}})))
     with closing(Compiler(BYTES, 20.0)) as compiler:
         compiler.compile(spec(Regex("a")))
@@ -217,8 +216,8 @@ def test_a_child_that_has_taken_much_memory_does_not_stay(monkeypatch: pytest.Mo
 
 SERVER = """
 import sys, threading, time
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.vocabulary import BYTES
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
 compiler = Compiler(BYTES, 1.0)
@@ -312,7 +311,7 @@ def test_where_no_thread_or_process_is_to_be_had_nobody_waits_for_one(
         os.kill(compiler.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(of, name, fails)
-            for _ in range(2):  # the one that stood by answers, though none takes the other's place
+            for _ in range(2):  # the one that stood by answers, though none takes the other's state
                 assert isinstance(compiler.compile(spec(Regex("b")))[0], Grammar)
 
 

@@ -10,9 +10,9 @@ import jsonschema_rs
 import pytest
 from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
 
-from mmserve.constraint import derivatives, exclusive
+from mmserve.constraint.compile import derivatives, one_of
+from mmserve.constraint.compile.negation import Scope
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.negation import Scope
 from mmserve.core.constraint import JsonSchema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -256,7 +256,7 @@ def test_branches_that_constants_tell_apart_are_not_told_apart_by_their_patterns
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = list[str]()
-    monkeypatch.setattr(exclusive, "_apart", lambda one, other: compared.extend([one, other]))
+    monkeypatch.setattr(one_of, "_apart", lambda one, other: compared.extend([one, other]))
     patterns = [f"^[a-z][a-z0-9_.-]{{0,20}}-{'xyz'[i % 3]}{i}[A-Z]{{1,10}}$" for i in range(40)]
     branches = [
         {"properties": {"name": {"type": "string", "pattern": patterns[i]}, "kind": {"const": f"k{i}"}}}
@@ -268,9 +268,9 @@ def test_branches_that_constants_tell_apart_are_not_told_apart_by_their_patterns
 
 
 def test_no_more_patterns_are_compared_than_a_document_may_have_compared() -> None:
-    scope, effort = Scope(2020, dict[str, Any]().__getitem__), exclusive.Effort(left=100)
+    scope, effort = Scope(2020, dict[str, Any]().__getitem__), one_of.Effort(left=100)
     a, b = {"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}
-    proofs = [exclusive.exclude(a, b, scope, effort) for _ in range(20)]
+    proofs = [one_of.exclude(a, b, scope, effort) for _ in range(20)]
     assert proofs[0] and not proofs[-1] and proofs == sorted(proofs, reverse=True)
 
 
@@ -284,7 +284,7 @@ def test_nothing_is_remembered_of_a_schema_that_was_read() -> None:
     """Tenants share the process that compiles: what one asked for must not make another's schema faster."""
     branches = [{"type": "string", "pattern": pattern} for pattern in ("^a[0-9]+$", "^b[0-9]+$")]
     grammar(JsonSchema(json.dumps({"oneOf": branches})))
-    caches = (exclusive._searched, exclusive._apart, derivatives._automaton)
+    caches = (one_of._searched, one_of._apart, derivatives._automaton)
     assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
-    assert exclusive._apart("a[0-9]+", "b[0-9]+") and exclusive._apart.cache_info().currsize
-    exclusive.forget()
+    assert one_of._apart("a[0-9]+", "b[0-9]+") and one_of._apart.cache_info().currsize
+    one_of.forget()

@@ -1,0 +1,305 @@
+"""Regular expressions by partial derivatives (Antimirov 1996): what is left of one after a text, and its complement.
+
+Two texts after which the same is left have the same continuations. The complement is the automaton with its final
+states exchanged, written as an expression by the elimination of states (J. A. Brzozowski and E. J. McCluskey, "Signal
+flow graph techniques for sequential circuit state diagrams", 1963).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import islice
+
+from mmserve.constraint.compile import charsets
+from mmserve.constraint.compile.charsets import Ranges
+from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, written
+
+#: Items that are still to be matched, one after another.
+Row = tuple[Item, ...]
+
+_MOST_ROWS = 64
+_MOST_DERIVED = 4096
+_WAYS = "has too many ways through it"
+
+#: The state after which nothing matches, and a number for characters after which there are too many ways.
+DEAD, _TOO_MANY = -1, -2
+#: The number of the row without items.
+_NOTHING = 0
+
+
+class Automaton:
+    """States of an expression, an output of ``pattern`` without anchors, made as they are asked for; 0 is the first.
+
+    A state is the set of rows of which one must still match. Rows are numbered, by their first item and the row after
+    it, so that what is left of each is found once.
+
+    ``bounds``: code points, ascending; characters between two of them are followed by the same. Raises ``BadPattern``.
+    """
+
+    def __init__(self, expression: str) -> None:
+        whole = written(expression)
+        self.bounds = sorted(set(_bounds(whole)))
+        self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
+        self._nullable = [True]  # whether each row may match nothing
+        self._left: list[dict[int, frozenset[int]]] = [{}]  # rows left after each kind of characters
+        self._number: dict[tuple[Item, int], int] = {}
+        self._begun: dict[tuple[Item, int], tuple[Row, ...]] = {}  # what may be left of an item, by kinds of characters
+        self._states = [frozenset({self._row((whole,), _NOTHING)})]
+        self._state = {self._states[0]: 0}
+        self._moves: list[dict[int, int]] = [{}]
+
+    def after(self, state: int, char: str) -> int:
+        """The state after ``char``; ``DEAD`` where nothing matches any more.
+
+        Raises ``BadPattern`` where that is too much to follow.
+        """
+        if state == DEAD:
+            return DEAD
+        kind = bisect_right(self.bounds, ord(char))
+        found = self._moves[state].get(kind)
+        if found is None:
+            try:
+                found = self._behind(state, kind, ord(char))
+            except BadPattern:
+                found = _TOO_MANY
+            self._moves[state][kind] = found
+        if found == _TOO_MANY:
+            raise BadPattern(_WAYS)
+        return found
+
+    def ends(self, state: int) -> bool:
+        """Whether nothing more need follow."""
+        return state != DEAD and any(self._nullable[row] for row in self._states[state])
+
+    def _behind(self, state: int, kind: int, code: int) -> int:
+        rows = frozenset().union(*(self._derived(row, kind, code) for row in self._states[state]))
+        if len(rows) > _MOST_ROWS:
+            raise BadPattern(_WAYS)
+        if not rows:
+            return DEAD
+        found = self._state.setdefault(rows, len(self._states))
+        if found == len(self._states):
+            self._states.append(rows)
+            self._moves.append({})
+        return found
+
+    def _row(self, items: Row, behind: int) -> int:
+        """The number of the row of ``items`` and that of number ``behind``."""
+        for item in reversed(items):
+            key = item, behind
+            found = self._number.get(key)
+            if found is None:
+                found = self._number[key] = len(self._rows)
+                self._rows.append(key)
+                self._nullable.append(self._nullable[behind] and _nullable(item))
+                self._left.append({})
+            behind = found
+        return behind
+
+    def _derived(self, row: int, kind: int, code: int) -> frozenset[int]:
+        """The rows left of one after the character ``code``."""
+        found = self._left[row].get(kind)
+        if found is None:
+            left, at = set[int](), row
+            while at != _NOTHING:
+                item, behind = self._rows[at]
+                left.update(self._row(begun, behind) for begun in self._ways(item, kind, code))
+                at = behind if _nullable(item) else _NOTHING
+            if len(left) > _MOST_ROWS:
+                raise BadPattern(_WAYS)
+            found = self._left[row][kind] = frozenset(left)
+        return found
+
+    def _ways(self, item: Item, kind: int, code: int) -> tuple[Row, ...]:
+        """What may be left of ``item`` after the character ``code``."""
+        if isinstance(item, Chars):
+            return ((),) if any(low <= code <= high for low, high in item.ranges) else ()
+        found = self._begun.get((item, kind))
+        if found is None:
+            all_of_them = tuple(islice(self._entered(item, kind, code), _MOST_DERIVED))
+            found = tuple(dict.fromkeys(all_of_them))
+            if len(all_of_them) == _MOST_DERIVED or len(found) > _MOST_ROWS:
+                raise BadPattern(_WAYS)
+            self._begun[item, kind] = found
+        return found
+
+    def _entered(self, item: Item, kind: int, code: int) -> Iterator[Row]:
+        match item:
+            case Group(branches):
+                for branch in branches:
+                    for i, inner in enumerate(branch):
+                        for begun in self._ways(inner, kind, code):
+                            yield begun + branch[i + 1 :]
+                        if not _nullable(inner):
+                            break
+            case Repeat(inner, low, high) if high != 0:
+                again = Repeat(inner, max(0, low - 1), None if high is None else high - 1)
+                for begun in self._ways(inner, kind, code):
+                    yield begun if again.high == 0 else (*begun, again)
+
+
+def matches(expression: str, text: str) -> bool:
+    """Whether ``expression`` (of ``pattern``, without anchors) matches the whole ``text``. Raises ``BadPattern``."""
+    automaton, state = _automaton(expression), 0
+    for char in text:
+        state = automaton.after(state, char)
+    return automaton.ends(state)
+
+
+def disjoint(one: str, other: str, states: int) -> bool:
+    """True only if no string matches both expressions; ``states`` of the two together are looked at.
+
+    Raises ``BadPattern``.
+    """
+    mine, theirs = _automaton(one), _automaton(other)
+    chars = [chr(bound) for bound in sorted({0, *mine.bounds, *theirs.bounds}) if bound <= 0x10FFFF]
+    seen, pending = {(0, 0)}, [(0, 0)]
+    while pending and len(seen) <= states:
+        a, b = pending.pop()
+        if mine.ends(a) and theirs.ends(b):
+            return False
+        for char in chars:
+            following = mine.after(a, char), theirs.after(b, char)
+            if following not in seen and DEAD not in following:
+                seen.add(following)
+                pending.append(following)
+    return not pending
+
+
+@lru_cache(maxsize=256)
+def _automaton(expression: str) -> Automaton:
+    return Automaton(expression)
+
+
+def forget() -> None:
+    """Keep nothing of the expressions asked about so far."""
+    _automaton.cache_clear()
+
+
+def _nullable(item: Item) -> bool:
+    match item:
+        case Group(branches):
+            return any(all(map(_nullable, branch)) for branch in branches)
+        case Repeat(inner, low, _high):
+            return low == 0 or _nullable(inner)
+    return False
+
+
+def _bounds(item: Item) -> Iterator[int]:
+    """Where the sets of characters in ``item`` begin, and where what is after them does."""
+    match item:
+        case Chars(ranges):
+            for low, high in ranges:
+                yield from (low, high + 1)
+        case Group(branches):
+            for branch in branches:
+                for inner in branch:
+                    yield from _bounds(inner)
+        case Repeat(inner, _low, _high):
+            yield from _bounds(inner)
+
+
+_MOST_STATES = 48
+_LONGEST = 6_000  # characters of the result, and of every expression on the way to it
+_FIRST, _LAST = -10, -11  # states that are added: one before the beginning, and one after every end
+_ANYTHING = "[\\s\\S]"
+
+
+def complement(expression: str) -> str | None:
+    """A ``pattern``, anchored, of the strings that ``expression`` (of ``compile.pattern``) does not match.
+
+    None where there are none, or where it would be too large. Raises ``BadPattern`` where ``expression`` is too much to
+    follow.
+    """
+    automaton = Automaton(expression)
+    edges = _edges(automaton)
+    if edges is None:
+        return None
+    texts = {
+        pair: _ANYTHING if ranges == charsets.EVERY else charsets.text_of(ranges) for pair, ranges in edges.items()
+    }
+    states = {state for pair in edges for state in pair}
+    texts[_FIRST, 0] = ""
+    texts |= {(state, _LAST): "" for state in states if not automaton.ends(state)}
+    while states:
+        state = min(states, key=lambda each: (_cost(texts, each), -each))
+        states.remove(state)
+        if not _eliminate(texts, state):
+            return None
+    found = texts.get((_FIRST, _LAST))
+    return None if found is None else f"^(?:{found})$"
+
+
+def _edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
+    """The characters that lead from each state to each other one, ``DEAD`` among them; None for too many states."""
+    starts = sorted({0, *(bound for bound in automaton.bounds if bound <= 0x10FFFF)})
+    spans = list(zip(starts, [*(start - 1 for start in starts[1:]), 0x10FFFF], strict=True))
+    found: dict[tuple[int, int], Ranges] = {(DEAD, DEAD): charsets.EVERY}
+    seen, pending = {0, DEAD}, [0]
+    while pending:
+        state = pending.pop()
+        leading: dict[int, list[tuple[int, int]]] = {}
+        for span in spans:
+            if charsets.union((span,)):  # surrogates are no characters
+                leading.setdefault(automaton.after(state, chr(charsets.union((span,))[0][0])), []).append(span)
+        for target, several in leading.items():
+            found[state, target] = charsets.union(tuple(several))
+            if target not in seen:
+                seen.add(target)
+                pending.append(target)
+        if len(seen) > _MOST_STATES:
+            return None
+    return found
+
+
+def _cost(texts: dict[tuple[int, int], str], state: int) -> int:
+    into = sum(1 for source, target in texts if target == state and source != state)
+    out = sum(1 for source, target in texts if source == state and target != state)
+    return into * out
+
+
+def _eliminate(texts: dict[tuple[int, int], str], state: int) -> bool:
+    """Write the ways through ``state`` as edges between its neighbours; False where one becomes too long."""
+    loop = texts.pop((state, state), None)
+    into = [(source, text) for (source, target), text in texts.items() if target == state]
+    out = [(target, text) for (source, target), text in texts.items() if source == state]
+    for source, _text in into:
+        del texts[source, state]
+    for target, _text in out:
+        del texts[state, target]
+    again = "" if loop is None else f"(?:{loop})*"
+    for source, before in into:
+        for target, after in out:
+            way = f"{before}{again}{after}"
+            known = texts.get((source, target))
+            made = way if known is None or known == way else f"(?:{known}|{way})"
+            if len(made) > _LONGEST:
+                return False
+            texts[source, target] = made
+    return True
+
+
+def all_but(words: Iterable[str]) -> str:
+    r"""A ``pattern``, anchored at both ends, of every string that is not one of ``words``.
+
+    The words' prefix tree, turned inside out: at each node a string may end unless a word does, may leave the tree
+    by any other character and then go on as it likes, or may follow the tree.
+    """
+    return f"^{_node(sorted(set(words)), 0)}$"
+
+
+def _node(words: list[str], depth: int) -> str:
+    """``words`` share their first ``depth`` characters; what may follow those."""
+    ends = any(len(word) == depth for word in words)
+    branches: dict[str, list[str]] = {}
+    for word in words:
+        if len(word) > depth:
+            branches.setdefault(word[depth], []).append(word)
+    leave = charsets.text_of(charsets.complement(charsets.union(*(charsets.single(ord(c)) for c in branches))))
+    options = [] if ends else [""]
+    options.append(f"{leave}[\\s\\S]*")
+    for char, inside in branches.items():
+        options.append(charsets.text_of(charsets.single(ord(char))) + _node(inside, depth + 1))
+    return "(?:" + "|".join(options) + ")"

@@ -1,0 +1,207 @@
+"""A schema's text as a value within the limits on size, depth and numbers, and in the canonical form of jsonschema-rs.
+
+The canonical form has the same values, and mostly neither ``not`` nor ``oneOf``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+import jsonschema_rs
+
+from mmserve.constraint.findings import Refused, child
+from mmserve.constraint.limits import (
+    MAX_DEPTH,
+    MAX_ENUM_BYTES,
+    MAX_ENUM_VALUES,
+    MAX_PROPERTIES,
+    MAX_SCHEMA_BYTES,
+)
+
+_LONGEST_NUMBER = 40  # characters; the largest float in full has 17 significant digits
+
+
+def read_schema(text: str) -> Any:
+    """The value of the JSON ``text``: a dict or a bool.
+
+    Raises ``Refused`` for text that is no JSON, names an object's member twice, holds a lone surrogate, NaN, an
+    infinity or a number too long to be exact, or passes a limit of ``mmserve.constraint.limits``.
+    """
+    if len(text) > MAX_SCHEMA_BYTES or len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
+        raise Refused.at("", "schema", f"must be at most {MAX_SCHEMA_BYTES} bytes")
+    if _depth(text) > MAX_DEPTH:
+        raise Refused.at("", "schema", f"must be nested at most {MAX_DEPTH} deep")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_members,
+            parse_constant=_no_constant,
+            parse_float=_float,
+            parse_int=_int,
+        )
+    except Refused:
+        raise
+    except ValueError as error:
+        raise Refused.at("", "schema", f"is no JSON: {error}") from error
+    if not isinstance(value, dict | bool):
+        raise Refused.at("", "schema", "must be a JSON object, true or false")
+    _check_texts(value, "")
+    _check_counts(value)
+    return value
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest in ``text``, outside of its strings."""
+    depth = deepest = 0
+    quoted = escaped = False
+    for char in text:
+        if quoted:
+            quoted = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            quoted = True
+        elif char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return deepest
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused.at("", "schema", f"an object has two members named {twice[:60]!r}")
+    return members
+
+
+def _no_constant(name: str) -> Any:
+    raise Refused.at("", "schema", f"{name} is no JSON number")
+
+
+def _float(text: str) -> float | int:
+    value = float(text)
+    if len(text) > _LONGEST_NUMBER or not math.isfinite(value):
+        raise Refused.at("", "schema", f"the number {text[:_LONGEST_NUMBER]} is too long or too large")
+    return int(value) if value.is_integer() else value  # JSON Schema: 1.0 is the integer 1
+
+
+def _int(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise Refused.at("", "schema", f"the number {text[:_LONGEST_NUMBER]}… is too long")
+    return int(text)
+
+
+def _check_texts(value: Any, pointer: str) -> None:
+    match value:
+        case str():
+            _check_text(value, pointer)
+        case dict():
+            for name, inner in value.items():
+                _check_text(name, pointer)
+                _check_texts(inner, child(pointer, name))
+        case list():
+            for index, inner in enumerate(value):
+                _check_texts(inner, child(pointer, index))
+
+
+def _check_text(text: str, pointer: str) -> None:
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        safe = pointer.encode(errors="replace").decode()
+        raise Refused.at(safe, "schema", "a string holds half of a surrogate pair")
+
+
+def _check_counts(root: Any) -> None:
+    """Properties and enum values of the whole schema, wherever they stand."""
+    properties = values = size = 0
+    pending: list[tuple[Any, str]] = [(root, "")]
+    while pending:
+        value, pointer = pending.pop()
+        if isinstance(value, list):
+            pending += [(inner, child(pointer, i)) for i, inner in enumerate(value)]
+        if not isinstance(value, dict):
+            continue
+        if isinstance(found := value.get("properties"), dict):
+            properties += len(found)
+            if properties > MAX_PROPERTIES:
+                raise Refused.at(pointer, "properties", f"a schema may have at most {MAX_PROPERTIES} properties")
+        if isinstance(found := value.get("enum"), list):
+            values += len(found)
+            size += len(json.dumps(found, ensure_ascii=False).encode())
+            if values > MAX_ENUM_VALUES:
+                raise Refused.at(pointer, "enum", f"a schema may have at most {MAX_ENUM_VALUES} enum values")
+            if size > MAX_ENUM_BYTES:
+                raise Refused.at(pointer, "enum", f"a schema's enum values may have at most {MAX_ENUM_BYTES} bytes")
+        pending += [(inner, child(pointer, name)) for name, inner in value.items()]
+
+
+def canonical(root: Any) -> Any | None:
+    """The canonical form of ``root`` (of ``read_schema``), its properties in the order of ``root``.
+
+    None where jsonschema-rs has none that is exact, or where it is too large. Runs native code whose time grows with
+    the cases of the schema: for the child process only.
+    """
+    try:
+        found = jsonschema_rs.canonicalize(root, validate_formats=True, offline=True)
+        if found.kind == jsonschema_rs.canonical.CanonicalKind.RAW:
+            return None
+        text = json.dumps(found.to_json_schema(), default=_number)
+        if len(text) > MAX_SCHEMA_BYTES:
+            return None
+        return _ordered(read_schema(text), Orders(root))
+    except (ValueError, jsonschema_rs.ReferencingError, jsonschema_rs.ValidationError, Refused, RecursionError):
+        return None
+
+
+def _number(value: Any) -> float:
+    """A number that jsonschema-rs gives as a ``Decimal``; raises ``ValueError`` where no double is it."""
+    if not isinstance(value, Decimal):
+        raise TypeError(f"no JSON: {value!r}")
+    near = int(value) if value == value.to_integral_value() else float(value)
+    if Decimal(repr(near)) != value:
+        raise ValueError(f"{value} is no double")
+    return near
+
+
+class Orders:
+    """The orders in which the schemas of a document list properties."""
+
+    def __init__(self, root: Any) -> None:
+        self._lists = [tuple(names) for names in _property_lists(root)]
+        self._place = {name: i for i, name in enumerate(dict.fromkeys(n for names in self._lists for n in names))}
+
+    def sorted(self, names: list[str]) -> list[str]:
+        """``names`` in the order of the list that has most of them, and then of all lists together."""
+        wanted = set(names)
+        best = max(self._lists, key=lambda each: len(wanted & set(each)), default=())
+        place = {name: i for i, name in enumerate(best)}
+        late = len(place) + len(self._place)
+        return sorted(names, key=lambda name: (place.get(name, late), self._place.get(name, late)))
+
+
+def _property_lists(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, list):
+        for each in value:
+            yield from _property_lists(each)
+    elif isinstance(value, dict):
+        if isinstance(found := value.get("properties"), dict):
+            yield found
+        for each in value.values():
+            yield from _property_lists(each)
+
+
+def _ordered(value: Any, orders: Orders) -> Any:
+    if isinstance(value, list):
+        return [_ordered(each, orders) for each in value]
+    if not isinstance(value, dict):
+        return value
+    made = {name: _ordered(each, orders) for name, each in value.items()}
+    if isinstance(found := made.get("properties"), dict):
+        made["properties"] = {name: found[name] for name in orders.sorted(list(found))}
+    return made

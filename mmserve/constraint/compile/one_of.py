@@ -1,0 +1,321 @@
+"""``oneOf``: a proof that two schemas exclude each other, or each branch without the values of the others.
+
+``oneOf`` of schemas that exclude each other is ``anyOf``.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+from mmserve.constraint.compile import derivatives
+from mmserve.constraint.compile.derivatives import disjoint, matches
+from mmserve.constraint.compile.negation import Scope, either, negation
+from mmserve.constraint.compile.pattern import BadPattern, searched
+from mmserve.constraint.compile.shapes import ALL, finite, is_number, key, misshapen, names_of, types_of
+
+_DEPTH = 8  # nested schemas and references looked through
+_MOST_TEXTS = 64  # strings that are looked at one by one
+_MOST_STATES = 100  # of two expressions together; each costs a character of every class
+_MOST_READ = 60_000  # characters of expressions and strings, in all proofs for a document
+
+
+@dataclass
+class Effort:
+    """What looking into strings may still cost, all proofs of a document together: characters of what is looked at."""
+
+    left: int = _MOST_READ
+
+    def spent(self, cost: int) -> bool:
+        """Whether ``cost`` was there to be spent, and now is."""
+        if cost > self.left:
+            return False
+        self.left -= cost
+        return True
+
+
+class _Means(NamedTuple):
+    """What a proof may use; without ``effort`` it does not look into strings."""
+
+    scope: Scope
+    effort: Effort | None
+
+
+def exclude(one: Any, other: Any, scope: Scope, effort: Effort) -> bool:
+    """True only if no value is valid under both.
+
+    Strings are looked into only where nothing else tells the two apart, and no further than ``effort`` allows.
+    """
+    return any(_exclude(one, other, _Means(scope, each), _DEPTH) for each in (None, effort))
+
+
+def said(node: Any, draft: int) -> Any:
+    """``node`` without what its draft ignores: the siblings of a reference."""
+    return {"$ref": node["$ref"]} if draft <= 7 and isinstance(node, dict) and "$ref" in node else node
+
+
+def _exclude(one: Any, other: Any, means: _Means, depth: int) -> bool:
+    if one is False or other is False:
+        return True
+    one, other = said(one, means.scope.draft), said(other, means.scope.draft)
+    if depth == 0 or not _is_read(one) or not _is_read(other):
+        return False
+    for first, second in ((one, other), (other, one)):
+        if "$ref" in first and _exclude(means.scope.resolve(first["$ref"]), second, means, depth - 1):
+            return True
+        if any(_exclude(part, second, means, depth - 1) for part in first.get("allOf", ())):
+            return True
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in first and all(_exclude(part, second, means, depth - 1) for part in first[keyword]):
+                return True
+    return _by_value(one, other) or _by_type(one, other, means, depth)
+
+
+def _is_read(node: Any) -> bool:
+    """Whether ``node`` says something, in the shape it must have."""
+    return isinstance(node, dict) and not any(misshapen(node, ""))
+
+
+def _by_value(one: Any, other: Any) -> bool:
+    values, others = finite(one), finite(other)
+    if values is None or others is None:
+        return False
+    return not {key(value) for value in values} & {key(value) for value in others}
+
+
+def _by_type(one: Any, other: Any, means: _Means, depth: int) -> bool:
+    shared = types_of(one) & types_of(other)
+    if not shared:
+        return True
+    if shared == {"object"}:
+        return _by_property(one, other, means, depth) or _by_property(other, one, means, depth)
+    if shared <= {"number", "integer"}:
+        return _below(one, other) or _below(other, one)
+    if shared == {"string"}:
+        return _sized(one, other, "Length") or (means.effort is not None and _by_text(one, other, means.effort))
+    if shared == {"array"}:
+        return _sized(one, other, "Items")
+    return False
+
+
+def _by_property(one: Any, other: Any, means: _Means, depth: int) -> bool:
+    """Whether a property that ``one`` requires is, in both, impossible to agree on."""
+    for name in one.get("required", ()):
+        mine = one.get("properties", {}).get(name, True)
+        theirs = _property(other, name)
+        if _exclude(mine, theirs, means, depth - 1):
+            return True
+    return False
+
+
+def _property(node: Any, name: str) -> Any:
+    if name in node.get("properties", {}):
+        return node["properties"][name]
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    return not closed
+
+
+def _sized(one: Any, other: Any, what: str) -> bool:
+    """Whether one asks for more than the other allows."""
+    pairs = ((one, other), (other, one))
+    return any(a.get(f"min{what}", 0) > b.get(f"max{what}", a.get(f"min{what}", 0)) for a, b in pairs)
+
+
+def _by_text(one: Any, other: Any, effort: Effort) -> bool:
+    """Whether no string is of both; what formats allow may be more than what is known of them."""
+    for first, second in ((one, other), (other, one)):
+        texts = finite(first)
+        if texts is not None and len(texts) <= _MOST_TEXTS:
+            strings = [text for text in texts if isinstance(text, str)]
+            read = sum(map(len, strings)) + len(_expression(second) or "")
+            return effort.spent(read) and not any(_holds(text, second) for text in strings)
+    mine, theirs = _expression(one), _expression(other)
+    if mine is None or theirs is None:
+        return False
+    return effort.spent(len(mine) + len(theirs)) and _apart(mine, theirs)
+
+
+def _holds(text: str, node: Any) -> bool:
+    """False only if ``text`` is not valid under ``node``."""
+    if not node.get("minLength", 0) <= len(text) <= node.get("maxLength", len(text)):
+        return False
+    expression = _expression(node)
+    with suppress(BadPattern):
+        return expression is None or matches(expression, text)
+    return True
+
+
+def _expression(node: Any) -> str | None:
+    return _searched(node["pattern"]) if "pattern" in node else None
+
+
+@lru_cache(maxsize=256)
+def _searched(pattern: str) -> str | None:
+    with suppress(BadPattern):
+        return searched(pattern)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _apart(one: str, other: str) -> bool:
+    with suppress(BadPattern):
+        return disjoint(one, other, _MOST_STATES)
+    return False
+
+
+_CACHES = _searched, _apart
+
+
+def forget() -> None:
+    """Keep nothing of the schemas asked about so far."""
+    for cache in _CACHES:
+        cache.cache_clear()
+    derivatives.forget()
+
+
+def _below(one: Any, other: Any) -> bool:
+    """Whether every number of ``one`` is below every number of ``other``."""
+    high, low = one.get("maximum"), other.get("minimum")
+    open_high, open_low = one.get("exclusiveMaximum"), other.get("exclusiveMinimum")
+    if is_number(high) and is_number(low) and high < low:
+        return True
+    if is_number(high) and is_number(open_low) and high <= open_low:
+        return True
+    return is_number(open_high) and any(is_number(x) and open_high <= x for x in (low, open_low))
+
+
+_MOST_SPLIT = 4  # branches that are told apart by all that the others do not hold for
+_MOST_CASES = 64  # of a branch, told apart so
+_MOST_BRANCHES = 40
+_NEGATED_DEPTH = 4  # schemas within schemas that are negated
+_MOST_PARTS = 16  # alternatives to another branch that are looked at
+_LARGEST = 64  # objects and arrays that one of those is made of
+_MOST_TEXT = 128 << 10  # characters in the alternatives to all branches together
+
+
+@dataclass(frozen=True)
+class Apart:
+    """For each branch, schemas that hold for nothing another branch holds for; ``exact``: and for all else."""
+
+    parts: list[list[Any]]
+    exact: bool
+
+
+class Together(NamedTuple):
+    """The numbers of two branches that may both hold."""
+
+    first: int
+    second: int
+
+
+def apart(branches: list[Any], scope: Scope, at: str, effort: Effort, within: frozenset[str] = ALL) -> Apart | Together:
+    """How each of ``branches`` is told from the others, or two of them that nothing is known to tell apart.
+
+    Only values of the types ``within`` (of ``types_of``) count. ``effort`` is what is left to the document's proofs.
+    """
+    branches = [_typed(said(branch, scope.draft), scope, within) for branch in branches]
+    meeting = [list[int]() for _ in branches]
+    for i, j in combinations(range(len(branches)), 2):
+        if not exclude(branches[i], branches[j], scope, effort):
+            meeting[i].append(j)
+            meeting[j].append(i)
+    flat = [_resolved(branch, scope) for branch in branches]
+    few = sum(map(bool, meeting)) <= _MOST_SPLIT
+    parts, exact, text = list[list[Any]](), True, 0
+    for i, found in enumerate(meeting):
+        cases = []
+        for j in found:
+            without, whole = _without(flat[i], flat[j], scope, at, effort, within)
+            text += _text(without)
+            if (not without and not whole) or len(branches) > _MOST_BRANCHES or text > _MOST_TEXT:
+                return Together(min(i, j), max(i, j))
+            cases.append(without)
+            exact &= whole
+        if not few or prod(map(len, cases)) > _MOST_CASES:
+            exact &= all(len(case) <= 1 for case in cases)
+            cases = [[_best(case, flat[i])] if case else [] for case in cases]
+        parts.append([either(case) for case in cases])
+    return Apart(parts, exact)
+
+
+def _typed(branch: Any, scope: Scope, within: frozenset[str]) -> Any:
+    if not isinstance(branch, dict) or "type" in branch or ("$ref" in branch and scope.draft <= 7) or within == ALL:
+        return branch
+    return {**branch, "type": names_of(within)}
+
+
+def _without(
+    mine: Any, other: Any, scope: Scope, at: str, effort: Effort, within: frozenset[str]
+) -> tuple[list[Any], bool]:
+    """Alternatives that nothing valid under ``other`` is valid under, and that something of ``mine`` may be."""
+    within = types_of(mine) & within if isinstance(mine, dict) else within
+    found = negation(other, scope, at, within, _NEGATED_DEPTH)
+    if found.schema is True:
+        return [True], True
+    parts = [] if found.schema is False else _parts(found.schema)
+    small = [part for part in parts if _size(part) <= _LARGEST][:_MOST_PARTS]
+    exact = found.exact and len(small) == len(parts)
+    parts = small
+    if not exact and isinstance(other, dict) and isinstance(mine, dict) and _closed(other):
+        names = [name for name, schema in mine.get("properties", {}).items() if schema is not False]
+        more = [name for name in names if name not in other.get("properties", {})]
+        parts += [{"type": "object", "required": [name]} for name in more]
+    return [part for part in parts if not exclude(mine, part, scope, effort)], exact
+
+
+def _parts(schema: Any) -> list[Any]:
+    """The alternatives that ``schema`` is made of."""
+    if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
+        return [part for each in schema["anyOf"] for part in _parts(each)]
+    return [schema]
+
+
+def _size(schema: Any) -> int:
+    match schema:
+        case dict():
+            return 1 + sum(map(_size, schema.values()))
+        case list():
+            return 1 + sum(map(_size, schema))
+    return 0
+
+
+def _text(schema: Any) -> int:
+    """How many characters there are in the strings of ``schema``."""
+    match schema:
+        case dict():
+            return _text(list(schema.values()))
+        case list():
+            return sum(map(_text, schema))
+    return len(schema) if isinstance(schema, str) else 0
+
+
+def _best(parts: list[Any], mine: Any) -> Any:
+    """The one of ``parts`` that takes least away from ``mine``: first a property that it does not even name."""
+    named = mine.get("properties", {}) if isinstance(mine, dict) else {}
+    required = mine.get("required", ()) if isinstance(mine, dict) else ()
+
+    def cost(part: Any) -> int:
+        if part.get("properties", {}).keys() and "required" not in part:  # a property is absent
+            name = next(iter(part["properties"]))
+            return 2 if name in named else 0
+        if part.get("required"):  # it is there, or there with another value
+            return 1 if part["required"][0] in required else 3
+        return 1
+
+    return min(parts, key=cost)
+
+
+def _closed(node: dict[str, Any]) -> bool:
+    return node.get("additionalProperties") is False and not node.get("patternProperties")
+
+
+def _resolved(node: Any, scope: Scope) -> Any:
+    for _ in range(_NEGATED_DEPTH):
+        if not isinstance(node, dict) or "$ref" not in node or (len(node) > 1 and scope.draft > 7):
+            break
+        node = said(scope.resolve(node["$ref"]), scope.draft)
+    return node

@@ -1,0 +1,317 @@
+"""A cache of parser states: one state for all equivalent texts of a constraint, so that the parser is asked once.
+
+The search of a step mostly visits the states of the step before, and half of the paths that it tries at once are
+equivalent (``prefix_equivalence``): other words in a string, another digit. The cache changes the time of a search,
+never its result, so all requests under a grammar may share it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mmserve.constraint.search import bitmask
+from mmserve.constraint.search.completion import after
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, Scalar
+from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
+from mmserve.constraint.search.vocabulary import LONGEST
+from mmserve.memory import resident
+
+#: Bytes that may be kept from one search to the next.
+LIMIT = 16 << 20
+#: Bytes of a state, of each byte of text before it (a parser keeps up to 190 for each), and of a transition that was
+#: asked for, with what the parser's lexer has cached for it. Measured, and rounded up.
+_STATE, _BYTE, _WAY = 8_000, 200, 500
+#: Growth of the process in a search, in bytes, from which on it counts as the search's own.
+_NOTICED = 1 << 20
+#: Most bytes that a lexer takes with all the states that ``PARSER_LIMITS`` allow it. Measured, and rounded up.
+_LEXER = 12 << 20
+#: A state takes over a matcher that has read so many bytes less than its own: a fork's time grows with what was read.
+_DEEPER = 500
+#: States expanded in search of an end that a walk did not find.
+_FAR = 24
+#: The same where no two texts are known to be equivalent.
+BLIND = Effort(exact_tokens=200, patient_tokens=0, states=60, alternatives=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Representative:
+    """Represents a state in the lookahead bound (``lookahead``): the state itself, or all that are equivalent there."""
+
+    key: Hashable
+    next: tuple[ParserState, ...] | None  # one token later; None if unknown
+    tokens: tuple[int, ...]  # some that may lead there
+
+
+class ParserState:
+    """The state of the parser after the texts of one class. ``matcher`` is after one of them, and never moves."""
+
+    __slots__ = ("_completion", "accepting", "depth", "far", "few", "matcher", "next", "prefix_class", "representative")
+
+    def __init__(self, matcher: Matcher, prefix_class: Hashable | None, depth: int) -> None:
+        self.matcher, self.prefix_class, self.depth = matcher, prefix_class, depth  # bytes before the matcher
+        self.accepting = matcher.accepting
+        #: Transitions by a token or several, as asked for: a state; None = not allowed; True = allowed;
+        #: False = allowed, beyond the parser's limits.
+        self.next: dict[int | tuple[int, ...], ParserState | bool | None] = {}
+        self._completion: tuple[int, ...] | bool | None = False  # False: not searched yet
+        self.few: list[int] | None = None  # as ``Closing.next_tokens``
+        self.far: tuple[int, ...] | bool | None = False  # as ``ParserStateCache.far_completion``
+        self.representative: Representative | None = None
+
+    def completion(self, lexicon: Lexicon, states: int) -> tuple[int, ...] | None:
+        """As ``quick_completion``."""
+        if isinstance(self._completion, bool):
+            self._completion = quick_completion(self.matcher, lexicon, states)
+        return self._completion
+
+
+class ParserBudgetExhausted(Exception):
+    """The cache's own parser has used up its limits, as in ``ParserStateCache.exhausted``."""
+
+
+class ParserStateCache:
+    """The parser states of one constraint, by class of text. Searches use the cache that ``acquire`` yields.
+
+    ``parser`` makes a matcher before the first token, with a parser that no request has, so that searches use none of
+    a request's limits; it may take as long as compiling. Without it, searches use their request's parser.
+    """
+
+    def __init__(
+        self,
+        lexicon: Lexicon,
+        classes: Callable[[], PrefixClasses] = DistinctTexts,
+        parser: Callable[[], Matcher] | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self.lexicon, self._make, self._parser = lexicon, classes, parser
+        self._start: Matcher | None = None  # of that parser, and a token that may follow there
+        self._follows: list[int] = []
+        self._limited, self._learned = False, 0
+        self._built = 0  # bytes that the process grew by to make that parser, in the current search
+        self._lexer = 0  # bytes that its lexer grew by since
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._limited:  # else the parser stays: another one can take half a second of a step
+            self._start, self._lexer = None, 0
+        elif self._start is not None:
+            self._lexer = min(self._lexer + self._learned, _LEXER)
+        self._learned = 0  # bytes that the process grew by in searches, besides the states
+        self._classes, self._states = self._make(), dict[Hashable, ParserState]()
+        self._root: tuple[bytes, Hashable] = b"", self._classes.start()  # of the latest search
+        self._limited = False
+        #: For each request's parser that made states: one of its matchers and a token allowed there.
+        self._parsers: list[tuple[Matcher, list[int]]] = []
+        #: Of the states within a string or number, by the result of ``inside``.
+        self.representatives: dict[Hashable, Representative] = {}
+        self.ahead = False  # whether the start of the text was explored (``lookahead.look_ahead``)
+        self.size = self._lexer  # bytes, approximately
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether one of the parsers has used up its limits.
+
+        All matchers of a parser share the states of its lexer, and their number is bounded. Above it they reject every
+        token, without an error.
+        """
+        own = [] if self._start is None else [(self._start, self._follows)]
+        return any(matcher.valid(follows) < len(follows) for matcher, follows in (*own, *self._parsers))
+
+    @contextmanager
+    def acquire(self) -> Iterator[ParserStateCache]:
+        """The cache for one search: this one, or a new one while another thread's search uses it, so that none waits.
+
+        Nothing is kept of a search in which a parser failed or reached its limits, nor more than ``LIMIT`` bytes.
+        """
+        if not self._lock.acquire(blocking=False):
+            yield ParserStateCache(self.lexicon, self._make)
+            return
+        size, before, self._built = self.size, resident(), 0
+        try:
+            yield self
+            self._limited |= self.exhausted
+        except BaseException:
+            self._limited = True
+            raise
+        finally:
+            learned = resident() - before - max(0, self.size - size) - self._built
+            learned = learned if learned > _NOTICED else 0
+            self._learned += learned  # mostly the parsers' lexers, which report no size
+            self.size += learned
+            if self._limited or self.size - self._lexer > LIMIT:
+                self._forget()
+            self._lock.release()
+
+    def locate(self, text: bytes, matcher: Callable[[], Matcher], follows: Sequence[int] = ()) -> ParserState:
+        """The state of ``text``, with which a search begins; ``matcher`` makes a matcher after it.
+
+        ``follows``: a token known to be allowed there.
+        """
+        known, prefix_class = self._root
+        if prefix_class is None or not text.startswith(known):
+            known, prefix_class = b"", self._classes.start()
+        prefix_class = self._class_after(prefix_class, text[len(known) :])
+        self._root = text, prefix_class
+        state = None if prefix_class is None else self._states.get(prefix_class)
+        if state is None or state.depth > len(text) + _DEEPER:
+            state = self._of(prefix_class, matcher(), len(text))
+            if self._parser is None:
+                self._parsers.append((state.matcher, list(follows) or _follows(state.matcher)))
+        return state
+
+    def own_matcher(self, before: Sequence[int]) -> Matcher | None:
+        """A matcher of the cache's own parser after the tokens ``before``; None if it has none.
+
+        Raises ``ParserBudgetExhausted``.
+        """
+        if self._parser is None:
+            return None
+        if self._start is None:  # takes up to half a second: its size is no reason to drop it
+            smaller = resident()
+            self._start = self._parser()
+            self._follows = _follows(self._start)
+            self._built += max(0, resident() - smaller)
+        matcher = self._start.fork()
+        try:
+            matcher.consume(list(before))
+        except ValueError as error:
+            self._limited = True
+            raise ParserBudgetExhausted from error
+        return matcher
+
+    def after(self, state: ParserState, token: int) -> ParserState | None:
+        """The state after ``token``; None if it is not allowed, or beyond the parser's limits."""
+        found = state.next.get(token, True)
+        if found is True or (isinstance(found, ParserState) and found.depth > state.depth + LONGEST + _DEEPER):
+            asked = token in state.next
+            found = state.next[token] = self._moved(state, [token], valid=asked)
+        return found if isinstance(found, ParserState) else None
+
+    def after_all(self, state: ParserState, tokens: Sequence[int]) -> ParserState | None:
+        """The state after ``tokens``; None if they are not allowed."""
+        key = tuple(tokens)
+        found = state.next.get(key, True)
+        if found is True or (
+            isinstance(found, ParserState) and found.depth > state.depth + LONGEST * len(key) + _DEEPER
+        ):
+            found = state.next[key] = self._moved(state, key)
+        return found if isinstance(found, ParserState) else None
+
+    def reach(self, state: ParserState, tokens: list[int]) -> int:
+        """How many of ``tokens``, from the first on, are allowed one after another."""
+        for i, token in enumerate(tokens):
+            found = state.next.get(token, False)
+            if found is None:
+                return i
+            if not isinstance(found, ParserState):
+                far = state.matcher.valid(tokens[i:] if i else tokens)
+                if token not in state.next:
+                    state.next[token] = True if far else None
+                    self.size += _WAY
+                return i + far
+            state = found
+        return len(tokens)
+
+    def inside(self, state: ParserState) -> tuple[Scalar, Hashable] | None:
+        """As ``PrefixClasses.inside``."""
+        return None if state.prefix_class is None else self._classes.inside(state.prefix_class)
+
+    @property
+    def known(self) -> bool:
+        """Whether equivalent texts are known."""
+        return not isinstance(self._classes, DistinctTexts)
+
+    def far_completion(self, state: ParserState) -> tuple[int, ...] | None:
+        """A completion found with more effort than ``ParserState.completion``, where the first allowed bytes lead
+        nowhere, as in `a+b`; None if there is none within that effort."""
+        if isinstance(state.far, bool):
+            if not self.known:
+                found = find_completion(state.matcher, self.lexicon, BLIND)
+                state.far = None if found is None else found.tokens
+            else:
+                state.far = self._nearest_end(state)
+        return state.far
+
+    def _nearest_end(self, state: ParserState) -> tuple[int, ...] | None:
+        """The fewest closers from ``state`` to the end, by breadth-first search over states."""
+        ways: dict[ParserState, tuple[int, ...]] = {state: ()}
+        queue = deque([state])
+        for _ in range(_FAR):
+            if not queue:
+                break
+            at = queue.popleft()
+            forced = self.lexicon.cover(at.matcher.forced())
+            for step in [forced] if forced else self._apart(at):
+                behind = self.after_all(at, step) if forced else self.after(at, step[0])
+                if behind is None or behind in ways:
+                    continue
+                ways[behind] = (*ways[at], *step)
+                if behind.accepting:
+                    return ways[behind]
+                queue.append(behind)
+        return None
+
+    def _apart(self, state: ParserState) -> list[list[int]]:
+        """Closers allowed at ``state``, one for each class of texts after them."""
+        closers, spelled = self.lexicon.closers, self.lexicon.spelled
+        alike = None if state.prefix_class is None else self._classes.alike(state.prefix_class)
+        steps, told = dict[Hashable, list[int]](), set[int]()
+        for token in closers[state.matcher.among(closers)].tolist():
+            text = spelled[token]
+            number = None if alike is None or len(text) > 1 else alike[text[0]]
+            if number in told:
+                continue
+            prefix_class = self._class_after(state.prefix_class, text)
+            if prefix_class is not None and number is not None:
+                told.add(number)
+            steps.setdefault(token if prefix_class is None else (prefix_class,), [token])
+        return list(steps.values())
+
+    def _moved(self, state: ParserState, tokens: Sequence[int], *, valid: bool = False) -> ParserState | bool | None:
+        """The entry of ``ParserState.next`` for ``tokens``. ``valid``: whether they are known to be allowed."""
+        self.size += _WAY
+        if not valid and state.matcher.valid(tokens) < len(tokens):
+            return None
+        text = self.lexicon.text(tokens)
+        prefix_class, depth = self._class_after(state.prefix_class, text), state.depth + len(text)
+        found = None if prefix_class is None else self._states.get(prefix_class)
+        if found is not None and found.depth <= depth + _DEEPER:
+            return found  # to validate the tokens takes a fifth of the time of a fork
+        matcher = after(state.matcher, tokens)
+        if matcher is None:
+            self._limited = True
+            return False
+        return self._of(prefix_class, matcher, depth)
+
+    def _of(self, prefix_class: Hashable | None, matcher: Matcher, depth: int) -> ParserState:
+        found = None if prefix_class is None else self._states.get(prefix_class)
+        if found is None:
+            found = ParserState(matcher, prefix_class, depth)
+            self.size += _STATE + _BYTE * depth
+            if prefix_class is not None:
+                self._states[prefix_class] = found
+        elif found.depth > depth + _DEEPER:
+            self.size -= _BYTE * (found.depth - depth)
+            found.matcher, found.depth = matcher, depth
+        return found
+
+    def _class_after(self, prefix_class: Hashable | None, text: bytes) -> Hashable | None:
+        """The class after ``text``; None if unknown."""
+        if prefix_class is None:
+            return None
+        try:
+            return self._classes.after(prefix_class, text)
+        except ValueError:
+            return None
+
+
+def _follows(matcher: Matcher) -> list[int]:
+    """A token that is allowed, if there is one."""
+    found: list[int] = bitmask.ids(matcher.mask())[:1].tolist()
+    return found

@@ -1,0 +1,330 @@
+"""Next tokens drawn from the model's distribution over answers that can still end within the budget.
+
+Adaptive weighted rejection sampling (AWRS, arXiv 2504.05410): tokens are drawn without replacement, in the order of
+their Gumbel noise, until one is accepted, which is a draw from the accepted tokens alone. A few further draws estimate
+the probability of all accepted tokens, without bias whichever token was drawn: the product of these estimates is the
+importance weight of a text.
+
+Adaptive sampling with approximate expected futures (ASAp, arXiv 2405.21047): a token is drawn by its probability times
+the expected future after it, the probability that the model goes on to a valid answer. It is 1 until something is
+known; what earlier samples have met lowers it, never too far, so that samples approach the model's distribution over
+valid answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.constraint.search import parser_states
+from mmserve.constraint.search.closing import Closing
+from mmserve.constraint.search.completion import after
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Matcher
+from mmserve.constraint.search.witness import Witness
+from mmserve.constraint.session.meter import Meter, metered
+
+#: Draws until one is accepted. The last of them stands for all that is left: no work is without bound.
+MOST = 32
+#: Draws after the accepted one, for the estimate.
+FURTHER = 4
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class Draw(Generic[A]):
+    """What came of the draws: the accepted entry if there is one, and what is known of the others."""
+
+    chosen: int | None  # its index; None = the weight is zero
+    accepted: A | None  # what ``accepts`` said of it
+    mass: float  # estimate of the accepted entries' mass
+    rejected: tuple[int, ...]  # indices, in the order of the draws
+    before: int  # of these, drawn before the accepted one
+
+
+def draw(mass: np.ndarray, noised: np.ndarray, accepts: Callable[[int], A | None]) -> Draw[A]:
+    """An entry from those that ``accepts`` does not answer with None, each as probable as its mass says.
+
+    With the entry ``i`` drawn and the estimate ``W``, ``E[W f(i)]`` is the sum of ``mass[i] f(i)`` over all accepted
+    entries, for any ``f``. ``accepts`` must not depend on what it was asked before; it is asked
+    ``MOST + FURTHER`` times at most.
+
+    Args:
+        mass: float64 ``[n]``, at least 0.
+        noised: float ``[n]``, logarithms of ``mass`` and independent standard Gumbel noise; -inf where it is 0.
+    """
+    order, left = _in_order(noised, MOST + FURTHER), mass.copy()
+    rejected: list[int] = []
+    for nth, entry in enumerate(order[:MOST]):
+        here = left.sum()
+        left[entry] = 0.0
+        accepted = accepts(entry)
+        if accepted is None:
+            rejected.append(entry)
+            continue
+        before = len(rejected)
+        if nth + 1 == MOST:  # a draw from what was left, whether it is accepted or not, weighs as much as that
+            return Draw(entry, accepted, float(here), tuple(rejected), before)
+        further = order[nth + 1 : nth + 1 + FURTHER]
+        passed = [accepts(other) is not None for other in further]
+        rejected += [other for other, good in zip(further, passed, strict=True) if not good]
+        total = float(mass[entry]) + _accepted(left, further, passed)
+        return Draw(entry, accepted, total, tuple(rejected), before)
+    return Draw(None, None, 0.0, tuple(rejected), len(rejected))
+
+
+def _accepted(left: np.ndarray, drawn: list[int], passed: list[bool]) -> float:
+    """An estimate without bias of the accepted part of ``left [n]``, from entries drawn of it without replacement.
+
+    Des Raj's (J. Am. Stat. Assoc. 51, 1956): each draw gives an estimate, what was accepted before it and, if it is
+    accepted itself, all that was left then; this is their mean. Exact where nothing is left undrawn.
+    """
+    rest, found, estimates = float(left.sum()), 0.0, list[float]()
+    for entry, good in zip(drawn, passed, strict=True):
+        estimates.append(found + rest * good)
+        found += float(left[entry]) * good
+        rest = max(0.0, rest - float(left[entry]))
+    if np.count_nonzero(left) <= len(drawn):
+        return found
+    return math.fsum(estimates) / len(estimates)
+
+
+def _in_order(noised: np.ndarray, count: int) -> list[int]:
+    """Indices of the ``count`` largest of ``noised [n]``, the largest first; those of -inf left out."""
+    first = np.arange(len(noised))
+    if len(noised) > count:
+        first = np.argpartition(-noised, count - 1)[:count]
+    ordered: list[int] = first[np.argsort(-noised[first], kind="stable")].tolist()
+    return [i for i in ordered if noised[i] > -math.inf]
+
+
+@dataclass
+class PrefixNode:
+    """A beginning of answers."""
+
+    future: float = 1.0  # at least the probability that the model goes on from here to a valid answer
+    allowed: float = 1.0  # probability of all tokens that the grammar allows here
+    next: dict[int, tuple[float, PrefixNode]] = field(
+        default_factory=dict
+    )  # token → its probability and what is after it
+
+    def futures(self, tokens: np.ndarray) -> np.ndarray:
+        """Float64 ``[n]``: the expected futures after ``tokens`` (int64 ``[n]``)."""
+        found = np.ones(len(tokens))
+        for token, (_probability, node) in self.next.items():
+            found[tokens == token] = node.future
+        return found
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a sample visit at one node: its own token, and tokens after which no answer is valid."""
+
+    token: int | None  # None = there was none
+    probability: float
+    allowed: float
+    rejected: tuple[tuple[int, float], ...]  # tokens and their probabilities
+
+
+def learn(root: PrefixNode, way: Sequence[Visit]) -> None:
+    """Take in, in node, what a sample visit from the first token of its answer to the last."""
+    nodes = [root]
+    for visit in way:
+        node = nodes[-1]
+        node.allowed = visit.allowed
+        for token, probability in visit.rejected:
+            node.next[token] = (probability, PrefixNode(future=0.0))
+        if visit.token is not None:
+            nodes.append(node.next.setdefault(visit.token, (visit.probability, PrefixNode()))[1])
+    for node in reversed(nodes[: len(way)]):
+        lost = sum(probability * (1.0 - other.future) for probability, other in node.next.values())
+        node.future = min(node.future, max(0.0, node.allowed - lost))
+
+
+def child(node: PrefixNode | None, token: int) -> PrefixNode | None:
+    """What is known after ``token`` at ``node``; None = nothing."""
+    found = None if node is None else node.next.get(token)
+    return None if found is None else found[1]
+
+
+@dataclass
+class SampleState:
+    """What one sample of a request keeps of its draws.
+
+    ``exp(log_weight)`` is its importance weight. With the model's probability ``p`` of an answer, as the request draws
+    (temperature, filters, penalty), the mean over samples of ``exp(log_weight) f(answer)`` has the expectation
+    ``Σ p(answer) f(answer)`` over the valid answers: normalised to a sum of 1, the weights make of samples draws from
+    the model's distribution over valid answers. Valid are answers of which, token by token, an end within the budget
+    was found: the search for one is bounded, and asks nothing but what stands left of a token.
+    """
+
+    futures: PrefixNode | None = None  # what earlier samples of the request met; None = not asked for (AWRS)
+    speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
+    log_weight: float = 0.0
+    here: PrefixNode | None = None  # what is known at the end of what stands
+    met: list[Visit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.here = self.futures
+
+    def take(self, run: SampledRun, ends: frozenset[int]) -> None:
+        """Note a run that has become final; ``ends``: the tokens that end an answer."""
+        alive = self.log_weight > -math.inf
+        self.log_weight += run.log_weight
+        self.met += run.met
+        for token in run.tokens.tolist():
+            self.here = child(self.here, token)
+        over = run.tokens[-1] in ends or run.witness.known == len(run.witness.tokens)
+        if self.futures is not None and alive and (over or self.log_weight == -math.inf):
+            learn(self.futures, self.met)
+
+
+@dataclass(frozen=True)
+class SampledRun:
+    """Tokens drawn in one pass, one after another from the first open position on."""
+
+    tokens: np.ndarray  # int64 [n], n at least 1
+    log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
+    witness: Witness  # with these tokens
+    log_weight: float  # of these draws; -inf where none of the tokens that may stand there can be said
+    met: tuple[Visit, ...]
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """A way to the end after a token, and the matcher there."""
+
+    matcher: Matcher
+    tokens: tuple[int, ...]
+
+
+class RejectionSampler:
+    """Draws while logits become candidates (``decode/sampler.py``): from the first open position on, for as long as the
+    model had seen what was drawn.
+
+    ``positions`` count from the answer's start; ``drafted`` are the tokens that the pass ran from the first open one
+    on. ``guard`` asks the parser, and says None where it fails. Nothing that is given is changed.
+    """
+
+    def __init__(
+        self,
+        positions: np.ndarray,
+        witness: Witness,
+        lexicon: Lexicon,
+        drafted: np.ndarray,
+        sampled: SampleState,
+        guard: Callable[[Callable[[], Draw[_Ending] | None]], Draw[_Ending] | None],
+        meter: Meter,
+    ) -> None:
+        if not len(positions) or positions[0] != witness.known:
+            raise ValueError("draws begin at the first open position")
+        self._witness, self._lexicon, self._drafted, self._guard = witness, lexicon, drafted.tolist(), guard
+        self.meter = meter
+        self._here, self._log_weight = sampled.here, 0.0
+        self._begun_dead = sampled.log_weight == -math.inf
+        self._tokens: list[int] = []
+        self._log_probabilities: list[float] = []
+        self._met: list[Visit] = []
+        self._open = True
+
+    def restrict(self, logits: Tensor) -> None:
+        """Nothing: the model's own distribution is drawn from."""
+
+    @metered
+    def take(
+        self,
+        logits: Tensor,
+        log_z: Tensor,
+        tempered: Tensor | None,
+        noised: Tensor | None,
+        masks: Tensor | None = None,
+    ) -> None:
+        """Draw from the next rows: ``logits [n, V]``, log of the sum of their exponentials ``[n]``, the same filtered
+        and tempered, and these with Gumbel noise. ``masks`` has no part: what is drawn is never the mask."""
+        if tempered is None or noised is None:
+            raise ValueError("draws need a temperature")
+        for row in range(len(logits)):
+            if self._open:
+                token = self._drawn(tempered[row], noised[row])
+                self._tokens.append(token)
+                plain = logits[row, token] - log_z[row]
+                self._log_probabilities.append(float(plain))
+                n = len(self._tokens)
+                led = n <= len(self._drafted) and token == self._drafted[n - 1]
+                self._open &= led and token not in self._witness.ends
+
+    def ranked(self) -> SampledRun:
+        """What was drawn."""
+        tokens = np.array(self._tokens, np.int64)
+        log_probabilities = np.array(self._log_probabilities, np.float32)
+        return SampledRun(tokens, log_probabilities, self._witness, self._log_weight, tuple(self._met))
+
+    def _drawn(self, tempered: Tensor, noised: Tensor) -> int:
+        """The next token; the witness's, at a weight of zero, where none can be drawn."""
+        witness = self._witness
+        found: Draw[_Ending] | None = None
+        if not self._begun_dead:
+            log_p = (tempered - torch.logsumexp(tempered, -1)).cpu().numpy()
+            found = self._guard(lambda: self._asked(log_p, noised.cpu().numpy()))
+        if found is None or found.accepted is None or found.chosen is None:
+            self._log_weight, self._open = -math.inf, False
+            return int(witness.tokens[witness.known])
+        token, way = found.chosen, found.accepted
+        self._here = child(self._here, token)
+        self._witness = _extended(witness, token, way, cut=found.before > 0)
+        return token
+
+    def _asked(self, log_p: np.ndarray, noised: np.ndarray) -> Draw[_Ending]:
+        """A draw from log-probabilities ``[V]``, given them with noise; its index is a token."""
+        witness, node = self._witness, self._here
+        ends = sorted(witness.ends) if witness.matcher.accepting else []
+        tokens = np.concatenate([witness.matcher.allowed(), np.array(ends, np.int64)])
+        probabilities = np.exp(log_p[tokens].astype(np.float64))
+        futures = np.ones(len(tokens)) if node is None else node.futures(tokens)
+        mass = probabilities * futures
+        scores = np.where(mass > 0, noised[tokens] + np.log(np.where(mass > 0, futures, 1.0)), -np.inf)
+        answer = witness.tokens[: witness.length].tolist()
+        found = draw(mass, scores, lambda i: _ending(witness, answer, int(tokens[i]), self._lexicon))
+        rejected = tuple((int(tokens[i]), float(probabilities[i])) for i in found.rejected)
+        allowed, chosen = float(probabilities.sum()), found.chosen
+        if chosen is None:
+            self._met.append(Visit(None, 0.0, allowed, rejected))
+            return found
+        self._log_weight += math.log(found.mass) - math.log(futures[chosen])
+        self._met.append(Visit(int(tokens[chosen]), float(probabilities[chosen]), allowed, rejected))
+        return replace(found, chosen=int(tokens[chosen]))
+
+
+def _ending(witness: Witness, answer: Sequence[int], token: int, lexicon: Lexicon) -> _Ending | None:
+    """How an answer ends in time that has ``token`` at its first open position; None where no way was found.
+
+    It depends on what stands left of the token, and nothing else. ``answer``: the witness up to its end.
+    """
+    if token in witness.ends:
+        return _Ending(witness.matcher, ()) if witness.matcher.accepting else None
+    fork, size = after(witness.matcher, [token]), len(witness.tokens)
+    room = size - witness.known - 1
+    if fork is None or (not room and not fork.accepting):
+        return None
+    closing = Closing(answer, size, lexicon, states=min(60, 4 * room), searches=1, patient=True)
+    way = closing.tail(parser_states.ParserState(fork, None, 0), witness.known + 1)
+    return None if way is None else _Ending(fork, way)
+
+
+def _extended(witness: Witness, token: int, way: _Ending, *, cut: bool) -> Witness:
+    """The witness after ``token`` at its first open position, with ``way`` to the end."""
+    tokens, content = witness.tokens.copy(), token not in witness.ends
+    length = witness.known + content + len(way.tokens)
+    tokens[witness.known] = token
+    tokens[witness.known + 1 : length] = way.tokens
+    tokens[max(length, witness.known + 1) :] = min(witness.ends)
+    return replace(
+        witness, tokens=tokens, length=length, matcher=way.matcher, known=witness.known + 1, cut=witness.cut or cut
+    )

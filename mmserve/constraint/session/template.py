@@ -1,0 +1,261 @@
+"""Templates: fixed texts with holes, each hole with a grammar and a first witness of its own.
+
+On a diffusion model's canvas the texts are given, and the holes are filled side by side; the witness of a hole knows
+nothing of the others. Where an answer is shorter than its hole, end tokens fill the rest; they are no part of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Witness, admit
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.judge import Judge
+from mmserve.constraint.session.meter import Meter
+from mmserve.core.constraint import Hole, Template
+from mmserve.errors import FieldViolation, InvalidArgument
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a template's texts and holes stand on an answer of ``N`` positions."""
+
+    fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding after the template
+    holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
+
+    def apart(self) -> Layout:
+        """The same layout, its holes with parsers of their own."""
+        return replace(self, holes=tuple((start, witness.apart()) for start, witness in self.holes))
+
+
+def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
+    """A template of texts (as tokens) and holes on ``size`` positions, enough for all of them.
+
+    ``ends``: the token that ends an answer, and the one that fills the rest.
+    """
+    fixed, holes, at = np.full(size, ends[1], np.int64), list[tuple[int, Witness]](), 0
+    for part in parts:
+        if isinstance(part, Witness):
+            holes.append((at, part))
+            fixed[at : at + len(part.tokens)] = -1
+            at += len(part.tokens)
+        else:
+            fixed[at : at + len(part)] = part
+            at += len(part)
+    fixed[at : at + 1] = ends[0]
+    return Layout(fixed, tuple(holes))
+
+
+@dataclass(frozen=True)
+class HoleAnswer:
+    """A hole of one request: its first position in the answer, and its own state, which counts from there."""
+
+    start: int
+    state: ConstrainedAnswer
+
+    @property
+    def stop(self) -> int:
+        """First position after it."""
+        return self.start + len(self.state.witness.tokens)
+
+
+@dataclass(kw_only=True)
+class TemplateAnswer(ConstrainedAnswer):
+    """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, put together anew from those
+    of the holes, without a matcher of its own place. ``given`` are the texts, and what stands after them."""
+
+    gaps: tuple[HoleAnswer, ...]
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        lexicon: Lexicon,
+        warnings: tuple[str, ...],
+        judge: Judge | None = None,
+        judges: tuple[Judge | None, ...] = (),
+    ) -> TemplateAnswer:
+        """The state of a request that begins."""
+        meter = Meter()
+        gaps = tuple(
+            HoleAnswer(start, ConstrainedAnswer(witness, lexicon, meter=meter)) for start, witness in layout.holes
+        )
+        whole = replace(layout.holes[0][1], tokens=layout.fixed, length=len(layout.fixed))
+        made = cls(whole, lexicon, warnings, judge, judges=judges, meter=meter, gaps=gaps, given=layout.fixed)
+        made._gather()
+        return made
+
+    @property
+    def content(self) -> np.ndarray:
+        """Bool ``[N]``: where the witness holds text, and no padding of a hole."""
+        found = self.given >= 0
+        for gap in self.gaps:
+            found[gap.start : gap.stop] = gap.state.content
+        return found
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First position, and first after, of each hole."""
+        return tuple((gap.start, gap.stop) for gap in self.gaps)
+
+    @property
+    def padded(self) -> bool:
+        """As of ``Canvas``: end tokens fill holes up."""
+        return True
+
+    @property
+    def unread(self) -> int:
+        """As of ``Canvas``: all that stands there is read."""
+        return 0
+
+    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
+        """As ``ConstrainedAnswer.shown``: all that stands there."""
+        return tokens
+
+    def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
+        """As ``ConstrainedAnswer.allowed``, for each hole."""
+        found: dict[int, np.ndarray] = {}
+        for gap in self.gaps:
+            rows = _inside(gap, positions)
+            inner = gap.state.allowed(positions[rows] - gap.start, causal=causal)
+            found |= {int(rows[row]): ids for row, ids in inner.items()}
+        return found
+
+    def search(self, known: np.ndarray, top: TopK, end: int) -> None:
+        """As ``ConstrainedAnswer.search``, for each hole of which ``top`` speaks."""
+        for gap in self.gaps:
+            rows = _inside(gap, top.positions)
+            if len(rows):
+                inner = TopK(top.positions[rows] - gap.start, top.tokens[rows], top.log_probabilities[rows])
+                gap.state.search(known[gap.start : gap.stop], inner, min(end, gap.stop) - gap.start)
+        self._gather()
+
+    def follow(self, known: np.ndarray) -> None:
+        """As ``ConstrainedAnswer.follow``, for each hole."""
+        for gap in self.gaps:
+            gap.state.follow(known[gap.start : gap.stop])
+        self._gather()
+
+    def settled(self, known: np.ndarray) -> np.ndarray:
+        """The open positions of holes whose answer is final, with an end after it."""
+        found = [np.zeros(0, np.int64)]
+        for gap in self.gaps:
+            inner, length = known[gap.start : gap.stop], gap.state.witness.length
+            if (inner[:length] >= 0).all() and (inner[length:] >= 0).any():
+                found.append(gap.start + np.flatnonzero(inner < 0))
+        return np.concatenate(found)
+
+    def decided(self, known: np.ndarray) -> np.ndarray:
+        """As ``ConstrainedAnswer.decided``, of each hole."""
+        found = [gap.start + gap.state.decided(known[gap.start : gap.stop]) for gap in self.gaps]
+        return np.concatenate(found)
+
+    def holes(self, known: np.ndarray) -> tuple[str, ...]:
+        """What fills each hole of a whole answer ``known`` (int64 ``[N]``)."""
+        answers = (gap.state.witness for gap in self.gaps)
+        return tuple(self.read(answer.tokens[: answer.length].tolist()) for answer in answers)
+
+    def _gather(self) -> None:
+        tokens = self.given.copy()
+        for gap in self.gaps:
+            tokens[gap.start : gap.stop] = gap.state.witness.tokens
+        cut = any(gap.state.witness.cut for gap in self.gaps)
+        self.witness = replace(self.witness, tokens=tokens, cut=cut)
+
+
+def _inside(gap: HoleAnswer, positions: np.ndarray) -> np.ndarray:
+    """Rows of ``positions`` (int64, ascending) that lie in the hole."""
+    return np.flatnonzero((positions >= gap.start) & (positions < gap.stop))
+
+
+@dataclass(frozen=True)
+class OpenedHole:
+    """A hole that can be filled: its grammar, the first witness of its ``max_tokens`` positions, what the client is
+    told, who judges what fills it, if its grammar is wider than its constraint, and how many bytes that has at most."""
+
+    grammar: Grammar
+    witness: Witness
+    warnings: tuple[str, ...] = ()
+    judge: Judge | None = None
+    longest: int | None = None  # None = no bound is known
+
+
+def opened(template: Template, open_hole: Callable[[Hole], OpenedHole]) -> list[str | OpenedHole]:
+    """``template`` with its holes opened and neighbouring texts joined. What is wrong with a hole is told with its
+    place."""
+    found: list[str | OpenedHole] = []
+    for i, part in enumerate(template.parts):
+        try:
+            found.append(part if isinstance(part, str) else open_hole(part))
+        except InvalidArgument as error:
+            place = f"constraint.template.parts[{i}].hole"
+            violations = (FieldViolation(f"{place}.{v.field}", v.description) for v in error.violations)
+            raise InvalidArgument(*violations) from error
+    joined: list[str | OpenedHole] = []
+    for is_text, parts in groupby(found, lambda part: isinstance(part, str)):
+        run = list(parts)
+        joined += ["".join(map(str, run))] if is_text else run
+    return joined
+
+
+def spelling(text: str, tokenizer: Tokenizer, lexicon: Lexicon) -> list[int]:
+    """``text`` as the model's own tokens, or in the fewest that spell it; none of them is special."""
+    raw = text.encode()
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    if all(0 <= i < len(lexicon.spelled) for i in ids) and lexicon.text(ids) == raw:
+        return ids
+    covered = lexicon.cover(raw)
+    if covered is None:
+        raise InvalidArgument.of("constraint.template", f"the model has no tokens for the text {text[:60]!r}")
+    return covered
+
+
+def side_by_side(parts: Sequence[list[int] | Witness], budget: int, ends: tuple[int, int]) -> Layout:
+    """All holes on a canvas of ``budget`` positions. Raises ``InvalidArgument`` where it is too small."""
+    needed = sum(len(part.tokens) if isinstance(part, Witness) else len(part) for part in parts)
+    if needed > budget:
+        raise too_small(needed, budget)
+    return laid_out(parts, budget, ends)
+
+
+def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:
+    """The first witness of all of the template, as one language (a ``Concatenation``).
+
+    Raises ``InvalidArgument`` or ``Infeasible`` for too small a ``budget``.
+    """
+    texts, holes = [b""], list[BoundedHole]()
+    begun: list[int] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts[-1] = part.encode()
+            begun += lexicon.cover(texts[-1]) or []
+        else:
+            holes.append(BoundedHole(part.grammar, len(part.witness.tokens)))
+            texts.append(b"")
+            begun += part.witness.tokens[: part.witness.length].tolist()
+    language = Concatenation(tuple(texts), tuple(holes), vocabulary)
+    start = language.start()
+    if not completes(start, begun):  # the text after a hole stands in the hole's own shortest one
+        return admit(language, lexicon, budget)
+    if len(begun) > budget:
+        raise too_small(len(begun), budget)
+    tokens = np.full(budget, min(vocabulary.end_ids), np.int64)
+    tokens[: len(begun)] = begun
+    return Witness(tokens, len(begun), start, 0, vocabulary.end_ids, language=language)
+
+
+def too_small(needed: int, budget: int) -> InvalidArgument:
+    """The refusal of a budget."""
+    why = f"must be at least {needed} for the template, not {budget}"
+    return InvalidArgument.of("sampling.max_new_tokens", why)

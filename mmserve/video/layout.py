@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount, Request, TextPart
-from mmserve.decode.blending import reused
+from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.encode.encoded import Encoded, Past, Span
 from mmserve.encode.visual import pruned
 from mmserve.encode.watching import VISUAL, ids_of

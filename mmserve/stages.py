@@ -16,6 +16,8 @@ import torch
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.constraint.admission import Admission
+from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.events import Usage
 from mmserve.core.info import ModelInfo
@@ -23,7 +25,6 @@ from mmserve.core.isolation import run_isolated
 from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
-from mmserve.decode.constrained.admission import Admission, Admitted
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
@@ -101,7 +102,7 @@ class Stages:
         self.to_prefill: Transport = LocalTransport()
         self.to_decode: Transport = LocalTransport()
         self._admission = Admission(model)
-        self._admitted: dict[RequestId, list[Admitted]] = {}  # for each sample that waits
+        self._admitted: dict[RequestId, list[Session]] = {}  # for each sample that waits
         self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
         self._prefilling: dict[RequestId, Any] = {}
         self._decoding: dict[RequestId, Any] = {}
@@ -210,7 +211,7 @@ class Stages:
         ended = self._decoding.pop(request, None)
         constraint = None if ended is None else extension_of(ended.extensions, Constraint)
         if constraint is not None:
-            took = constraint.session.meter.stats()
+            took = constraint.session.stats.report()
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late
@@ -245,10 +246,13 @@ class Stages:
         for request in batch:
             assert request.constraint is not None
             sampling = request.sampling
-            admitted = self._admission.admit(
-                request.constraint, sampling.max_new_tokens, sampling.n, request.tenant.cache
+            self._admitted[request.id] = self._admission.admit(
+                request.constraint,
+                sampling.max_new_tokens,
+                sampling.n,
+                request.tenant.cache,
+                speculates=sampling.repetition_penalty == 1,
             )
-            self._admitted[request.id] = admitted
         return [None] * len(batch)
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:

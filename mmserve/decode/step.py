@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.isolation import run_isolated
 from mmserve.core.request import Request
-from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.state import Answer, Live, Stepped
 from mmserve.encode.encoded import Encoded
 from mmserve.kv.table import PageTable
@@ -24,8 +24,8 @@ D = TypeVar("D", bound=Live)  # a request in decode
 class Decoder(Protocol[P, H, D]):
     """Prefill and decode of one model; holds no state of any request."""
 
-    def begin(self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None) -> P:
-        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, ``admitted`` its constraint."""
+    def begin(self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None) -> P:
+        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, ``session`` its constraint."""
         ...
 
     def ready(self, begun: P) -> bool:

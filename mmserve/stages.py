@@ -19,17 +19,20 @@ from mmserve.config import EngineConfig, MediaConfig
 from mmserve.constraint.admission import Admission
 from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
-from mmserve.core.constraint import Template
-from mmserve.core.events import CommittedToken, ConstraintStats, Usage
+from mmserve.core.events import Usage
 from mmserve.core.info import ModelInfo
+from mmserve.core.isolation import run_isolated
 from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
-from mmserve.decode.blending import reused
+from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.extensions.image_reuse.checks import reused
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.policies import Offered
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.decode.schedulers import Discrete
-from mmserve.decode.state import Stepped
+from mmserve.decode.state import Answer, Stepped, extension_of
+from mmserve.decode.step import step
 from mmserve.decoders import decoder_for
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
@@ -45,7 +48,6 @@ from mmserve.memory import trim_soon
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
-from mmserve.worker import run_isolated
 
 
 @dataclass(frozen=True)
@@ -54,25 +56,6 @@ class EncodedPrompt:
 
     usage: Usage
     keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of a request that ended in decode; ``tokens`` only if it asked for them."""
-
-    text: str
-    completion_tokens: int
-    forwards: int
-    recomputed_tokens: int
-    edits: int
-    kv_positions: int
-    tokens: tuple[CommittedToken, ...]
-    companion_forwards: int
-    warnings: tuple[str, ...] = ()
-    closed_by_budget: bool = False
-    log_weight: float | None = None
-    constraint: ConstraintStats | None = None
-    holes: tuple[str, ...] = ()  # of a template
 
 
 #: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
@@ -209,42 +192,13 @@ class Stages:
     def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
         """One step of each request."""
         opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
-        proposed = iter(run_isolated(self.decoder.propose, [s for s in opened if not isinstance(s, BaseException)]))
-        outcomes: list[Stepped | BaseException] = []
-        for state in opened:
-            if isinstance(state, BaseException):
-                outcomes.append(state)
-            elif (failure := next(proposed)) is not None:
-                outcomes.append(failure)
-            else:
-                outcomes += run_isolated(self._commit, [state])
-        return outcomes
+        made = iter(step(self.decoder, [state for state in opened if not isinstance(state, BaseException)]))
+        return [state if isinstance(state, BaseException) else next(made) for state in opened]
 
     def finished(self, request: RequestId) -> Answer:
         """What came of a request that ended in decode."""
-        state = self._decoding[request]
-        tokens = self.decoder.tokens(state) if state.request.streaming.tokens else ()
-        held = state.held
-        if self.model.spec.causal:  # what a draft left behind the answer's end is of no use
-            held = min(held, state.canvas.prompt_length + state.text.tokens - state.evicted)
-        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits, held)
-        beside = 0 if state.companion is None else state.companion.forwards
-        constrained = state.constrained
-        if constrained is None:
-            return Answer(state.text.text, *counts, tokens, beside)
-        asked = state.request.constraint
-        whole = asked is not None and isinstance(asked.kind, Template) and not state.text.stopped
-        return Answer(
-            state.text.text,
-            *counts,
-            tokens,
-            beside,
-            constrained.warnings,
-            constrained.cut,
-            constrained.log_weight,
-            constrained.stats.report(),
-            constrained.holes(state.canvas) if whole else (),
-        )
+        answer: Answer = self.decoder.answer(self._decoding[request])
+        return answer
 
     def release(self, request: RequestId) -> None:
         """Forget a request wherever it stands; its pages are the engine's to take back. Not while a stage runs it."""
@@ -255,8 +209,9 @@ class Stages:
         self._prefilling.pop(request, None)
         self._arriving.pop(request, None)
         ended = self._decoding.pop(request, None)
-        if ended is not None and ended.constrained is not None:
-            took = ended.constrained.stats.report()
+        constraint = None if ended is None else extension_of(ended.extensions, Constraint)
+        if constraint is not None:
+            took = constraint.session.stats.report()
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late
@@ -284,7 +239,7 @@ class Stages:
     @property
     def store(self) -> KVStore:
         """Where the decoder keeps K/V; a renoising model's network keeps its own, and has none."""
-        store: KVStore = self.decoder.store
+        store: KVStore = self.decoder.parts.store
         return store
 
     def _admit(self, batch: list[Request]) -> list[None]:
@@ -316,11 +271,15 @@ class Stages:
         made = dict(zip((r.id for r in others), self.encoder.encode(others, whole, check), strict=True))
         made |= {r.id: self._given[r.id] for r in given}
         return [
-            replace(one, span_keys=self.decoder.blender.keys(one, request.tenant.cache))
+            replace(one, span_keys=self._span_keys(one, request.tenant.cache))
             if reused(reuse_of(request), one)
             else one
             for request, one in ((request, made[request.id]) for request in batch)
         ]
+
+    def _span_keys(self, encoded: Encoded, cache: str) -> tuple[bytes, ...]:
+        reuse: ImageKVReuse | None = self.decoder.parts.extension(ImageKVReuse)
+        return () if reuse is None else reuse.keys(encoded, cache)
 
     def _unload(self, request: RequestId) -> None:
         self._given.pop(request, None)
@@ -416,10 +375,3 @@ class Stages:
             if request.id not in self._decoding:
                 self._decoding[request.id] = self.decoder.open(request, self.to_decode.receive(request.id))
         return [self._decoding[request.id] for request in requests]
-
-    def _commit(self, states: list[Any]) -> list[Stepped]:
-        outcomes = [self.decoder.commit(state) for state in states]
-        for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.reason == "end" and state.constrained is not None:
-                state.constrained.check(state.canvas, state.text.text)
-        return outcomes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.request import Amount, Request, TextPart
-from mmserve.decode.blending import reused
+from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoded import DeepStack, Encoded, Past, Span
 from mmserve.encode.slow_fast import compacted

@@ -20,9 +20,9 @@ from mmserve.config import SchedulerConfig
 from mmserve.constraint.session.session import Projected
 from mmserve.core.constraint import Choice, ConstraintSpec, Hole, Regex, Template
 from mmserve.core.request import Policy, Request
-from mmserve.decode import renoise
-from mmserve.decode.renoising import Step
 from mmserve.decode.schedulers import load_schedulers
+from mmserve.decode.uniform_state import constraint
+from mmserve.decode.uniform_state.samplers import Step
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import CanvasModel, OpenCanvas
 
@@ -147,7 +147,7 @@ def everything_obeys(bench: Bench, pairs: list[tuple[Request, dict[str, Any]]], 
 @pytest.fixture
 def projections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many canvases were looked at: where a step is sure a canvas holds the witness, and in the end everywhere."""
-    seen, real = list[int](), renoise.projected
+    seen, real = list[int](), constraint.projected
 
     def looked(step: Step, found: Projected) -> Step:
         made, inside = real(step, found), len(found.tokens)
@@ -159,7 +159,7 @@ def projections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(int(sure.sum()))
         return made
 
-    monkeypatch.setattr(renoise, "projected", looked)
+    monkeypatch.setattr(constraint, "projected", looked)
     return seen
 
 

@@ -1,4 +1,5 @@
-"""Decoding of models that denoise canvases of random tokens (DiffusionGemma, huggingface/transformers).
+"""Uniform-state diffusion: decoding of models that denoise canvases of random tokens (DiffusionGemma,
+huggingface/transformers).
 
 A canvas has no masks: until it is final, all of it may change at every step. Then it is read like the prompt, and the
 next one begins. Each request is read by itself and draws from its own seed; the network denoises the canvases of all
@@ -9,97 +10,31 @@ Shapes in names: L positions of a canvas, V tokens of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.constraint.session.session import Projected, Session
+from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
-from mmserve.core.events import CommittedToken, Snapshot
-from mmserve.core.request import Request, Sampling
-from mmserve.decode.commit import Commit
+from mmserve.core.request import Request
 from mmserve.decode.commit.scheduled import Scheduled
+from mmserve.decode.emit import advanced, answer_of, snapshot_of
 from mmserve.decode.forward import floor_of
-from mmserve.decode.logits import slices
 from mmserve.decode.policies import Offered, commit_policy
-from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
-from mmserve.decode.state import Stepped
-from mmserve.decode.text import TextStream, canvas_text, committed_tokens
+from mmserve.decode.state import Answer, Stepped
+from mmserve.decode.text import TextStream
+from mmserve.decode.uniform_state.constraint import CanvasConstraint
+from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler
+from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled
 from mmserve.encode.encoded import Encoded
-from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel, OpenCanvas, Renoising
-
-#: What of a request's sampling has a say: the rest is the model's own schedule.
-_FREE = ("seed", "max_new_tokens", "stop", "n")
+from mmserve.models.base import CanvasModel, OpenCanvas
 
 
-@dataclass
-class CanvasPrefilled:
-    """A request whose prompt is read, and what the network keeps of it."""
-
-    canvas: Canvas
-    features: Tensor | None  # visual tokens [n, D] of the prompt's images
-    past: Any = None
-    run: int = 0  # positions read
-    constrained: Session | None = None
-
-
-@dataclass
-class CanvasDecoding:
-    """A request in decode: its canvases, the noise that the open one holds, and what the last step said of it."""
-
-    request: Request
-    canvas: Canvas
-    features: Tensor | None  # visual tokens [n, D] of the prompt's images
-    past: Any
-    read: int  # positions that ``past`` holds
-    text: TextStream
-    renoising: Renoising
-    sampler: CanvasSampler
-    log_probabilities: np.ndarray  # float32 [N], of the final tokens of the answer
-    recomputed: int
-    constrained: Session | None = None
-    logits_LV: Tensor | None = None  # of the latest pass, until they are used
-    step: Step | None = None  # the latest of the open canvas; None = it is still all noise
-    still: int = 0  # steps in a row that predicted what the one before did
-    forwards: int = 0
-    edits: int = 0  # never: what is final stays
-
-    @property
-    def companion(self) -> None:
-        """None: see ``CanvasModel``."""
-
-    @property
-    def held(self) -> int:
-        """Positions with K/V, which the network keeps itself."""
-        return self.read
-
-    @property
-    def noise(self) -> Tensor:
-        """Int64 ``[L]``: the tokens of the open canvas."""
-        return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
-
-
-def check_renoising(request: Request, canvas_length: int, commit: Commit) -> None:
-    """``InvalidArgument`` for what the model's own schedule, or the scheduler of ``commit``, leaves no room for."""
-    free = {*_FREE, *(commit.scheduler.takes if isinstance(commit, Scheduled) else ())}
-    wrong = [
-        FieldViolation(f"sampling.{name}", "cannot be set: the model draws by a schedule of its own")
-        for name, value in vars(Sampling()).items()
-        if name not in free and getattr(request.sampling, name) != value
-    ]
-    if request.diffusion.block_length not in (0, canvas_length):
-        wrong.append(FieldViolation("diffusion.block_length", f"must be {canvas_length}: the model's canvas"))
-    if wrong:
-        raise InvalidArgument(*wrong)
-
-
-class CanvasDecoder:
+class UniformStateDecoder:
     """Prefill and decode of one model; holds no state of any request."""
 
     def __init__(self, model: CanvasModel, offered: Offered | None = None) -> None:
@@ -109,7 +44,7 @@ class CanvasDecoder:
         model.network.set_row_floor(floor_of(model.network.products(), model.dtype, model.device))
 
     def begin(
-        self, request: Request, encoded: Encoded, pages: PageTable, constrained: Session | None = None
+        self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None
     ) -> CanvasPrefilled:
         """The prefill state of a request; its pages bound how much is held, the network keeps it."""
         length = self.model.spec.block_length()
@@ -117,9 +52,10 @@ class CanvasDecoder:
         canvas = Canvas.create(
             encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
         )
-        if constrained is not None:
-            canvas.padded = constrained.answer.padded
-        return CanvasPrefilled(canvas, encoded.features, constrained=constrained)
+        constraint = None if session is None else CanvasConstraint(session)
+        if constraint is not None:
+            canvas.padded = constraint.session.answer.padded
+        return CanvasPrefilled(canvas, encoded.features, constraint)
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Nothing: the model's own network runs its passes as a whole."""
@@ -129,7 +65,7 @@ class CanvasDecoder:
         return True
 
     @torch.inference_mode()
-    def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled]:
+    def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled | None]:
         """Read each prompt, whole; after a failure the call can be repeated."""
         return [self._prefilled(begun) for _request, begun in batch]
 
@@ -151,14 +87,15 @@ class CanvasDecoder:
             self._sampler(request),
             np.zeros(prefilled.canvas.size, np.float32),
             prefilled.run,
-            prefilled.constrained,
+            prefilled.constraint,
         )
         self._begin_canvas(d)
         return d
 
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:
-        """Logits for each request that has none; a request changes only once they are there, or by reading anew."""
+        """rows → forward, of each request that has no logits: the whole of its open canvas, after what became final
+        since the last time. A request changes only once its logits are there, or by reading anew."""
         waiting = [d for d in batch if d.logits_LV is None]
         for d in waiting:
             self._read(d)
@@ -171,34 +108,30 @@ class CanvasDecoder:
 
     @torch.inference_mode()
     def commit(self, d: CanvasDecoding) -> Stepped:
-        """Accept what is sure and draw the rest anew, or make the canvas final, and tell what that gave."""
+        """candidates → choose → commit → emit: accept what is sure and draw the rest anew, or make the canvas final."""
         logits, d.logits_LV = d.logits_LV, None
         if logits is None:
             raise ValueError("commit before propose")
         generator = step_generator(d.request.sampling.seed, d.canvas.step, logits.device)
         step = d.sampler.step(logits, d.noise.to(logits.device), d.canvas.block_step - 1, generator)
-        if d.constrained is not None:
-            step = projected(step, d.constrained.project(d.canvas, slices(logits)))
-        same = d.step is not None and bool(torch.equal(step.predicted_L, d.step.predicted_L))
-        d.still = d.still + 1 if same else 0
-        d.step = step
-        ended = d.still >= d.renoising.stable and quiet(step, d.renoising)
+        if d.constraint is not None:
+            step = d.constraint.project(d.canvas, logits, step)
+        ended = d.came_to_rest(step)
         if ended or d.canvas.block_step >= d.sampler.steps:
             self._finish_canvas(d, logits, step.predicted_L if ended else step.last_L)
         else:
             d.canvas.tokens[d.canvas.block()] = step.noise_L.cpu().numpy()
         new = d.request.sampling.max_new_tokens
         answer, complete = d.canvas.answer(self.model.spec.end_ids)
-        delta, reason = d.text.advance(answer[:new], complete or len(answer) >= new, new)
-        if reason == "length" and d.constrained is not None:
-            reason = "end"  # a constrained answer is whole
-        snapshot = self._snapshot(d, step) if d.request.streaming.snapshots else None
-        return Stepped(delta, snapshot, reason, rows=self.model.spec.block_length())
+        delta, reason = advanced(d, answer[:new], complete or len(answer) >= new, new)
+        if d.constraint is not None:
+            d.constraint.check(d, reason)
+        shown = snapshot_of(d, self.model, d.shown()) if d.request.streaming.snapshots else None
+        return Stepped(delta, shown, reason, rows=self.model.spec.block_length())
 
-    def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
-        """The answer's tokens as they became final, as far as its text goes."""
-        ends = self.model.spec.end_ids
-        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer, ends)
+    def answer(self, d: CanvasDecoding) -> Answer:
+        """As of ``Decoder.answer``."""
+        return answer_of(d, self.model)
 
     def _sampler(self, request: Request) -> CanvasSampler:
         """What makes the request's steps: the scheduler that it names, or the model's own rule, with its own bound."""
@@ -230,7 +163,7 @@ class CanvasDecoder:
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
             d.canvas.tokens[block] = noise.cpu().numpy()
         d.step, d.still = None, 0
-        return bool(len(block)) and d.constrained is not None and d.constrained.prepare_block(d.canvas)
+        return bool(len(block)) and d.constraint is not None and d.constraint.begin_canvas(d.canvas)
 
     def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:
         block = d.canvas.block()
@@ -241,8 +174,8 @@ class CanvasDecoder:
 
     def _close_canvas(self, d: CanvasDecoding, final: np.ndarray) -> None:
         d.canvas.commit(d.canvas.block(), final)
-        if d.constrained is not None:
-            d.constrained.sync_block(d.canvas)
+        if d.constraint is not None:
+            d.constraint.sync(d.canvas)
 
     def _open(self, d: CanvasDecoding) -> OpenCanvas:
         before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
@@ -264,32 +197,5 @@ class CanvasDecoder:
             start = end
         d.past, d.read = past, start
 
-    def _snapshot(self, d: CanvasDecoding, step: Step) -> Snapshot:
-        """The canvas as it would be if it were final now; what stands right of it is masked."""
-        size = d.canvas.prompt_length + d.request.sampling.max_new_tokens
-        tokens, final = d.canvas.tokens.copy(), d.canvas.committed_at.copy()
-        committed = int((~d.canvas.masked[d.canvas.prompt_length : size]).sum())
-        if d.step is not None:
-            tokens[d.canvas.block()] = step.predicted_L.cpu().numpy()
-            final[d.canvas.block()] = d.canvas.step
-        shown = replace(d.canvas, tokens=tokens[:size], committed_at=final[:size])
-        text = canvas_text(shown, self.model.tokenizer, self.model.spec.end_ids)
-        return Snapshot(text, committed, d.request.sampling.max_new_tokens, d.forwards, 0)
-
     def _tensor(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.model.device)
-
-
-def projected(step: Step, found: Projected) -> Step:
-    """``step`` with the witness's tokens in place of the drawn and predicted ones: a constrained block shows them
-    wherever a step is sure, so that the model sees what its answer may become."""
-    inside, behind = slice(0, len(found.tokens)), slice(len(found.tokens), None)
-    witness = torch.from_numpy(found.tokens).to(step.noise_L.device)
-    noise, predicted, sure = step.noise_L.clone(), step.predicted_L.clone(), step.sure_L.clone()
-    sure[inside] |= torch.from_numpy(found.given).to(sure.device)
-    noise[inside] = torch.where(sure[inside], witness, noise[inside])
-    predicted[inside] = witness
-    if found.padding is not None:
-        noise[behind] = predicted[behind] = found.padding
-        sure[behind] = True
-    return replace(step, noise_L=noise, sure_L=sure, predicted_L=predicted, last_L=predicted)

@@ -9,7 +9,7 @@ import torch
 from attention_cases import BATCHES, HEADS, Case, build, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmserve_kernels.cached_attention import cached_attention
+from mmserve_kernels.cached_attention.reference import cached_attention
 from mmserve_kernels.cached_attention.tiles import Tiling
 from mmserve_kernels.sparse_attention import BlockIndex, best_pages, block_index, kernel, page_bounds, reference
 from triton_harness import DEVICE, assert_near, runs_kernels

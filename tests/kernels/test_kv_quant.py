@@ -20,8 +20,6 @@ from mmserve_kernels.kv_quant import (
     keep,
     kernel,
     reference,
-    salient_by_mass,
-    salient_by_share,
 )
 from triton_harness import DEVICE, assert_near, poisoned, runs_kernels
 
@@ -260,22 +258,3 @@ def test_attention_over_any_quantised_pages(path: str, data: st.DataObject) -> N
 def _moved(pages: QuantizedPages) -> QuantizedPages:
     parts = ("codes", "scale", "low", "kept", "kept_at")
     return replace(pages, **{p: getattr(pages, p).to(DEVICE) for p in parts if getattr(pages, p) is not None})
-
-
-def test_salient_tokens_by_share_are_those_with_the_most_attention_a_viewer() -> None:
-    sums, viewers = torch.tensor([4.0, 3.0, 1.5, 0.5]), torch.tensor([4, 3, 2, 1])
-    assert salient_by_share(sums, viewers, 0.5).tolist() == [0, 1]
-    assert salient_by_share(torch.tensor([4.0, 1.0, 0.2, 0.9]), viewers, 0.5).tolist() == [0, 3]
-    assert salient_by_share(sums, viewers, 0).tolist() == []
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        salient_by_share(sums, viewers, 1.5)
-
-
-def test_salient_tokens_by_mass_are_the_fewest_that_hold_it() -> None:
-    sums = torch.tensor([1.0, 6.0, 2.0, 1.0])
-    assert salient_by_mass(sums, 0.6).tolist() == [1]
-    assert salient_by_mass(sums, 0.61).tolist() == [1, 2]
-    assert salient_by_mass(sums, 1).tolist() == [0, 1, 2, 3]
-    assert salient_by_mass(sums, 0).tolist() == []
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        salient_by_mass(sums, -0.1)

@@ -18,7 +18,7 @@ from mmserve_kernels.cached_attention.pieces import ALL, Piece
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 
 #: Most bytes of one request's keys, or of its values, that are read once in the order in which they lie before a
-#: product takes them head by head. A head's keys lie apart, between those of the others, and from memory that is slow: a
+#: product takes them head by head. A head's keys lie apart, between those of the others: slow to read from memory. A
 #: pass of a 15 M LLaMA (6 layers of 6 heads of 48) over 16 requests of one row and some 90 positions took 15.7 ms of
 #: processor time, not 18.7, over 4 of 500 positions 12.4, not 15.9, and of the bundled diffusion model over 4 requests
 #: of 32 rows and 500 positions 30.5, not 31.5. Between two passes a layer's keys leave the near caches: the weights

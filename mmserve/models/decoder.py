@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 
+from mmserve.models.elementwise import silu
 from mmserve.models.moe import MoE, MoEConfig
 from mmserve.models.rotary import Llama3Scaling, rotary_table
 
@@ -136,7 +137,7 @@ class DecoderLayer(nn.Module):
         if self.moe is not None:
             return x_TD + self.moe(h_TD)
         gate, up = (self.gate_proj(h_TD), self.up_proj(h_TD)) if self.gate_up is None else self.gate_up(h_TD)
-        return x_TD + self.down_proj(F.silu(gate) * up)
+        return x_TD + self.down_proj(silu(gate) * up)
 
     def _heads(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[..., H, K]``, keys and values ``[..., G, K]`` of normed hidden states ``[..., D]``."""

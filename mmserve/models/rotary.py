@@ -10,6 +10,8 @@ import torch
 from mmserve_kernels.rope_scatter import by_axis
 from torch import Tensor
 
+from mmserve.models.elementwise import by_rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -64,7 +66,7 @@ def rotary_table(
         frequencies = scaling.scaled(frequencies)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = by_rows(torch.cos, angles), by_rows(torch.sin, angles)
     if axes:
         turned = torch.tensor(axes, device=positions.device)
         return by_axis(cos, turned), by_axis(sin, turned)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 
-from mmserve.models.elementwise import silu
 from mmserve.models.moe import MoE, MoEConfig
 from mmserve.models.rotary import Llama3Scaling, rotary_table
+from mmserve.models.silu import silu
 
 #: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K], cos, sin) -> [..., H, K]`` rotates q and k by the tables
 #: (fp32 ``[..., 1, rotated]``) itself: where K/V are kept, that is one pass over memory with their write.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmserve.models.elementwise import silu
+from mmserve.models.silu import silu
 
 
 @dataclass(frozen=True, kw_only=True)

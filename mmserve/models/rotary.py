@@ -10,8 +10,6 @@ import torch
 from mmserve_kernels.rope_scatter import by_axis
 from torch import Tensor
 
-from mmserve.models.elementwise import by_rows
-
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -59,14 +57,14 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``.
 
-    With ``axes``, which say the axis of position that turns each frequency, ``positions`` are ``[axes, ...]``.
+    With ``axes``, the axis of position of each frequency, ``positions`` are ``[axes, ...]``.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    cos, sin = by_rows(torch.cos, angles), by_rows(torch.sin, angles)
+    cos, sin = angles.cos(), angles.sin()
     if axes:
         turned = torch.tensor(axes, device=positions.device)
         return by_axis(cos, turned), by_axis(sin, turned)

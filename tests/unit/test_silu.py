@@ -10,9 +10,8 @@ import torch
 from helpers import tiny_model
 
 from mmserve.models.decoder import Decoder
-from mmserve.models.elementwise import silu
 from mmserve.models.packed import pack
-from mmserve.models.rotary import rotary_table
+from mmserve.models.silu import silu
 
 ROWS, WIDTH = 256, 2048
 
@@ -36,17 +35,6 @@ def test_silu(threads: int, dtype: torch.dtype, width: int) -> None:
     for rows in range(2, ROWS + 1, 6):
         assert torch.equal(silu(x[:rows]), whole[:rows]), rows
     assert torch.equal(silu(x.view(16, 16, width)), whole.view(16, 16, width))
-
-
-@torch.inference_mode()
-def test_rotary_tables(threads: int) -> None:
-    positions = torch.arange(1000) * 7
-    torch.set_num_threads(1)
-    whole = rotary_table(positions, 128, 10_000.0)
-    torch.set_num_threads(threads)
-    for rows in range(500, 1000, 20):
-        for made, wanted in zip(rotary_table(positions[:rows], 128, 10_000.0), whole, strict=True):
-            assert torch.equal(made, wanted[:rows]), rows
 
 
 @torch.inference_mode()

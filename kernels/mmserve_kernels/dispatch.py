@@ -1,8 +1,9 @@
 """Which implementation of an op runs: asked once, when a model or its K/V store is built, and told.
 
-An op ``NAME`` is a function of that name in ``reference.py`` (PyTorch: the specification, and what runs on a CPU) and,
-with the same signature, in ``kernel.py`` (Triton) of its package. Nothing is replaced when a module is imported, and
-nothing falls back in the middle of a pass: what cannot run is known from device, dtype and head size.
+An op ``NAME`` is a function of that name in ``kernel.py`` (Triton, on GPUs) and in ``reference.py`` (plain PyTorch: the
+specification) of its package, and, where plain is too slow to serve with, in ``cpu.py`` (PyTorch, tuned for a CPU), all
+with the same signature. Nothing is replaced when a module is imported, and nothing falls back in the middle of a pass:
+what cannot run is known from device, dtype and head size.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Op:
     """Where an op lies, and what its kernel takes."""
 
     package: str
+    pytorch: str = "reference"  # the module that runs where the kernel does not: ``reference``, or ``cpu``
     dtypes: frozenset[torch.dtype] = FLOATS
     max_head_size: int | None = None  # None = heads do not matter
     max_quantized: int | None = None  # the largest heads of quantised pages, where those are another matter
@@ -44,10 +46,10 @@ class Implementation:
     run: Callable[..., Any]
 
 
-#: Every op by the name of its function. To add one: a package with both files, and a line here.
+#: Every op by the name of its function. To add one: a package with its files, and a line here.
 OPS: dict[str, Op] = {
     "attention_scores": Op("mmserve_kernels.attention_scores", max_head_size=256),
-    "cached_attention": Op("mmserve_kernels.cached_attention", max_head_size=256, max_quantized=128),
+    "cached_attention": Op("mmserve_kernels.cached_attention", "cpu", max_head_size=256, max_quantized=128),
     "commit_scores": Op("mmserve_kernels.commit_scores"),
     "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=128),
     "rope_scatter": Op("mmserve_kernels.rope_scatter", max_head_size=256),
@@ -61,7 +63,7 @@ def pick(
     """The implementation of ``op`` for tensors of ``dtype`` on ``device``, whose heads have ``head_size`` dimensions,
     over ``quantized`` pages or plain ones.
 
-    On a GPU that is the kernel; where it cannot take what it is asked for, the reference runs on that GPU and a
+    On a GPU that is the kernel; where it cannot take what it is asked for, PyTorch's operations run on that GPU and a
     warning says why. ``ValueError`` for an op that does not exist.
     """
     if op not in OPS:
@@ -69,7 +71,7 @@ def pick(
     of = OPS[op]
     most = of.max_quantized if quantized and of.max_quantized is not None else of.max_head_size
     lacking = _lacking(of, device, dtype, head_size, most)
-    path, module = ("pytorch", "reference") if lacking else ("triton", "kernel")
+    path, module = ("pytorch", of.pytorch) if lacking else ("triton", "kernel")
     level = logging.WARNING if lacking and device.type == "cuda" else logging.DEBUG
     reason = lacking or _gpu_name(device)
     logger.log(level, "%s runs as %s: %s", op, path, reason)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmserve.models.moe import MoE, MoEConfig
 from mmserve.models.rotary import Llama3Scaling, rotary_table
+from mmserve.models.silu import silu
 
 #: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K], cos, sin) -> [..., H, K]`` rotates q and k by the tables
 #: (fp32 ``[..., 1, rotated]``) itself: where K/V are kept, that is one pass over memory with their write.
@@ -136,7 +137,7 @@ class DecoderLayer(nn.Module):
         if self.moe is not None:
             return x_TD + self.moe(h_TD)
         gate, up = (self.gate_proj(h_TD), self.up_proj(h_TD)) if self.gate_up is None else self.gate_up(h_TD)
-        return x_TD + self.down_proj(F.silu(gate) * up)
+        return x_TD + self.down_proj(silu(gate) * up)
 
     def _heads(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[..., H, K]``, keys and values ``[..., G, K]`` of normed hidden states ``[..., D]``."""

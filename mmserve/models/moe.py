@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmserve.models.silu import silu
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -76,7 +78,7 @@ class Expert(nn.Module):
         self.down_proj = nn.Linear(size, hidden_size, bias=False)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+        return self.down_proj(silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
 
 
 class MoE(nn.Module):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness import Bench
 from helpers import ask, blank, picture, tiny_model
-from mmserve_kernels.sparse_attention import Rows, page_bounds
+from mmserve_kernels.sparse_attention import Rows
+from sparse_cases import page_bounds
 from torch import Tensor
 
 from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, EngineConfig, from_mapping

@@ -1,8 +1,9 @@
-"""Cached attention against plain fp64 softmax attention over contiguous keys and values."""
+"""Cached attention of PyTorch, specification and CPU path, against plain fp64 softmax attention."""
 
 from __future__ import annotations
 
 from random import Random
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 from attention_cases import BATCHES, HEAD_DIM, HEADS, PAGE_SIZES, Case, build, plain, plain_lse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmserve_kernels.cached_attention import Ragged, cached_attention, reference
+from mmserve_kernels.cached_attention import Ragged, cpu, reference
+from mmserve_kernels.cached_attention.cpu import FLOOR, cached_attention
 from mmserve_kernels.cached_attention.pieces import ALL, LOOKED_UP, ROWS, Piece, pieces
-from mmserve_kernels.cached_attention.reference import FLOOR
 
 SIGHTS = ["tail", "first", "same", "all", "blocks", "any"]
 
@@ -25,12 +26,13 @@ def attention(case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kv_limit", [None, "causal", "block", "tail"])
+@pytest.mark.parametrize("path", [reference, cpu], ids=["reference", "cpu"])
 def test_agrees_with_plain_attention_and_reads_nothing_else(
-    batch: str, page_size: int, heads: str, kv_limit: str | None
+    path: ModuleType, batch: str, page_size: int, heads: str, kv_limit: str | None
 ) -> None:
     case = build(BATCHES[batch], page_size, heads, kv_limit=kv_limit)
     assert case.k_pages.isnan().any(), "without poison nothing is proven"
-    out = attention(case)
+    out = path.cached_attention(case.q, case.k_pages, case.v_pages, case.ragged)
     assert out.shape == case.q.shape
     torch.testing.assert_close(out.double(), plain(case), rtol=2e-5, atol=2e-6)
 
@@ -91,13 +93,13 @@ def test_the_order_of_the_pages_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kv_limit", [None, "tail"])
-@pytest.mark.parametrize("near", [0, 1 << 30], ids=["fetched", "near"])
+@pytest.mark.parametrize("fetched", [0, cpu._FETCHED], ids=["as they are", "fetched"])
 def test_pages_that_lie_in_order_are_read_where_they_are_and_change_no_bit(
-    near: int, kv_limit: str | None, heads: str, monkeypatch: pytest.MonkeyPatch
+    fetched: int, kv_limit: str | None, heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = BATCHES["uneven"]
     gathered = attention(build(batch, 16, heads, kv_limit=kv_limit))
-    monkeypatch.setattr(reference, "_NEAR", near)
+    monkeypatch.setattr(cpu, "_FETCHED", fetched)
     case = build(batch, 16, heads, kv_limit=kv_limit, in_order=True)
     assert None not in case.ragged.runs
     assert torch.equal(attention(case), gathered)
@@ -119,13 +121,14 @@ def test_which_pages_lie_one_behind_another(pages: list[int], first: int | None)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("rows", [3, 150])
 @pytest.mark.parametrize("blind", ["all", "the first 70"])
-def test_rows_that_see_nothing_are_zeros(blind: str, rows: int, heads: str) -> None:
+@pytest.mark.parametrize("path", [reference, cpu], ids=["reference", "cpu"])
+def test_rows_that_see_nothing_are_zeros(path: ModuleType, blind: str, rows: int, heads: str) -> None:
     case = build([(2, 9), (rows, 200), (1, 1)], 16, heads, kv_limit="causal")
     limits = case.ragged.kv_limit
     assert limits is not None
     limits[2 : 2 + (rows if blind == "all" else 70)] = 0
     lse = torch.full(case.q.shape[:2], torch.nan)
-    out = cached_attention(case.q, case.k_pages, case.v_pages, case.ragged, lse_TH=lse)
+    out = path.cached_attention(case.q, case.k_pages, case.v_pages, case.ragged, lse_TH=lse)
     seeing = limits > 0
     assert not out[~seeing].any() and lse[~seeing].eq(-torch.inf).all()
     torch.testing.assert_close(out[seeing].double(), plain(case)[seeing], rtol=2e-5, atol=2e-6)
@@ -183,11 +186,12 @@ def test_rows_of_equal_or_rising_sight_need_no_limits() -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kv_limit", [None, "causal"])
-def test_the_log_sum_exp_of_each_row_on_demand(heads: str, kv_limit: str | None) -> None:
+@pytest.mark.parametrize("path", [reference, cpu], ids=["reference", "cpu"])
+def test_the_log_sum_exp_of_each_row_on_demand(path: ModuleType, heads: str, kv_limit: str | None) -> None:
     case = build(BATCHES["uneven"], 16, heads, kv_limit=kv_limit)
     lse = torch.full(case.q.shape[:2], torch.nan)
-    out = cached_attention(case.q, case.k_pages, case.v_pages, case.ragged, lse_TH=lse)
-    assert torch.equal(out, attention(case))
+    out = path.cached_attention(case.q, case.k_pages, case.v_pages, case.ragged, lse_TH=lse)
+    assert torch.equal(out, path.cached_attention(case.q, case.k_pages, case.v_pages, case.ragged))
     torch.testing.assert_close(lse.double(), plain_lse(case), rtol=2e-5, atol=2e-6)
 
 
@@ -202,3 +206,12 @@ def test_the_inputs_stay_as_they_are() -> None:
     attention(case)
     for was, now in zip(before, (case.q, case.k_pages, case.v_pages), strict=True):
         assert torch.equal(was.nan_to_num(), now.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_row_alone_of_half_precision_is_computed_in_fp32(in_order: bool, dtype: torch.dtype) -> None:
+    """Nothing is rounded but the result: what fp32 makes of the same numbers, to the last bit of ``dtype``."""
+    case = build([(1, 333), (1, 40)], 16, "mha", kv_limit="causal", dtype=dtype, in_order=in_order)
+    wide = cached_attention(case.q.float(), case.k_pages.float(), case.v_pages.float(), case.ragged)
+    assert torch.equal(attention(case), wide.to(dtype))

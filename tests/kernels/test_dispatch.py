@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_cpu_runs_the_reference(op: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_runs_the_tuned_path_or_else_the_reference(op: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mmserve.kernels"):
         chosen = pick(op, CPU, torch.float32, 64)
     assert chosen.path == "pytorch"
-    assert chosen.run is getattr(import_module(f"{OPS[op].package}.reference"), op)
+    tuned = (Path(dispatch.__file__).parents[1] / Path(*OPS[op].package.split(".")) / "cpu.py").exists()
+    assert chosen.run is getattr(import_module(f"{OPS[op].package}.{'cpu' if tuned else 'reference'}"), op)
     assert caplog.messages == [f"{op} runs as pytorch: kernels run on GPUs, and the device is cpu"]
 
 
@@ -34,13 +36,15 @@ def test_every_op_has_a_kernel_of_its_name_and_the_variants_it_is_launched_in(op
     source = (Path(dispatch.__file__).parents[1] / package / "kernel.py").read_text()
     assert f"\ndef {op}(" in source
     assert "\ndef variants()" in source
+    reference, run = (getattr(import_module(f"{OPS[op].package}.{m}"), op) for m in ("reference", OPS[op].pytorch))
+    assert signature(run) == signature(reference)
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_size", "reason"),
     [(torch.float64, 64, "float64"), (torch.bfloat16, 512, "not 512"), (torch.bfloat16, None, "not None")],
 )
-def test_what_a_kernel_cannot_take_runs_as_the_reference_with_a_warning(
+def test_what_a_kernel_cannot_take_runs_in_pytorch_with_a_warning(
     dtype: torch.dtype,
     head_size: int | None,
     reason: str,

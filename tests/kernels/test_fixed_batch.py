@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from attention_cases import BATCHES, Case, build, plain, plain_lse
-from mmserve_kernels.cached_attention import FixedBatch, cached_attention, kernel, tiles
+from mmserve_kernels.cached_attention import FixedBatch, cpu, kernel, reference, tiles
 from mmserve_kernels.cached_attention.tiles import Tiling
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.utils.rnn import pad_sequence
@@ -38,12 +39,13 @@ def fixed(case: Case, *, rows: int = 3, requests: int = 2, pages: int = 3) -> tu
 
 @pytest.mark.parametrize("kv_limit", [None, "causal", "block"])
 @pytest.mark.parametrize("batch", ["one row", "empty among others", "uneven", "whole pages"])
-def test_the_reference_is_plain_attention_and_zeros_behind_it(batch: str, kv_limit: str | None) -> None:
+@pytest.mark.parametrize("path", [reference, cpu], ids=["reference", "cpu"])
+def test_pytorch_gives_plain_attention_and_zeros_after_it(path: ModuleType, batch: str, kv_limit: str | None) -> None:
     case = build(BATCHES[batch], PAGE, "gqa", kv_limit=kv_limit)
     q, room = fixed(case)
     pages = [t.to(DEVICE) for t in (case.k_pages, case.v_pages)]
     lse = poisoned(*q.shape[:2])
-    out = cached_attention(q, *pages, room, lse_TH=lse).cpu()
+    out = path.cached_attention(q, *pages, room, lse_TH=lse).cpu()
     count, lse = len(case.q), lse.cpu()
     torch.testing.assert_close(out[:count].double(), plain(case), rtol=2e-5, atol=2e-6)
     assert not out[count:].any()
@@ -112,7 +114,7 @@ def test_nothing_is_asked_of_the_device() -> None:
             *whole, torch.zeros(4, 9, dtype=torch.int64), *(torch.zeros(24, dtype=torch.int64) for _ in range(2))
         )
         q, pages = torch.zeros(24, 6, 16), torch.zeros(20, PAGE, 2, 16)
-        assert cached_attention(q, pages, pages, batch).shape == q.shape
+        assert cpu.cached_attention(q, pages, pages, batch).shape == q.shape
         for enough in (128, 10_000):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tiles, "ENOUGH_PROGRAMS", enough)

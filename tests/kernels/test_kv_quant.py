@@ -10,6 +10,7 @@ import torch
 from attention_cases import build, plain, plain_lse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mmserve_kernels.cached_attention import cpu as attention_cpu
 from mmserve_kernels.cached_attention import kernel as attention_kernel
 from mmserve_kernels.cached_attention import reference as attention_reference
 from mmserve_kernels.cached_attention.tiles import Tiling
@@ -19,8 +20,6 @@ from mmserve_kernels.kv_quant import (
     keep,
     kernel,
     reference,
-    salient_by_mass,
-    salient_by_share,
 )
 from triton_harness import DEVICE, assert_near, poisoned, runs_kernels
 
@@ -189,7 +188,7 @@ def test_attention_over_quantised_pages_is_attention_over_what_they_stand_for(
         some = torch.cat([table[:2] * 16 + 3 for table in case.ragged.page_tables])
         k, v = keep(k, case.k_pages, some), keep(v, case.v_pages, some)
     exact = attention_reference.cached_attention(case.q.float(), dequantize(k), dequantize(v), case.ragged)
-    assert_near(attention_reference.cached_attention(case.q, k, v, case.ragged), exact, torch.bfloat16)
+    assert_near(attention_cpu.cached_attention(case.q, k, v, case.ragged), exact, torch.bfloat16)
     on = {name: _moved(pages) for name, pages in (("k", k), ("v", v))}
     ragged = replace(
         case.ragged,
@@ -205,7 +204,7 @@ lengths = st.integers(1, 70)
 requests = lengths.flatmap(lambda length: st.tuples(st.integers(0, min(length, 9)), st.just(length)))
 
 
-@pytest.mark.parametrize("path", ["reference", "kernel"])
+@pytest.mark.parametrize("path", ["reference", "cpu", "kernel"])
 @settings(max_examples=8)
 @given(data=st.data())
 def test_attention_over_any_quantised_pages(path: str, data: st.DataObject) -> None:
@@ -237,9 +236,10 @@ def test_attention_over_any_quantised_pages(path: str, data: st.DataObject) -> N
         for pages in pair
     )
     lse = poisoned(*case.q.shape[:2])
-    if path == "reference":
+    if path != "kernel":
         lse = lse.cpu()
-        out = attention_reference.cached_attention(case.q, *pair, case.ragged, lse_TH=lse)
+        op = attention_reference if path == "reference" else attention_cpu
+        out = op.cached_attention(case.q, *pair, case.ragged, lse_TH=lse)
     else:
         limit = case.ragged.kv_limit
         ragged = replace(
@@ -258,22 +258,3 @@ def test_attention_over_any_quantised_pages(path: str, data: st.DataObject) -> N
 def _moved(pages: QuantizedPages) -> QuantizedPages:
     parts = ("codes", "scale", "low", "kept", "kept_at")
     return replace(pages, **{p: getattr(pages, p).to(DEVICE) for p in parts if getattr(pages, p) is not None})
-
-
-def test_salient_tokens_by_share_are_those_with_the_most_attention_a_viewer() -> None:
-    sums, viewers = torch.tensor([4.0, 3.0, 1.5, 0.5]), torch.tensor([4, 3, 2, 1])
-    assert salient_by_share(sums, viewers, 0.5).tolist() == [0, 1]
-    assert salient_by_share(torch.tensor([4.0, 1.0, 0.2, 0.9]), viewers, 0.5).tolist() == [0, 3]
-    assert salient_by_share(sums, viewers, 0).tolist() == []
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        salient_by_share(sums, viewers, 1.5)
-
-
-def test_salient_tokens_by_mass_are_the_fewest_that_hold_it() -> None:
-    sums = torch.tensor([1.0, 6.0, 2.0, 1.0])
-    assert salient_by_mass(sums, 0.6).tolist() == [1]
-    assert salient_by_mass(sums, 0.61).tolist() == [1, 2]
-    assert salient_by_mass(sums, 1).tolist() == [0, 1, 2, 3]
-    assert salient_by_mass(sums, 0).tolist() == []
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        salient_by_mass(sums, -0.1)

@@ -12,8 +12,8 @@ import torch
 from attention_cases import Case, build, plain
 from mmserve_kernels.attention_scores import attention_scores
 from mmserve_kernels.attention_scores import kernel as scores_kernel
-from mmserve_kernels.cached_attention import cached_attention
 from mmserve_kernels.cached_attention import kernel as attention_kernel
+from mmserve_kernels.cached_attention.reference import cached_attention
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize, kv_quant
 from mmserve_kernels.rope_scatter import kernel as rope_kernel
 from mmserve_kernels.sparse_attention import block_index

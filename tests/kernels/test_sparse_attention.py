@@ -9,9 +9,10 @@ import torch
 from attention_cases import BATCHES, HEADS, Case, build, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmserve_kernels.cached_attention import cached_attention
+from mmserve_kernels.cached_attention.reference import cached_attention
 from mmserve_kernels.cached_attention.tiles import Tiling
-from mmserve_kernels.sparse_attention import BlockIndex, best_pages, block_index, kernel, page_bounds, reference
+from mmserve_kernels.sparse_attention import BlockIndex, Rows, block_index, estimates, kernel, reference
+from sparse_cases import page_bounds
 from triton_harness import DEVICE, assert_near, runs_kernels
 
 PATHS = [
@@ -167,21 +168,15 @@ def test_decode_over_pages_chosen_by_their_bounds(sparse_attention) -> None:
     for count in (1, 8, 99):
         masks = []
         for start, rows, key in ((0, 1, case.keys[0]), (1, 3, case.keys[1])):
-            masks.append(best_pages(case.q[start : start + rows], *page_bounds(key, 16), count))
+            own = Rows(torch.arange(len(key) - rows, len(key)), len(key), None, 3, 16)
+            estimate = estimates.by_bounds(case.q[start : start + rows], *page_bounds(key, 16), own)
+            masks.append(estimates.densest(estimate, own, density=count / -(-len(key) // 16)))
             assert masks[-1].shape == (2, 1, -(-len(key) // 16))
             assert masks[-1].sum(-1).tolist() == [[min(count, -(-len(key) // 16))]] * 2
-            assert masks[-1][..., -1].all(), "the newest page is there"
         made = run(sparse_attention, case, block_index(masks, 3, 16))
         assert_near(made, exact(case, masks, 3, 16), torch.float32)
         errors[count] = float((made.cpu() - plain(case)).abs().mean())
     assert errors[99] < 1e-6 < errors[8] < errors[1]
-
-
-def test_bounds_are_those_of_the_keys_that_are_there() -> None:
-    key = torch.tensor([[[1.0, -5.0]], [[3.0, 2.0]], [[-7.0, 0.5]]])
-    low, high = page_bounds(key, 2)
-    assert low.tolist() == [[[1, -5]], [[-7, 0.5]]]
-    assert high.tolist() == [[[3, 2]], [[-7, 0.5]]]
 
 
 def test_the_best_pages_of_one_row_are_those_of_the_largest_bounds() -> None:
@@ -191,8 +186,9 @@ def test_the_best_pages_of_one_row_are_those_of_the_largest_bounds() -> None:
     bound = torch.maximum(low * query[0], high * query[0]).sum(-1)[:, 0]
     products = (key[:, 0] @ query[0, 0]).view(20, 16).amax(1)
     assert (bound >= products - 1e-5).all()
-    chosen = best_pages(query, low, high, 5)[0, 0].nonzero()[:, 0].tolist()
-    assert chosen == sorted([19, *(bound[:19].argsort(descending=True)[:4].tolist())])
+    last = Rows(torch.tensor([319]), 320, None, 1, 16)
+    mask = estimates.densest(estimates.by_bounds(query, low, high, last), last, density=5 / 20)
+    assert mask[0, 0].nonzero()[:, 0].tolist() == sorted(bound.argsort(descending=True)[:5].tolist())
 
 
 def test_an_index_that_does_not_fit_is_refused() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmserve_kernels.attention_scores.reference import weights
-from mmserve_kernels.sparse_attention import Rows, estimates, page_bounds, sink_and_window
-from test_sparse_builders import BLOCK, HEADS, LENGTH, at_random, kept, rows_of, structured
+from mmserve_kernels.sparse_attention import Rows, estimates, sink_and_window
+from sparse_cases import BLOCK, HEADS, LENGTH, at_random, kept, page_bounds, rows_of, structured
 
 Estimate = Callable[[torch.Tensor, torch.Tensor, Rows], torch.Tensor]
 
@@ -194,3 +194,8 @@ def test_random_and_near_blocks_need_no_keys() -> None:
     assert (near[1:20].diff() > 0).all()
     own = estimates.densest(estimates.at_random(rows, 3), rows, density=0.01)[0]
     assert own.diagonal().all()
+
+
+def test_divergence_of_jensen_and_shannon() -> None:
+    p, q = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, 1.0], [0.5, 0.5]])
+    torch.testing.assert_close(estimates._jensen_shannon(p, q), torch.tensor([0.6931472, 0.0]))

@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from mmserve_kernels.sparse_attention import Rows, estimates, page_bounds
+from mmserve_kernels.sparse_attention import Rows, estimates
+from sparse_cases import page_bounds
 from torch import Tensor
 
 LENGTH, HEADS, SIZE = 96, 4, 16

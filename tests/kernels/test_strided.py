@@ -10,10 +10,12 @@ from importlib import import_module
 import pytest
 import torch
 from attention_cases import Case, build
-from mmserve_kernels import attention_scores, cached_attention, kv_quant, rope_scatter, sparse_attention
+from mmserve_kernels import attention_scores, kv_quant, rope_scatter, sparse_attention
 from mmserve_kernels.attention_scores import kernel as scores_kernel
 from mmserve_kernels.cached_attention import Ragged
+from mmserve_kernels.cached_attention import cpu as attention_cpu
 from mmserve_kernels.cached_attention import kernel as attention_kernel
+from mmserve_kernels.cached_attention import reference as attention_reference
 from mmserve_kernels.commit_scores import kernel as commit_kernel
 from mmserve_kernels.kv_quant import kernel as quant_kernel
 from mmserve_kernels.rope_scatter import kernel as rope_kernel
@@ -46,7 +48,8 @@ def case() -> Case:
 
 def test_attention(case: Case) -> None:
     given = (case.q, case.k_pages, case.v_pages, case.ragged)
-    wanted = cached_attention.cached_attention(*given)
+    wanted = attention_reference.cached_attention(*given)
+    assert_near(attention_cpu.cached_attention(*given), wanted, torch.float32)
     assert_near(attention_kernel.cached_attention(*given), wanted, torch.float32)
     everything = block_index([torch.ones(2, 1, 3, dtype=torch.bool), torch.ones(2, 0, 1, dtype=torch.bool)], 64, 16)
     index = replace(everything, starts=everything.starts.to(DEVICE), blocks=everything.blocks.to(DEVICE))
@@ -174,7 +177,7 @@ def test_a_batch_of_nobody() -> None:
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     q, pages = torch.zeros(0, 6, 16, device=DEVICE), torch.zeros(3, 16, 2, 16, device=DEVICE)
     nobody = Ragged((), (), (), none)
-    for op in (cached_attention, attention_kernel):
+    for op in (attention_reference, attention_cpu, attention_kernel):
         assert op.cached_attention(q, pages, pages, nobody).shape == q.shape
     for scores in (attention_scores, scores_kernel):
         assert scores.attention_scores(q, pages, nobody).shape == (0, 6)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmserve_kernels.bench.harness import Case, Run, assert_near
 from mmserve_kernels.bench.requests import DREAM, LLADA, PAGE, SMALL, FlexAttention, Heads, Requests
 from mmserve_kernels.dispatch import pick
-from mmserve_kernels.sparse_attention import Rows, best_pages, block_index, page_bounds, query_aware, vertical_slash
+from mmserve_kernels.sparse_attention import Rows, block_index, estimates
 
 BLOCK = 64
 
@@ -46,8 +46,10 @@ def _prefill(name: str, r: Requests, density: float) -> Case:
 
 
 def _decode(name: str, r: Requests, heads: Heads, density: float) -> Case:
-    count = round(r.ragged.kv_lengths[0] // PAGE * density)
-    mask = best_pages(r.q_THK, *page_bounds(r.keys[0], PAGE), count)
+    count, length = len(r.q_THK), r.ragged.kv_lengths[0]
+    rows = Rows(torch.arange(length - count, length, device=r.q_THK.device), length, None, count, PAGE)
+    pages = r.keys[0].unflatten(0, (-1, PAGE))
+    mask = estimates.densest(estimates.by_bounds(r.q_THK, pages.amin(1), pages.amax(1), rows), rows, density=density)
     return _attention(name, r, mask, len(r.q_THK), PAGE)
 
 
@@ -104,13 +106,16 @@ def _builders(name: str, r: Requests) -> Iterator[Case]:
     rows = Rows(positions, len(positions), positions + 1, BLOCK, BLOCK)
     q, k = r.q_THK, r.keys[0]
 
+    def chosen(estimate_ABC: Tensor) -> Tensor:
+        return estimates.densest(estimate_ABC, rows, density=0.25)
+
     def check(made: Tensor) -> None:
         if made.dtype == torch.bool:
             assert made.any(-1).all() and not (made & ~rows.visible()).any(), "a block of rows looks at nothing it sees"
 
     builders: dict[str, Run] = {
-        "vertical_slash": lambda: vertical_slash(q, k, rows, verticals=64, slashes=64),
-        "query_aware": lambda: query_aware(q, k, rows),
+        "vertical_slash": lambda: chosen(estimates.by_lines(q, k, rows)),
+        "query_aware": lambda: chosen(estimates.by_means(q, k, rows)),
     }
     for builder, run in builders.items():
         read = k.nbytes + q.nbytes

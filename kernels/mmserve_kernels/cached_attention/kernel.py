@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmserve_kernels.aot import Variant
-from mmserve_kernels.cached_attention.reference import FixedBatch, Ragged
+from mmserve_kernels.cached_attention.batch import FixedBatch, Ragged
 from mmserve_kernels.cached_attention.tiles import QUANTIZED_HEAD_SIZE, Tiling, fixed_schedule, schedule, tiling
 from mmserve_kernels.kv_quant.kernel import read_pages
 from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages

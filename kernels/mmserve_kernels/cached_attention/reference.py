@@ -1,99 +1,18 @@
-"""The PyTorch reference of ``cached_attention``.
+"""The specification of ``cached_attention``: attention of each request's rows over its own pages, in plain PyTorch.
 
-Shapes in names: T query rows of all requests, P pages, S positions a page, H query heads, G key/value heads,
-K head size; R rows, or requests of a batch of fixed size, W pages of each of those, L positions.
+Shapes in names: T query rows of all requests, P pages, S positions a page, H query heads, G key/value heads, U query
+heads that share one, K head size; R rows of one request, L its positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mmserve_kernels.cached_attention.pieces import ALL, Piece, pieces, triangle
+from mmserve_kernels.cached_attention.batch import FixedBatch, Ragged
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
-
-#: Bytes of keys, or of values, of one call that a CPU still has near when it is called again, and the most of one
-#: request that are worth bringing near. A head's keys lie apart, between those of the others, and from far away that is
-#: slow: to sum up a request's keys and values first, in the order they lie in, made 16 requests of one row over 512
-#: positions (8 heads of 32) take 2.0 ms instead of 4.2, and 32 rows each 6.1 instead of 7.0. Near ones it makes slower.
-_NEAR, _FETCHED = 4 << 20, 2 << 20
-#: Most rows of a head for which that is worth it: products with more take their keys into order themselves.
-_FEW = 64
-#: The fewest rows of a product that a CPU sums as it does beside others: 1 to 3 come out with other last bits, in fp32
-#: always, in bf16 and fp16 now and then.
-FLOOR = 4
-
-
-@dataclass(frozen=True, eq=False)
-class Ragged:
-    """Which rows of a batch are whose, and where each request's keys and values lie.
-
-    Rows are laid request after request; ``row_counts[r]`` of them belong to request r, whose ``kv_lengths[r]``
-    positions fill the pages ``page_tables[r]`` (int64 ``[ceil(kv_length / S)]``) in order. ``slots`` (int64 ``[T]``)
-    says where each row's own key and value belong: page × S + offset. ``kv_limit`` (int64 ``[T]``) bounds what a
-    row may look at: positions below its limit; None = all of its request.
-    """
-
-    row_counts: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
-    page_tables: tuple[Tensor, ...]
-    slots: Tensor
-    kv_limit: Tensor | None = None
-
-    @cached_property
-    def runs(self) -> tuple[int | None, ...]:
-        """First page of each request whose pages lie one behind another in a CPU's memory; None of others."""
-        if self.slots.device.type != "cpu":
-            return (None,) * len(self.page_tables)
-        return tuple(_first_of_run(table.numpy()) for table in self.page_tables)
-
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """What is attended to together. A GPU is not asked what rows see: there, their limits are looked up."""
-        limits = self.kv_limit
-        known = limits is None or limits.device.type == "cpu"
-        on_host = limits.numpy() if limits is not None and known else None
-        return pieces(self.row_counts, self.kv_lengths, on_host, known=known)
-
-    @cached_property
-    def piece_rows(self) -> list[int]:
-        """Rows of each piece."""
-        return [piece.rows for piece in self.pieces]
-
-    @cached_property
-    def triangle(self) -> tuple[int, int, int]:
-        """Rows and columns of the mask that those pieces share whose rows see one position more each."""
-        return triangle(self.pieces)
-
-
-def _first_of_run(pages: np.ndarray) -> int | None:
-    count = len(pages)
-    if not count or int(pages[-1]) - int(pages[0]) != count - 1 or not (pages[1:] > pages[:-1]).all():
-        return None
-    return int(pages[0])
-
-
-@dataclass(frozen=True, eq=False)
-class FixedBatch:
-    """A batch in tensors of fixed shapes: what is in them may change between two runs of the same recorded work.
-
-    All int64, on one device. Rows are laid as in ``Ragged``: ``row_counts [R]`` of them belong to each request, whose
-    ``kv_lengths [R]`` positions fill the first pages of its row of ``page_tables [R, W]``. Rows past the last request's
-    see nothing. ``slots [T]`` and ``kv_limit [T]`` are as in ``Ragged``; the limit is always there, at most the
-    request's length. Entries of ``page_tables`` that hold nothing name any page of the store.
-    """
-
-    row_counts: Tensor
-    kv_lengths: Tensor
-    page_tables: Tensor
-    slots: Tensor
-    kv_limit: Tensor
 
 
 def cached_attention(
@@ -106,210 +25,41 @@ def cached_attention(
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    Each request is computed by itself, so its result does not depend on who else is in the batch. On a CPU, a row's
-    bits do not depend either on which of its request's rows are run with it, if there are ``FLOOR`` of them (times the
-    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one behind another are
-    read where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp
-    of each row's scaled scores. Rows that see nothing are zeros. Over a ``FixedBatch`` nothing is asked of the device:
-    such a call can be recorded and run again.
+    A row sees the positions of its request below its limit. ``lse_TH`` (fp32, if given) is filled with the natural
+    log-sum-exp of each row's scaled scores. Rows that see nothing, and rows of no request, are zeros, and their
+    log-sum-exp is -inf. Nothing is read of positions that a request does not have: what lies there may be no number.
     """
-    if isinstance(ragged, FixedBatch):
-        return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH)
-    if not ragged.pieces:
-        return torch.empty_like(q_THK)
-    share = q_THK.shape[1] // k_PSGK.shape[2]
-    attend = _attends(q_THK, k_PSGK, v_PSGK, ragged, share, lse_TH)
-    if len(ragged.pieces) == 1 and share == 1:
-        return attend(ragged.pieces[0], 0, q_THK.transpose(0, 1).unsqueeze(0)).transpose(1, 2).reshape(q_THK.shape)
-    if len(ragged.pieces) == len(q_THK) and max(ragged.piece_rows) == 1 and lse_TH is None:
-        return _single_rows(q_THK, k_PSGK.shape[2], ragged.pieces, attend)
-    out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    out_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
+    if lse_TH is not None:
+        lse_TH.fill_(-torch.inf)
     start = 0
-    # Views of all pieces in one call, and each result to its place while it is near: of many small requests, a
-    # microsecond for each counts, and of large ones another pass over all of it.
-    pairs = (_by_group(x, share).split(ragged.piece_rows, 2) for x in (q_THK, out_THK))
-    for piece, q_1GRUK, out_1GRUK in zip(ragged.pieces, *pairs, strict=True):
-        made = attend(piece, start, q_1GRUK.flatten(2, 3))
-        out_1GRUK.copy_(made.view(out_1GRUK.shape))
-        start += piece.rows
+    for rows, length, pages in _requests(ragged):
+        here = slice(start, start + rows)
+        start += rows
+        q_GRUK = q_THK[here].float().unflatten(1, (k_PSGK.shape[2], -1)).transpose(0, 1)
+        k_LGK, v_LGK = (_positions(x, pages, q_THK.dtype)[:length] for x in (k_PSGK, v_PSGK))
+        scores_GRUL = torch.einsum("gruk,lgk->grul", q_GRUK, k_LGK) * q_THK.shape[-1] ** -0.5
+        if ragged.kv_limit is not None:
+            unseen_RL = torch.arange(length, device=q_THK.device) >= ragged.kv_limit[here, None]
+            scores_GRUL = scores_GRUL.masked_fill(unseen_RL[:, None], -torch.inf)
+        lse_GRU1 = scores_GRUL.logsumexp(-1, keepdim=True)
+        weights_GRUL = (scores_GRUL - lse_GRU1).exp().where(lse_GRU1 > -torch.inf, 0.0)
+        out_GRUK = torch.einsum("grul,lgk->gruk", weights_GRUL, v_LGK)
+        out_THK[here] = out_GRUK.transpose(0, 1).flatten(1, 2).to(q_THK.dtype)
+        if lse_TH is not None:
+            lse_TH[here] = lse_GRU1.squeeze(-1).transpose(0, 1).flatten(1)
     return out_THK
 
 
-def _single_rows(
-    q_THK: Tensor, groups: int, pieces: Sequence[Piece], attend: Callable[[Piece, int, Tensor], Tensor]
-) -> Tensor:
-    """Attention ``[T, H, K]`` of pieces of one row each: a step of next-token decoding.
-
-    Results are joined in one call, not copied to their places one by one: 16 requests of some 90 positions, 6 layers of
-    6 heads of 48, took 5.0 ms of processor time, not 5.7, and 4 took 1.7, not 1.8.
-    """
-    own = q_THK.unflatten(1, (groups, -1)).unsqueeze(1).unbind(0)
-    made = [attend(piece, row, q_1GUK) for row, (piece, q_1GUK) in enumerate(zip(pieces, own, strict=True))]
-    return torch.cat(made).reshape(q_THK.shape)
+def _requests(batch: Ragged | FixedBatch) -> Iterator[tuple[int, int, Tensor]]:
+    """Rows, positions and pages of each request."""
+    if isinstance(batch, Ragged):
+        yield from zip(batch.row_counts, batch.kv_lengths, batch.page_tables, strict=True)
+        return
+    yield from zip(batch.row_counts.tolist(), batch.kv_lengths.tolist(), batch.page_tables, strict=True)
 
 
-def _by_group(x_THK: Tensor, share: int) -> Tensor:
-    """``[1, G, T, U, K]`` of rows: U query heads share each key/value head, and become rows of it.
-
-    A row of 28 heads over 4 takes half as long so as with SDPA's own sharing, which reads the keys once for each query
-    head, and 32 rows a twentieth less.
-    """
-    return x_THK.unflatten(1, (-1, share)).transpose(0, 1).unsqueeze(0)
-
-
-def _attends(
-    q_THK: Tensor,
-    k_PSGK: Tensor | QuantizedPages,
-    v_PSGK: Tensor | QuantizedPages,
-    ragged: Ragged,
-    share: int,
-    lse_TH: Tensor | None,
-) -> Callable[[Piece, int, Tensor], Tensor]:
-    """Gives the attention ``[1, G, R · U, K]`` of a piece, its first row and its queries in that form."""
-    read = _reader(k_PSGK, v_PSGK, ragged, q_THK.dtype, share)
-    mask_of = None if ragged.kv_limit is None else _masks(ragged, ragged.kv_limit, q_THK)
-    last: tuple[int, tuple[Tensor, Tensor]] | None = None
-
-    def attend(piece: Piece, start: int, q_1GMK: Tensor) -> Tensor:
-        nonlocal last
-        request, rows, width, sight = piece
-        if last is None or last[0] != request:
-            last = request, read(request)
-        k_1GLK, v_1GLK = last[1]
-        if width != ragged.kv_lengths[request]:
-            k_1GLK, v_1GLK = k_1GLK.narrow(2, 0, width), v_1GLK.narrow(2, 0, width)
-        mask = None if sight == ALL or mask_of is None else mask_of(piece, start)
-        if lse_TH is not None:
-            here = slice(start, start + rows)
-            lse_TH[here] = _log_sum_exp(q_THK[here], k_1GLK[0].transpose(0, 1), mask)
-        if not width:
-            return torch.zeros_like(q_1GMK)
-        if mask is not None and share > 1:
-            mask = mask.repeat_interleave(share, 0)
-        return _products(q_1GMK, k_1GLK, v_1GLK, mask)
-
-    return attend
-
-
-def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> Tensor:
-    """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least.
-
-    A CPU takes 32 rows at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). Where the last of them would be
-    too few, they are among 16 in a call of their own. One row alone stays one: four take half as long again (fp32, 8
-    heads of 32, 512 positions: 66 us, not 45).
-    """
-    rows = q_1GMK.shape[2]
-    last = rows % (32 if rows < 192 else 64 if rows < 768 else 256)
-    if not 0 < last < FLOOR or rows == last or q_1GMK.device.type != "cpu":
-        return F.scaled_dot_product_attention(q_1GMK, k_1GLK, v_1GLK, mask_ML)
-    parts = (slice(rows - 16), slice(rows - 16, None))
-    masks = (None, None) if mask_ML is None else (mask_ML[part] for part in parts)
-    made = [
-        F.scaled_dot_product_attention(q_1GMK[:, :, part], k_1GLK, v_1GLK, mask)
-        for part, mask in zip(parts, masks, strict=True)
-    ]
-    return torch.cat(made, 2)
-
-
-def _fixed(
-    q_THK: Tensor,
-    k_PSGK: Tensor | QuantizedPages,
-    v_PSGK: Tensor | QuantizedPages,
-    batch: FixedBatch,
-    lse_TH: Tensor | None,
-) -> Tensor:
-    """Attention ``[T, H, K]`` over all pages of all tables, masked, a row at a time: what it is, not how to do it."""
-    requests, pages = batch.page_tables.shape
-    groups = k_PSGK.shape[2]
-    length = pages * k_PSGK.shape[1]
-    rows = torch.arange(len(q_THK), device=q_THK.device)
-    own = torch.searchsorted(batch.row_counts.cumsum(0), rows, right=True).clamp_max(requests - 1)
-    seen_TL = torch.arange(length, device=q_THK.device) < batch.kv_limit[:, None]
-    k_TLGK, v_TLGK = (
-        _gathered(x, batch.page_tables.flatten(), requests * length)[0]
-        .transpose(0, 1)
-        .float()
-        .unflatten(0, (requests, length))[own]
-        .masked_fill(~seen_TL[:, :, None, None], 0.0)  # what nobody wrote may be no number
-        for x in (k_PSGK, v_PSGK)
-    )
-    q_TGUK = q_THK.float().unflatten(1, (groups, -1))
-    scores = torch.einsum("tguk,tlgk->tgul", q_TGUK, k_TLGK) * q_THK.shape[-1] ** -0.5
-    scores = scores.masked_fill(~seen_TL[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1, keepdim=True)
-    if lse_TH is not None:
-        lse_TH.copy_(lse.flatten(1))
-    weights = (scores - lse).exp().masked_fill(~seen_TL[:, None, None], 0.0)
-    return torch.einsum("tgul,tlgk->tguk", weights, v_TLGK).flatten(1, 2).to(q_THK.dtype)
-
-
-def _reader(
-    k_PSGK: Tensor | QuantizedPages, v_PSGK: Tensor | QuantizedPages, ragged: Ragged, dtype: torch.dtype, share: int
-) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Gives a request's keys and values, each ``[1, G, L, K]`` in its own order: where they lie, if in one piece."""
-    lengths, tables, runs = ragged.kv_lengths, ragged.page_tables, ragged.runs
-
-    def gathered(request: int) -> tuple[Tensor, Tensor]:
-        of = (tables[request], lengths[request], runs[request])
-        k, v = (_gathered(x, *of).to(dtype) for x in (k_PSGK, v_PSGK))
-        return k, v
-
-    if isinstance(k_PSGK, QuantizedPages) or isinstance(v_PSGK, QuantizedPages) or k_PSGK.dtype != dtype:
-        return gathered
-    strides = k_PSGK.stride()
-    if not k_PSGK.is_contiguous() or v_PSGK.stride() != strides or v_PSGK.dtype != dtype:
-        return gathered
-    page, position, head, _one = strides
-    groups, size = k_PSGK.shape[2:]
-    k_begin, v_begin = k_PSGK.storage_offset(), v_PSGK.storage_offset()
-    nbytes = position * k_PSGK.itemsize
-    fetched = sum(lengths) * nbytes > _NEAR and max(lengths) * nbytes <= _FETCHED
-
-    def read(request: int) -> tuple[Tensor, Tensor]:
-        first, length = runs[request], lengths[request]
-        if first is None:
-            return gathered(request)
-        at = first * page
-        if fetched and ragged.row_counts[request] * share <= _FEW:
-            for x, begin in ((k_PSGK, k_begin), (v_PSGK, v_begin)):
-                x.as_strided((length * position,), (1,), begin + at).sum()
-        shape, apart = (1, groups, length, size), (0, head, position, 1)
-        return k_PSGK.as_strided(shape, apart, k_begin + at), v_PSGK.as_strided(shape, apart, v_begin + at)
-
-    return read
-
-
-def _masks(ragged: Ragged, limits: Tensor, like: Tensor) -> Callable[[Piece, int], Tensor]:
-    """Gives the additive mask ``[rows, width]`` of a piece that begins at some row, in the dtype of ``like``.
-
-    Those of rows that each see one position more than the one before are views of one tensor: of its columns all rows
-    see the first ``seen``, all but the first row the next, and so on.
-    """
-    rows, seen, behind = ragged.triangle
-    triangle = like.new_full((rows, seen + behind), -torch.inf).triu_(seen) if rows else like.new_empty(0)
-
-    def mask(piece: Piece, start: int) -> Tensor:
-        if piece.sight >= 0:
-            return triangle[: piece.rows].narrow(1, seen - piece.sight, piece.width)
-        hidden = torch.arange(piece.width, device=like.device) >= limits[start : start + piece.rows, None]
-        return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
-
-    return mask
-
-
-def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int, first: int | None = None) -> Tensor:
-    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order; ``first``: they lie one behind another."""
-    if isinstance(source, QuantizedPages):
-        found = dequantize(source.select(pages) if first is None else source.narrow(first, len(pages)))
-    else:
-        found = source.index_select(0, pages)
-    return found.flatten(0, 1).narrow(0, 0, length).transpose(0, 1).unsqueeze(0)
-
-
-def _log_sum_exp(q_RHK: Tensor, k_LGK: Tensor, mask_RL: Tensor | None) -> Tensor:
-    """Log-sum-exp ``[R, H]`` of the scaled scores of R rows, in fp32."""
-    q_GRUK = q_RHK.float().unflatten(1, (k_LGK.shape[1], -1)).transpose(0, 1)
-    scores = torch.einsum("gruk,lgk->grul", q_GRUK, k_LGK.float()) * q_RHK.shape[-1] ** -0.5
-    if mask_RL is not None:
-        scores = scores + mask_RL[:, None].float()
-    return scores.logsumexp(-1).transpose(0, 1).flatten(1)
+def _positions(source: Tensor | QuantizedPages, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values of ``pages`` in their order, as ``dtype`` holds them, in fp32 ``[positions, G, K]``."""
+    x = dequantize(source.select(pages)) if isinstance(source, QuantizedPages) else source.index_select(0, pages)
+    return x.flatten(0, 1).to(dtype).float()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmserve_kernels.cached_attention.reference import FixedBatch, Ragged
+from mmserve_kernels.cached_attention.batch import FixedBatch, Ragged
 
 #: From as many (tile, key/value head) pairs on, a program walks through all splits: the GPU is full without more.
 ENOUGH_PROGRAMS = 128

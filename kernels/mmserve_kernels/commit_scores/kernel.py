@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmserve_kernels.aot import Variant
 from mmserve_kernels.commit_scores import noise
-from mmserve_kernels.commit_scores.reference import LARGEST_K, CommitScores, Draw, check, empty
+from mmserve_kernels.commit_scores.types import LARGEST_K, CommitScores, Draw, check, empty
 
 #: Tokens of a chunk: 16 a thread, whose keys fill a quarter of its registers.
 _CHUNK = 4096

@@ -2,6 +2,5 @@
 
 from mmserve_kernels.kv_quant.pages import QuantizedPages
 from mmserve_kernels.kv_quant.reference import dequantize, keep, kv_quant
-from mmserve_kernels.kv_quant.salience import salient_by_mass, salient_by_share
 
-__all__ = ["QuantizedPages", "dequantize", "keep", "kv_quant", "salient_by_mass", "salient_by_share"]
+__all__ = ["QuantizedPages", "dequantize", "keep", "kv_quant"]

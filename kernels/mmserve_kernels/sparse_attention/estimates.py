@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve_kernels.attention_scores.reference import weights
-from mmserve_kernels.sparse_attention import builders
-from mmserve_kernels.sparse_attention.builders import Rows
+from mmserve_kernels.sparse_attention.rows import Rows, sink_and_window
 
+#: Rows that stand for all of them: of a causal prompt the last ones (MInference).
+PROBES = 64
 #: How much of CritiPrefill's estimate is that of the layer before.
 _BEFORE = 0.25
 
@@ -54,14 +55,14 @@ def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
     for that corner. Columns count for all rows of a block, whether they see them or not, which favours a row's own.
     """
     probes, length = _probes(rows), rows.length
-    weights_HRL, positions = builders._probed(q_RHK, k_LGK, rows, probes)
+    weights_HRL, positions = _probed(q_RHK, k_LGK, rows, probes)
     seen_RL = torch.arange(length, device=positions.device) < rows.limits()[probes, None]
-    number_RL = builders._diagonals(positions, length)
-    of_column, of_diagonal = (x.clamp_min(1) for x in builders._lines(seen_RL[None].float(), positions))
-    columns_HL, diagonals_HO = builders._lines(weights_HRL, positions)
+    number_RL = _diagonals(positions, length)
+    of_column, of_diagonal = (x.clamp_min(1) for x in _lines(seen_RL[None].float(), positions))
+    columns_HL, diagonals_HO = _lines(weights_HRL, positions)
     vertical = (columns_HL / of_column)[:, None] >= (diagonals_HO / of_diagonal)[:, number_RL]
-    columns_HL = builders._lines(weights_HRL * vertical, positions)[0] / of_column
-    diagonals_HO = builders._lines(weights_HRL * ~vertical, positions)[1] / of_diagonal
+    columns_HL = _lines(weights_HRL * vertical, positions)[0] / of_column
+    diagonals_HO = _lines(weights_HRL * ~vertical, positions)[1] / of_diagonal
 
     first, last = (x[:, None] for x in rows.spans())
     starts = rows.block_starts()
@@ -73,7 +74,7 @@ def by_lines(q_RHK: Tensor, k_LGK: Tensor, rows: Rows) -> Tensor:
         return rows_HO[:, last + offset_C + 1] - rows_HO[:, first + offset_C]
 
     slash_HBC = over_rows(length - starts) - over_rows(length - ends)
-    column_HC = builders._padded_blocks(columns_HL, rows.kv_block).sum(-1)
+    column_HC = _padded_blocks(columns_HL, rows.kv_block).sum(-1)
     return _shares(column_HC[:, None] * (last - first + 1) + slash_HBC.clamp_min(0).float(), rows)
 
 
@@ -85,12 +86,12 @@ def by_means(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, *, divergence: float = 0.
     together hold a share, and whole columns and diagonals; here each block of rows has its own share or density.
     """
     probes = _probes(rows)
-    weights_HRL, _positions = builders._probed(q_RHK, k_LGK, rows, probes)
-    means_CGK = builders._means(k_LGK, rows.kv_block)
-    estimate_HBC = builders._estimate(builders._means(q_RHK, rows.q_block), means_CGK, rows.visible())
+    weights_HRL, _positions = _probed(q_RHK, k_LGK, rows, probes)
+    means_CGK = _means(k_LGK, rows.kv_block)
+    estimate_HBC = _estimate(_means(q_RHK, rows.q_block), means_CGK, rows.visible())
     said = estimate_HBC[:, probes // rows.q_block].mean(1)
-    true = builders._padded_blocks(weights_HRL.mean(1), rows.kv_block).sum(-1)
-    trusted = builders._jensen_shannon(said, true).sqrt() < divergence
+    true = _padded_blocks(weights_HRL.mean(1), rows.kv_block).sum(-1)
+    trusted = _jensen_shannon(said, true).sqrt() < divergence
     return torch.where(trusted[:, None, None], estimate_HBC, by_lines(q_RHK, k_LGK, rows))
 
 
@@ -106,7 +107,7 @@ def by_segments(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, before_GBC: Tensor | N
     middle_BHK = torch.stack(_bounds(q_RHK, rows.q_block)).mean(0)
     middle_GUBK = middle_BHK.transpose(0, 1).unflatten(0, (k_LGK.shape[1], -1))
     high, low = (middle_GUBK @ x.permute(1, 2, 0)[:, None] for x in _bounds(k_LGK, rows.kv_block))
-    own_BC = builders.sink_and_window(rows, 0, 1)[0]
+    own_BC = sink_and_window(rows, 0, 1)[0]
     others_GBC = torch.maximum(high, low).mean(1).masked_fill(~rows.visible() | own_BC, -torch.inf).softmax(-1)
     estimate_GBC = (own_BC + others_GBC.nan_to_num(0)) / 2
     return estimate_GBC if before_GBC is None else _BEFORE * before_GBC + (1 - _BEFORE) * estimate_GBC
@@ -164,7 +165,7 @@ def by_distance(rows: Rows) -> Tensor:
 
 def at_random(rows: Rows, seed: int) -> Tensor:
     """``[1, B, C]``: the rows' own blocks, then random ones: what every builder must be better than."""
-    own = builders.sink_and_window(rows, 0, 1)
+    own = sink_and_window(rows, 0, 1)
     drawn = torch.rand(own.shape, generator=torch.Generator().manual_seed(seed)).to(own.device)
     return _shares(drawn + own, rows)
 
@@ -173,8 +174,8 @@ def _probes(rows: Rows) -> Tensor:
     """The last rows where attention is causal, otherwise some that are spread over all."""
     count = len(rows.positions)
     if rows.limit is not None:
-        return builders._probe_rows(rows, None)
-    spread = torch.linspace(0, count - 1, min(count, builders.PROBES), device=rows.positions.device)
+        return torch.arange(max(0, count - PROBES), count, device=rows.positions.device)
+    spread = torch.linspace(0, count - 1, min(count, PROBES), device=rows.positions.device)
     return spread.round().long()
 
 
@@ -215,3 +216,47 @@ def _attention(q_GMK: Tensor, k_LGK: Tensor, rows: Rows, q_RHK: Tensor) -> Tenso
     weights_GRL = weights_HRL.unflatten(0, (k_LGK.shape[1], -1)).sum(1)
     blocks_GRC = F.pad(weights_GRL, (0, -rows.length % rows.kv_block)).unflatten(-1, (-1, rows.kv_block)).sum(-1)
     return _sum_of_blocks(blocks_GRC, rows.q_block)
+
+
+def _probed(q_RHK: Tensor, k_LGK: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention ``[H, probes, L]`` of the rows ``at`` (int64), and their positions."""
+    return weights(q_RHK[at], k_LGK.float(), rows.limits()[at], None), rows.positions[at]
+
+
+def _diagonals(positions: Tensor, length: int) -> Tensor:
+    """int64 ``[R, L]``: number of the diagonal of each of a row's weights, its position - position + L - 1."""
+    return positions[:, None] - torch.arange(length, device=positions.device) + length - 1
+
+
+def _lines(weights_HRL: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over columns ``[H, L]`` and over diagonals ``[H, 2 L - 1]``."""
+    heads, _rows, length = weights_HRL.shape
+    offsets = _diagonals(positions, length)
+    diagonals = weights_HRL.new_zeros(heads, 2 * length - 1).index_add_(1, offsets.flatten(), weights_HRL.flatten(1))
+    return weights_HRL.sum(1), diagonals
+
+
+def _padded_blocks(x_HL: Tensor, block: int) -> Tensor:
+    """``[H, blocks, block]``, zeros (or False) where positions are missing."""
+    return F.pad(x_HL, (0, -x_HL.shape[1] % block)).unflatten(1, (-1, block))
+
+
+def _means(x_RHK: Tensor, block: int) -> Tensor:
+    """fp32 ``[blocks, H, K]`` of each block of rows, the last over those it has."""
+    sums = F.pad(x_RHK.float(), (0, 0, 0, 0, 0, -len(x_RHK) % block)).unflatten(0, (-1, block)).sum(1)
+    counts = torch.full((len(sums), 1, 1), float(block), device=x_RHK.device)
+    counts[-1] -= -len(x_RHK) % block
+    return sums / counts
+
+
+def _estimate(q_BHK: Tensor, k_CGK: Tensor, visible_BC: Tensor) -> Tensor:
+    """Attention ``[H, B, C]`` among means of blocks."""
+    q_GUBK = q_BHK.unflatten(1, (k_CGK.shape[1], -1)).permute(1, 2, 0, 3)
+    scores = torch.einsum("gubk,cgk->gubc", q_GUBK, k_CGK).flatten(0, 1) * q_BHK.shape[-1] ** -0.5
+    return scores.masked_fill(~visible_BC, -torch.inf).softmax(-1).nan_to_num(0)
+
+
+def _jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """Divergence ``[H]`` in nats of distributions ``[H, C]``."""
+    middle = (p + q) / 2
+    return (torch.special.entr(middle) - (torch.special.entr(p) + torch.special.entr(q)) / 2).sum(-1).clamp_min(0)

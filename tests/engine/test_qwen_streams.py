@@ -231,7 +231,7 @@ def test_a_pause_does_not_use_up_the_positions(bench: Make, served: LoadedModel)
     streams.stop()
 
 
-RUNS = [("window", "renumber"), ("window", "gaps"), ("similarity", "reanchor"), ("group", "gaps"), ("recall", "gaps")]
+RUNS = [("window", "renumber"), ("similarity", "reanchor"), ("group", "gaps")]
 
 
 @pytest.mark.parametrize(("policy", "positions"), RUNS)

@@ -32,10 +32,19 @@ def trim() -> None:
 
 class Trimmer:
     """Calls ``release`` on a thread ``after`` seconds without a further request for it, and at most ``within`` seconds
-    after the first one."""
+    after the first one. ``now`` and ``sleep`` are the clock."""
 
-    def __init__(self, release: Callable[[], None], after: float = _TRIM_AFTER, within: float = _TRIM_WITHIN) -> None:
+    def __init__(
+        self,
+        release: Callable[[], None],
+        after: float = _TRIM_AFTER,
+        within: float = _TRIM_WITHIN,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._release, self._after, self._within = release, after, within
+        self._now, self._sleep = now, sleep
         self._lock = threading.Lock()
         self._asked = 0.0  # when, last
         self._running = False
@@ -43,21 +52,21 @@ class Trimmer:
     def soon(self) -> None:
         """Ask for a release; from any thread."""
         with self._lock:
-            self._asked = time.monotonic()
+            self._asked = self._now()
             if self._running:
                 return
             self._running = True
         threading.Thread(target=self._run, name="mmserve-trim", daemon=True).start()
 
     def _run(self) -> None:
-        limit = time.monotonic() + self._within
+        limit = self._now() + self._within
         while True:
             with self._lock:
-                left = min(self._asked + self._after, limit) - time.monotonic()
+                left = min(self._asked + self._after, limit) - self._now()
                 if left <= 0:
                     self._running = False
                     break
-            time.sleep(left)
+            self._sleep(left)
         self._release()
 
 

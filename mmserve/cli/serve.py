@@ -20,11 +20,11 @@ from mmserve.http import attach
 from mmserve.models.names import HUB, local_folder, served_names
 from mmserve.observe.logs import FORMATS
 from mmserve.rpc.engines import EngineLike
-from mmserve.rpc.server import Server
 from mmserve.settle import settle
 
-if TYPE_CHECKING:
-    from mmserve.encode.cache import EncoderCache  # imports torch
+if TYPE_CHECKING:  # these import torch
+    from mmserve.encode.cache import EncoderCache
+    from mmserve.rpc.server import Server
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     for model in settings.models:
         if not model.path.startswith(HUB):
             local_folder(model.path)  # a folder that is not there is reported before anything listens
+    from mmserve.rpc.server import Server  # imports torch, which takes seconds: no other command waits for it
 
     async def serve() -> _Loader:
         server = Server(settings, loading=names)

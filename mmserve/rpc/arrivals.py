@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from mmserve.errors import DeadlineExceeded, MMServeError, ResourceExhausted
@@ -36,14 +37,14 @@ class Arrivals:
         """Calls whose message has been on its way for longer than ``PROMPT_SECONDS``."""
         return len(self._late)
 
-    async def read(self, context: Any) -> Any:
-        """The next message of the call of ``context``, or ``grpc.aio.EOF``.
+    async def read(self, read: Callable[[], Awaitable[Any]], context: Any) -> Any:
+        """The next message of the call of ``context`` as ``read`` gives it, or ``grpc.aio.EOF``.
 
         Raises ``DeadlineExceeded`` for one that is too slow, and ``ResourceExhausted`` where too many are late.
         """
         # A task of its own, which nobody cancels: gRPC would not free what comes for a read that is given up. It ends
         # with the call.
-        reading = asyncio.ensure_future(context.read())
+        reading = asyncio.ensure_future(read())
         reading.add_done_callback(_look_at)
         if not (await asyncio.wait({reading}, timeout=PROMPT_SECONDS))[0]:
             await self._wait_for(reading, _host(context.peer()))

@@ -22,6 +22,7 @@ from mmserve.memory import trim_soon
 from mmserve.rpc.arrivals import Arrivals
 from mmserve.rpc.room import Room
 from mmserve.rpc.status import abort
+from mmserve.rpc.turns import Turns
 from mmserve.rpc.wire import Shape, check_fields, shape_of
 from mmserve.v1 import generation_pb2, media_pb2, video_pb2
 
@@ -51,6 +52,7 @@ class Incoming(grpc.aio.ServerInterceptor):
         self._room = room
         self._refused = refused
         self._arrivals = Arrivals(max(1, room.capacity // config.max_message_bytes), config.message_seconds)
+        self._turns = Turns()
         # one thread: parsing holds the interpreter, so that two would serve nobody sooner
         self._parser = ThreadPoolExecutor(1, "mmserve-parse")
 
@@ -91,7 +93,7 @@ class Incoming(grpc.aio.ServerInterceptor):
         return make(behaviour, None, handler.response_serializer)
 
     async def _only(self, read: Callable[[bytes], Any], method: str, context: Any) -> Any:
-        message = await self._read(read, method, self._arrivals.read(context))
+        message = await self._read(read, method, self._first(method, context))
         if message is grpc.aio.EOF:
             self._refused(InvalidArgument.code)
             raise InvalidArgument.of("request", "must be one message: none came")
@@ -103,12 +105,19 @@ class Incoming(grpc.aio.ServerInterceptor):
         """The messages of a call, each the caller's own; ``idle``: all but the first may take as long as they like."""
         first = True
         while True:
-            coming = context.read() if idle and not first else self._arrivals.read(context)
+            coming = self._next(method, context) if idle and not first else self._first(method, context)
             message = [await self._read(read, method, coming)]
             first = False
             if message[0] is grpc.aio.EOF:
                 return
             yield message.pop()  # not kept here while its reader has it
+
+    async def _first(self, method: str, context: Any) -> Any:
+        return await self._arrivals.read(lambda: self._next(method, context), context)
+
+    async def _next(self, method: str, context: Any) -> Any:
+        """The next message of a call; what carries names only waits for no turn."""
+        return await (self._turns.take(context.read) if method in _LARGE else context.read())
 
     async def _read(self, read: Callable[[bytes], Any], method: str, coming: Awaitable[Any]) -> Any:
         try:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from e2e_helpers import Running, command, short_asks
@@ -35,10 +36,9 @@ def one_json(text: str) -> dict:
     return json.loads(text)
 
 
-def test_the_demo_asks_and_judges() -> None:
-    done = command("demo", "--json", "--items", "5")
-    assert done.returncode == 0, done.stderr
-    report = one_json(done.stdout)
+def test_the_demo_asks_and_judges(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--json", "--items", "5"]) == 0
+    report = one_json(capsys.readouterr().out)
     assert set(report) >= {"ok", "items", "accuracy", "machine"}
     assert report["ok"] is True and 0 <= report["accuracy"] <= 1
     assert len(report["items"]) == 5 and report["items"][4]["task"] == "json"
@@ -218,9 +218,10 @@ def test_models_are_listed(server: Running, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("reference: ")
 
 
-def test_serve_refuses_a_port_in_use(server: Running) -> None:
+def test_serve_refuses_a_port_in_use(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     port = server.address.rpartition(":")[2]
-    assert_fails_clearly(command("serve", "--set", f"server.port={port}"), "serve", port, "in use")
+    code = main(["serve", "--set", f"server.port={port}"])
+    assert_fails_clearly(CompletedProcess((), code, *capsys.readouterr()), "serve", port, "in use")
 
 
 BROKEN = {

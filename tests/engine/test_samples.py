@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from harness import PATIENCE, Bench, eventually
 from helpers import ask, dkv, picture, sure_above, threshold, tiny_model
 
 import mmserve.decode.propose
+import mmserve.engine
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Policy, Request
@@ -232,15 +234,22 @@ def test_more_samples_than_could_ever_be_taken_are_a_wrong_request(
 
 @pytest.mark.parametrize("stage", ["encode", "prefill", "decode"])
 @pytest.mark.parametrize("how", ["cancel", "deadline", "drain"])
-def test_a_request_ends_with_all_of_its_samples(bench: Make, stage: str, how: str) -> None:
+def test_a_request_ends_with_all_of_its_samples(
+    bench: Make, stage: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While a worker holds some of them and others wait; nothing of any stays, and one error is told."""
+    ahead = [0.0]
+    monkeypatch.setattr(mmserve.engine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
     b = bench(handover=2, max_running=2)
     gate = b.gate(stage)
-    request = several(drawn("r", deadline=time.monotonic() + 0.4 if how == "deadline" else None), 4)
+    request = several(drawn("r", deadline=time.monotonic() + 500 if how == "deadline" else None), 4)
     call = Samples(b, request)
     gate.wait()
     if how == "cancel":
         b.engine.cancel("r")
+    if how == "deadline":
+        ahead[0] = 1000.0
+        b.engine.cancel("nobody")  # wakes the engine, which sleeps on the real clock
     if how == "drain":
         threading.Thread(target=b.engine.drain, args=(0.05,)).start()
     error = call.error()

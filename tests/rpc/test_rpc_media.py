@@ -65,18 +65,20 @@ def test_least_recently_used_uploads_go(engine: EchoEngine) -> None:
 
 def test_unfinished_uploads_together_fit_into_the_store(engine: EchoEngine) -> None:
     with threaded(engine, config(store_bytes=100)) as address, grpc.insecure_channel(address) as channel:
-        stub = media_pb2_grpc.MediaServiceStub(channel)
+        stub, refused = media_pb2_grpc.MediaServiceStub(channel), threading.Event()
 
         def slow() -> Iterator[media_pb2.UploadMediaRequest]:
             yield media_pb2.UploadMediaRequest(chunk=b"1" * 80)
-            time.sleep(1.0)
+            assert refused.wait(30)
             yield media_pb2.UploadMediaRequest(chunk=b"1" * 10)
 
-        call = stub.UploadMedia.future(slow(), timeout=10)
-        time.sleep(0.3)
+        call = stub.UploadMedia.future(slow(), timeout=60)
         with pytest.raises(ResourceExhausted, match="at once") as caught:
-            upload(address, b"2" * 60)
+            for _ in range(100):  # what comes before the first chunk of the other fits
+                upload(address, b"2" * 60)
+                time.sleep(0.05)
         assert caught.value.retry_after == 1.0
+        refused.set()
         assert call.result().bytes == 90
         assert upload(address, b"2" * 60).bytes == 60  # what was in progress is given back
 

@@ -127,7 +127,7 @@ def test_a_server_that_closes_connections_is_not_taken_for_one_with_tls() -> Non
         threading.Thread(target=close_all, daemon=True).start()
         for tls in (None, True):
             target = f"127.0.0.1:{listening.getsockname()[1]}"
-            with Client(target, tls=tls, timeout=0.4) as client, pytest.raises(Unavailable) as caught:
+            with Client(target, tls=tls, reconnect_seconds=0.3) as client, pytest.raises(Unavailable) as caught:
                 client.models()
             assert not isinstance(caught.value, TLSError) and "tried" in caught.value.message
         assert seen.is_set()

@@ -6,13 +6,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from constraint_bombs import ALL
 from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
-from mmserve.constraint.compile import worker
+from mmserve.constraint.compile import service, worker
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.process import Compiler
 from mmserve.constraint.compile.service import Firsts, Grammars, Outcomes, key_of
@@ -136,20 +137,22 @@ def test_a_constraint_is_compiled_anew_for_each_part_of_the_caches(monkeypatch: 
     monkeypatch.setattr(Compiler, "begin", counting)
     made = Grammars(BYTES, program=first.__name__)
     try:
-        for cache, compiled in (("alice", 1), ("alice", 1), ("bob", 2), ("alice", 2)):
-            made.first(spec(Regex("a+")), 8, cache)
-            made.grammar(spec(Regex("a+")), cache)
-            assert len(asked) == compiled, cache
+        for kept, compiled in (("alice", 1), ("alice", 1), ("bob", 2), ("alice", 2)):
+            made.first(spec(Regex("a+")), 8, kept)
+            made.grammar(spec(Regex("a+")), kept)
+            assert len(asked) == compiled, kept
     finally:
         made.close()
 
 
-def test_a_search_that_ran_out_of_time_is_known_for_a_while() -> None:
+def test_a_search_that_ran_out_of_time_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: now[0]))
     late, firsts = FirstAnswers(asked=True, late=True), Firsts(2)
     firsts.put(b"late", late, 0.05)
     firsts.put(b"done", FirstAnswers(asked=True))
     assert firsts.get(b"late") is late
-    time.sleep(0.06)
+    now[0] += 0.06
     assert firsts.get(b"late") is None and firsts.get(b"done") is not None
 
 

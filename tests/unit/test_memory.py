@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 
 from mmserve.memory import Trimmer
 
 
-def test_memory_is_given_back_once_nothing_asks_any_more_or_after_a_limit() -> None:
-    released = threading.Semaphore(0)
-    waiting = Trimmer(lambda: released.release(), after=0.05, within=60.0)
-    for _ in range(20):
-        waiting.soon()
-    assert released.acquire(timeout=30)
-    assert not released.acquire(timeout=0.3), "once for all who asked"
+class Clock:
+    """A clock that a trimmer's pauses move on; ``meanwhile`` is called in the middle of the first one."""
 
-    limited = Trimmer(lambda: released.release(), after=60.0, within=0.05)
-    limited.soon()
-    assert released.acquire(timeout=30), "however often it is asked for"
-    limited.soon()
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self._time = 1000.0
+        self.pauses: list[float] = []
+        self._meanwhile = meanwhile
+
+    def now(self) -> float:
+        return self._time
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self._time += seconds / 2
+        if len(self.pauses) == 1:
+            self._meanwhile()
+        self._time += seconds / 2
+
+
+def test_memory_is_given_back_once_for_all_who_asked() -> None:
+    asked, released = threading.Event(), threading.Semaphore(0)
+    clock = Clock(lambda: asked.wait(30))
+    trimmer = Trimmer(lambda: released.release(), after=0.5, within=60.0, now=clock.now, sleep=clock.sleep)
+    for _ in range(20):
+        trimmer.soon()
+    asked.set()
     assert released.acquire(timeout=30)
+    assert not released.acquire(timeout=0.1)
+    trimmer.soon()
+    assert released.acquire(timeout=30), "it can be asked again"
 
 
 def test_a_request_puts_the_release_off() -> None:
-    times = list[float]()
-    trimmer = Trimmer(lambda: times.append(time.monotonic()), after=0.5, within=60.0)
+    released = threading.Event()
+    clock = Clock(lambda: trimmer.soon())
+    trimmer = Trimmer(released.set, after=0.5, within=60.0, now=clock.now, sleep=clock.sleep)
     trimmer.soon()
-    time.sleep(0.1)
-    asked = time.monotonic()
+    assert released.wait(30)
+    assert clock.pauses == [0.5, 0.25], "until half a second after the second request"
+
+
+def test_a_release_is_not_put_off_beyond_its_limit() -> None:
+    released = threading.Event()
+    clock = Clock(lambda: trimmer.soon())
+    trimmer = Trimmer(released.set, after=60.0, within=0.5, now=clock.now, sleep=clock.sleep)
     trimmer.soon()
-    limit = asked + 30
-    while not times and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert times and times[0] >= asked + 0.5
+    assert released.wait(30)
+    assert clock.pauses == [0.5]

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import mmserve
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import grammar_of
-from mmserve.constraint.compile.vocabulary import BYTES, Vocabulary, trie_of
+from mmserve.constraint.compile.vocabulary import BYTES, TokenTable, trie_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
 from mmserve.core.constraint import ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema
@@ -34,7 +34,7 @@ def bundled_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(Path(mmserve.__file__).parent / "assets" / "reference")
 
 
-def bundled_vocabulary() -> Vocabulary:
+def bundled_vocabulary() -> TokenTable:
     """The bundled tokenizer's tokens as bytes; special ones have none."""
     tokenizer = bundled_tokenizer()
     back = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -43,7 +43,7 @@ def bundled_vocabulary() -> Vocabulary:
     for index, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
         known = index not in special and all(char in back for char in token)
         tokens.append(bytes(back[char] for char in token) if known else b"")
-    return Vocabulary(tuple(tokens), tokenizer.eos_token_id)
+    return TokenTable(tuple(tokens), tokenizer.eos_token_id)
 
 
 def schema_text(schema: Any) -> str:

@@ -13,28 +13,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
 from mmserve.constraint.compile.service import Grammars
-from mmserve.constraint.compile.vocabulary import Vocabulary as Proved
+from mmserve.constraint.compile.vocabulary import TokenTable
 from mmserve.constraint.limits import LARGE_BYTES, PARSER_LIMITS
-from mmserve.constraint.search import first_witness as first
-from mmserve.constraint.search.concatenation import Concatenation
+from mmserve.constraint.search import first_witness
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Grammar
 from mmserve.constraint.search.parser_states import ParserStateCache
 from mmserve.constraint.search.vocabulary import Vocabulary, spell
 from mmserve.constraint.search.witness import Infeasible, Witness, fitting, start_witness
-from mmserve.constraint.session.answer import ConstrainedAnswer, Split
-from mmserve.constraint.session.judge import Judge, judge_of
+from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
+from mmserve.constraint.session.judge import judge_of
 from mmserve.constraint.session.sampling import PrefixNode, SampleState
 from mmserve.constraint.session.session import Session
 from mmserve.constraint.session.template import (
-    Layout,
     OpenedHole,
     TemplateAnswer,
     laid_out,
@@ -52,66 +49,21 @@ logger = logging.getLogger("mmserve.decode")
 #: What a hole without a constraint holds.
 ANYTHING = Regex(r"[\s\S]*")
 
-#: Bytes of grammars up to which the samples of a request have parsers of their own: to compile more takes too long, and
-#: as searches have parsers apart, samples that share one take little of its limits.
+#: Bytes of grammars up to which each sample of a request has parsers of its own: compiling more takes too long, and as
+#: searches have a parser of their own, samples that share one use little of its limits.
 _APART = 100_000
 
 
 @dataclass(frozen=True)
-class _Admitted:
-    """A constraint that can be kept within its request's budget."""
-
-    witness: Witness
-    lexicon: Lexicon
-    warnings: tuple[str, ...]
-    judge: Judge | None  # of the finished answer, where its grammar is wider than the constraint
-    sampled: SampleState | None = None  # where tokens are drawn true to the model
-    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
-    split: Split | None = None  # of a template that is one language
-    layout: Layout | None = None  # of a template whose holes have a state each
-    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # as of ``ConstrainedAnswer``
-
-    def answer(self) -> ConstrainedAnswer:
-        """The answer of a sample that begins."""
-        if self.layout is not None:
-            return TemplateAnswer.of(self.layout, self.lexicon, self.warnings, self.judge, self.judges)
-        sampled = None if self.sampled is None else replace(self.sampled, met=[])
-        return ConstrainedAnswer(
-            self.witness,
-            self.lexicon,
-            self.warnings,
-            self.judge,
-            sampled,
-            judges=self.judges,
-            split=self.split,
-            given=self.given,
-        )
-
-    def apart(self) -> _Admitted:
-        """The same for another sample, with parsers of its own: what one has spent of their limits is not missed by the
-        others. Takes as long as compiling."""
-        if self.layout is not None:
-            return replace(self, layout=self.layout.apart())
-        witness = self.witness.apart()
-        return replace(self, witness=witness, split=_splitter(witness) if self.split is not None else None)
-
-    @property
-    def weight(self) -> int:
-        """Bytes of the grammars that ``apart`` compiles."""
-        witnesses = [self.witness] if self.layout is None else [witness for _start, witness in self.layout.holes]
-        return sum(each.language.weight for each in witnesses if each.language is not None)
-
-
-@dataclass(frozen=True)
 class _Language:
-    """What constraints over one model's tokens need; made once, with the first of them."""
+    """What the constraints of one model share; made with the first of them."""
 
     vocabulary: Vocabulary
     lexicon: Lexicon
     states: SharedParserStates
     grammars: Grammars
     tokenizer: Tokenizer
-    large: threading.Lock  # held while a large grammar is compiled: others are to have a processor meanwhile
+    large: threading.Lock  # held while a large grammar is compiled: one at a time, so that a processor stays free
     ends: tuple[int, int]  # the token that ends an answer, and the one that fills a canvas after it
     cache: str = ""  # the tenants' part of the caches
 
@@ -137,7 +89,7 @@ class _Language:
 
 @contextmanager
 def failures(why: str, field: str) -> Iterator[None]:
-    """What goes wrong with a grammar that was proved, as the request's error; ``why`` has states for the number of
+    """Failures of a grammar that passed the probe, as the request's error; ``why`` has fields for the number of
     tokens that are needed and for what needs them."""
     try:
         yield
@@ -153,7 +105,7 @@ def failures(why: str, field: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, MMServeError):
         raise
     except BaseException as error:
-        logger.warning("a grammar that was proved cannot be begun", exc_info=error)
+        logger.warning("a grammar that passed the probe cannot be started", exc_info=error)
         raise InvalidArgument.of("constraint", f"makes the grammar engine fail: {type(error).__name__}") from error
 
 
@@ -183,13 +135,12 @@ class Admission:
                 not known whether there is one.
         """
         first = self._first(spec, budget, cache, speculates=speculates)
-        admitted = [first] * samples
-        if first.weight * (samples - 1) <= _APART:
-            with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
-                admitted = [first, *(first.apart() for _ in range(samples - 1))]
-        return [Session(each.answer(), self._model.spec.causal) for each in admitted]
+        apart = first.weight * (samples - 1) <= _APART
+        with failures("at least {}, the length of {}", "sampling.max_new_tokens"):
+            answers = [first, *(first.another(apart=apart) for _ in range(samples - 1))]
+        return [Session(each, self._model.spec.causal) for each in answers]
 
-    def _first(self, spec: ConstraintSpec, budget: int, cache: str, *, speculates: bool) -> _Admitted:
+    def _first(self, spec: ConstraintSpec, budget: int, cache: str, *, speculates: bool) -> ConstrainedAnswer:
         language = replace(self._made(), cache=cache)
         if isinstance(spec.kind, Template):
             return self._template(language, spec.kind, budget)
@@ -198,12 +149,12 @@ class Admission:
             sampled = SampleState(
                 PrefixNode() if spec.sampling is ConstraintSampling.ASAP else None, speculates=speculates
             )
-            return _Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, sampled)
+            return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.judge, sampled)
         begins = whole.witness.resized(self._reach(whole, budget))
         given = laid_out([begins], budget, language.ends).fixed
-        return _Admitted(whole.witness, language.lexicon, whole.warnings, whole.judge, given=given)
+        return ConstrainedAnswer(whole.witness, language.lexicon, whole.warnings, whole.judge, given=given)
 
-    def _template(self, language: _Language, template: Template, budget: int) -> _Admitted:
+    def _template(self, language: _Language, template: Template, budget: int) -> ConstrainedAnswer:
         found = opened(template, language.filled)
         holes = [part for part in found if isinstance(part, OpenedHole)]
         warnings = tuple(dict.fromkeys(warning for hole in holes for warning in hole.warnings))
@@ -211,8 +162,7 @@ class Admission:
         if self._model.spec.causal:
             with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
                 witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
-            split = _splitter(witness)
-            return _Admitted(witness, language.lexicon, warnings, None, judges=judges, split=split)
+            return ConstrainedAnswer(witness, language.lexicon, warnings, judges=judges, split=splitter(witness))
         parts = list[list[int] | Witness]()
         for part in found:
             if isinstance(part, str):
@@ -221,8 +171,7 @@ class Admission:
                 size = len(part.witness.tokens)
                 reach = self._reach(part, size)
                 parts += [part.witness.resized(reach), [language.ends[1]] * (size - reach)]
-        layout = side_by_side(parts, budget, language.ends)
-        return _Admitted(holes[0].witness, language.lexicon, warnings, None, judges=judges, layout=layout)
+        return TemplateAnswer.of(side_by_side(parts, budget, language.ends), language.lexicon, warnings, judges)
 
     def _reach(self, opened: OpenedHole, size: int) -> int:
         """Of ``size`` positions of a canvas, those that an answer may come to: after them padding stands from the
@@ -254,12 +203,6 @@ class Admission:
             return self._language
 
 
-def _splitter(witness: Witness) -> Split | None:
-    """By a parser that nothing else is asked of: it is needed when the answer is whole."""
-    row = witness.language
-    return row.apart().split if isinstance(row, Concatenation) else None
-
-
 def _language(model: Model) -> _Language:
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
     size = model.vocab_size
@@ -270,11 +213,11 @@ def _language(model: Model) -> _Language:
     banned = {*spec.banned_ids, spec.mask_id}
     generated = [b"" if i in banned else text for i, text in enumerate(spelled[:size])]
     vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
-    proved = Proved(vocabulary.token_bytes, min(spec.end_ids), tuple(sorted(spec.end_ids)))
+    table = TokenTable(vocabulary.token_bytes, min(spec.end_ids), tuple(sorted(spec.end_ids)))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding
     lexicon = Lexicon.of(vocabulary.token_bytes)
-    grammars = Grammars(proved, program=first.__name__)
+    grammars = Grammars(table, program=first_witness.__name__)
     states = SharedParserStates(lexicon)
     return _Language(vocabulary, lexicon, states, grammars, tokenizer, threading.Lock(), ends)
 

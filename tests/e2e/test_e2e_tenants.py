@@ -14,7 +14,7 @@ from mmserve.assembly import BackgroundServer
 from mmserve.client import Blend, Client
 from mmserve.config import ModelConfig
 from mmserve.constraint.compile.process import Compiler
-from mmserve.constraint.compile.wire import Begun
+from mmserve.constraint.compile.wire import CompileReply
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.core.request import ImagePart, Message, TextPart
 from mmserve.engine import Engine
@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[ConstraintSpec]:
     found: list[ConstraintSpec] = []
     real = Compiler.begin
 
-    def counting(self: Compiler, spec: ConstraintSpec, budget: int | None) -> Begun:
+    def counting(self: Compiler, spec: ConstraintSpec, budget: int | None) -> CompileReply:
         found.append(spec)
         return real(self, spec, budget)
 

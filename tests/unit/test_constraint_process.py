@@ -17,7 +17,7 @@ from mmserve.constraint.compile import service, worker
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.process import Compiler
 from mmserve.constraint.compile.service import Firsts, Grammars, Outcomes, key_of
-from mmserve.constraint.compile.vocabulary import BYTES, Vocabulary, trie_of
+from mmserve.constraint.compile.vocabulary import BYTES, TokenTable, trie_of
 from mmserve.constraint.compile.wire import CompileReply, FirstAnswers
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -188,7 +188,7 @@ def test_the_cache_is_bounded_and_forgets_the_oldest() -> None:
 
 def test_keys_tell_everything_apart() -> None:
     kinds: list[ConstraintKind] = [Regex("a"), Lark("a"), Choice(("a",)), Choice(("a", "b")), JsonSchema("a")]
-    other = Vocabulary((*BYTES.tokens[:-1], b"x"), 256)
+    other = TokenTable((*BYTES.tokens[:-1], b"x"), 256)
     keys = {
         key_of(spec(kind, mode), vocabulary.fingerprint(), cache)
         for kind in kinds
@@ -217,7 +217,7 @@ def test_grammars_are_proved_with_the_models_own_tokens() -> None:
 
 def test_long_tokens_do_no_harm() -> None:
     """llguidance panics over them while it builds its trie."""
-    made = Grammars(Vocabulary((*BYTES.tokens[:256], b"x" * 100_000, b""), 257))
+    made = Grammars(TokenTable((*BYTES.tokens[:256], b"x" * 100_000, b""), 257))
     try:
         assert made.grammar(spec(Regex("x+"))).exact
     finally:

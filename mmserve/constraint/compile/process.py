@@ -17,7 +17,7 @@ import mmserve
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import kind_of
-from mmserve.constraint.compile.vocabulary import Vocabulary
+from mmserve.constraint.compile.vocabulary import TokenTable
 from mmserve.constraint.compile.wire import CompileReply
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import ANSWER_SECONDS, CHILDREN, IDLE_BYTES, QUICK_SECONDS, REPLY_BYTES, START_SECONDS
@@ -79,7 +79,7 @@ class Child:
         """Whether it was ended for the processor time that it took. For its owner, as ``killed``."""
         return self._process.returncode == -signal.SIGPROF
 
-    def read(self, vocabulary: Vocabulary) -> None:
+    def read(self, vocabulary: TokenTable) -> None:
         """Have it read ``vocabulary``, as the first thing. Raises ``TimeoutError`` or ``WorkerExited``."""
         self.ask(wire.from_vocabulary(vocabulary), START_SECONDS)
 
@@ -156,7 +156,7 @@ class Compiler:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, seconds: float, patience: float = ANSWER_SECONDS, program: str = PROGRAM
+        self, vocabulary: TokenTable, seconds: float, patience: float = ANSWER_SECONDS, program: str = PROGRAM
     ) -> None:
         self._vocabulary, self._program = vocabulary, program
         self._slow = threading.BoundedSemaphore(

@@ -16,7 +16,7 @@ from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import kind_of
 from mmserve.constraint.compile.process import PROGRAM, Compiler
-from mmserve.constraint.compile.vocabulary import Vocabulary
+from mmserve.constraint.compile.vocabulary import TokenTable
 from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.findings import Refused, as_error
 from mmserve.constraint.limits import CACHE_BYTES, CLOSES, COMPILE_SECONDS, LATE_SECONDS
@@ -96,7 +96,7 @@ class Grammars:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: TokenTable,
         *,
         seconds: float = COMPILE_SECONDS,
         cache_bytes: int = CACHE_BYTES,

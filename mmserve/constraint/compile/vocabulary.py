@@ -11,7 +11,7 @@ _LONGEST = 32  # bytes; much longer ones make llguidance panic while it builds i
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class TokenTable:
     """``tokens``: the bytes of each id, empty for ids without text; ``end``: the id that ends an answer, and ``ends``
     all that do, where there are several."""
 
@@ -28,10 +28,10 @@ class Vocabulary:
 
 
 #: One token a byte, and an end.
-BYTES = Vocabulary((*(bytes([code]) for code in range(256)), b""), end=256)
+BYTES = TokenTable((*(bytes([code]) for code in range(256)), b""), end=256)
 
 
-def trie_of(vocabulary: Vocabulary) -> Any:
+def trie_of(vocabulary: TokenTable) -> Any:
     """llguidance's ``LLTokenizer`` over ``vocabulary``; tokens of more than 32 bytes are never allowed by it."""
     from llguidance import LLTokenizer, TokenizerWrapper  # the child process alone pays for this
 
@@ -43,7 +43,7 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TokenTable) -> None:
         self.eos_token_id = vocabulary.end
         self.tokens: Sequence[bytes] = [
             b"\xff<end>" if index == vocabulary.end else token if len(token) <= _LONGEST else b""

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.derivation import Sketch
-from mmserve.constraint.compile.vocabulary import Vocabulary
+from mmserve.constraint.compile.vocabulary import TokenTable
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.limits import FINDING_CHARS
 from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Gbnf, JsonSchema, Lark, Regex
@@ -91,7 +91,7 @@ def unpacked(body: bytes) -> Any:
     return json.loads(body)
 
 
-def from_vocabulary(vocabulary: Vocabulary) -> Any:
+def from_vocabulary(vocabulary: TokenTable) -> Any:
     """``vocabulary`` as JSON."""
     return {
         "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
@@ -100,9 +100,9 @@ def from_vocabulary(vocabulary: Vocabulary) -> Any:
     }
 
 
-def to_vocabulary(message: Any) -> Vocabulary:
+def to_vocabulary(message: Any) -> TokenTable:
     """The vocabulary that ``message`` holds."""
-    return Vocabulary(
+    return TokenTable(
         tuple(token.encode("latin-1") for token in message["tokens"]), message["end"], tuple(message["ends"])
     )
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from mmserve.constraint.compile import wire
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.grammar import grammars_of, kind_of
-from mmserve.constraint.compile.vocabulary import Vocabulary, trie_of
+from mmserve.constraint.compile.vocabulary import TokenTable, trie_of
 from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import (
@@ -57,7 +57,7 @@ class Program(Protocol):
 class Compiling:
     """The program that compiles, and looks for no answers."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TokenTable) -> None:
         self.trie = trie_of(vocabulary)
         self.longest = max(map(len, vocabulary.tokens), default=1)
 
@@ -77,7 +77,7 @@ class _Known(BaseException):
         self.reply = reply
 
 
-def serve(program: Callable[[Vocabulary], Program]) -> None:
+def serve(program: Callable[[TokenTable], Program]) -> None:
     """Serve standard input."""
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Sets of tokens as bits, the way parsers give them: uint32 words ``[⌈V / 32⌉]``, a word's lowest bit first."""
+"""Sets of tokens as bits, as parsers give them: uint32 words ``[⌈V / 32⌉]``, a word's lowest bit first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-#: Of each state in a word.
+#: Of each bit of a word.
 _BITS = tuple(np.uint32(1 << i) for i in range(32))
 #: Tokens that are put into a set one by one: numpy takes longer to begin.
 _FEW = 16

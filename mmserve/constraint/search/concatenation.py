@@ -1,4 +1,4 @@
-"""A template as one language, for models that write from left to right: fixed texts, and other languages between them.
+"""A template as one language, for next-token models: fixed texts with other languages between them.
 
 No token stands on both sides of a seam, and a hole ends where the text after it is first complete: each row of tokens
 is read in one way only, so that it is known which of them fill which hole.
@@ -36,7 +36,7 @@ class Concatenation:
     vocabulary: Vocabulary
 
     def classes(self) -> PrefixClasses:
-        """Classes of the beginnings of texts: every one is a class of its own."""
+        """Classes of prefixes: each its own."""
         return DistinctTexts()
 
     def start(self) -> ConcatenationMatcher:
@@ -50,11 +50,11 @@ class Concatenation:
         return sum(hole.constraint.weight for hole in self.holes)
 
     def apart(self) -> Concatenation:
-        """The same language with parsers of its own."""
+        """The same language with its own parsers."""
         return replace(self, holes=tuple(replace(hole, constraint=hole.constraint.apart()) for hole in self.holes))
 
     def split(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Which of ``tokens``, a whole answer, fill each hole. ``ValueError`` if they are none."""
+        """The tokens of each hole, from those of a whole answer. ``ValueError`` if they are none."""
         matcher = self.start()
         matcher.consume(tokens)
         if not matcher.accepting:
@@ -68,18 +68,18 @@ class Concatenation:
         return self.texts[state.number + 1] if state.number + 1 < len(self.texts) else b""
 
     def begun(self, state: ConcatenationState) -> tuple[tuple[int, int], ...]:
-        """The ways in which that text may go on: how many bytes of it stand, and before which token it began."""
+        """The ways to continue that text: how many of its bytes are there, and the index of its first token."""
         ended = state.hole is not None and state.hole.accepting and self.text(state)
         return (*state.texts, (0, state.tokens)) if ended else state.texts
 
     def roomy(self, state: ConcatenationState) -> Matcher | None:
-        """The matcher of the hole that is open, if it may take a token more."""
+        """The matcher of the open hole, if it may take one more token."""
         if state.hole is None or state.tokens - state.since >= self.holes[state.number].most:
             return None
         return state.hole
 
     def behind(self, state: ConcatenationState, token: int) -> ConcatenationState | None:
-        """The state after ``token``; None if it may not follow."""
+        """The state after ``token``; None if it is not allowed."""
         spelled, text = self.vocabulary.token_bytes[token], self.text(state)
         if not spelled:
             return None
@@ -103,13 +103,13 @@ class Concatenation:
 
 @dataclass(frozen=True)
 class ConcatenationState:
-    """A state in a concatenation; its matcher is shared, and never moved."""
+    """A state of a concatenation; its matcher is shared and never moves."""
 
     number: int  # of the hole, -1 before the first
     tokens: int = 0  # consumed
     since: int = 0  # of them, those before the hole
-    hole: Matcher | None = None  # None where nothing more may fill it
-    texts: tuple[tuple[int, int], ...] = ()  # as ``Concatenation.begun`` tells them, but for one that begins here
+    hole: Matcher | None = None  # None where it is full
+    texts: tuple[tuple[int, int], ...] = ()  # as of ``Concatenation.begun``, without one that begins here
     spans: tuple[tuple[int, int], ...] = ()  # first token, and first after, of each hole that is filled
 
 
@@ -121,11 +121,11 @@ class ConcatenationMatcher:
     state: ConcatenationState
 
     def fork(self) -> ConcatenationMatcher:
-        """A matcher at the same state that goes its own way."""
+        """An independent copy of the matcher."""
         return ConcatenationMatcher(self.language, self.state)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` may follow here; end tokens may not."""
+        """How many of ``tokens`` are allowed here; end tokens are not."""
         state: ConcatenationState = self.state
         for count, token in enumerate(tokens):
             following = self._step(state, token)
@@ -135,12 +135,12 @@ class ConcatenationMatcher:
         return len(tokens)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` may follow here and the text may end after them."""
+        """Whether ``tokens`` are allowed here and the text may end after them."""
         fork = after(self, tokens)
         return fork is not None and fork.accepting
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on by ``tokens``; ``ValueError`` if they may not follow here."""
+        """Consume ``tokens``; ``ValueError`` if they are not allowed here."""
         for token in tokens:
             following = self._step(self.state, token)
             if following is None:
@@ -151,18 +151,18 @@ class ConcatenationMatcher:
         return self.language.behind(state, token) if 0 <= token < len(self.language.vocabulary.token_bytes) else None
 
     def allowed(self) -> np.ndarray:
-        """Ids (int64, ascending) of all tokens that may follow here."""
+        """Ids (int64, ascending) of all tokens allowed here."""
         return bitmask.ids(self.mask())
 
     def mask(self) -> np.ndarray:
-        """Which tokens may follow here, as a ``bitmask``."""
+        """The tokens allowed here, as a ``bitmask``."""
         hole = self.language.roomy(self.state)
         words = bitmask.of((), len(self.language.vocabulary.token_bytes)) if hole is None else hole.mask()
         bitmask.add(words, self._of_texts())
         return words
 
     def among(self, tokens: np.ndarray) -> np.ndarray:
-        """Bool, of the shape of ``tokens`` (int64): which of them may follow here."""
+        """Bool, of the shape of ``tokens`` (int64): which of them are allowed here."""
         return bitmask.has(self.mask(), tokens)
 
     def _of_texts(self) -> list[int]:
@@ -180,7 +180,7 @@ class ConcatenationMatcher:
         return b""
 
     def ahead(self) -> bytes:
-        """The rest of the text after the hole, as soon as the hole may end; else what the hole knows."""
+        """The rest of the text after the hole as soon as the hole may end; else ``ahead`` of the hole."""
         begun, hole = self.language.begun(self.state), self.language.roomy(self.state)
         if begun:
             return self.language.text(self.state)[begun[0][0] :]

@@ -17,7 +17,7 @@ from llguidance import LLParserLimits
 
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.derivation import Sketch
-from mmserve.constraint.compile.vocabulary import Vocabulary
+from mmserve.constraint.compile.vocabulary import TokenTable
 from mmserve.constraint.compile.wire import FirstAnswers
 from mmserve.constraint.compile.worker import serve
 from mmserve.constraint.limits import PARSER_LIMITS
@@ -26,7 +26,7 @@ from mmserve.constraint.search.completion import FORK, MASK, Walk, Work, onward
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Matcher
 from mmserve.constraint.search.shortest_completion import find_completion
-from mmserve.constraint.search.vocabulary import Vocabulary as Tokens
+from mmserve.constraint.search.vocabulary import Vocabulary
 
 #: Words up to which gaps that are not needed are looked for.
 _WORDS = 200
@@ -112,8 +112,8 @@ _SKETCHED = 4000
 class Searching:
     """Looks for first answers over one vocabulary."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokens = Tokens.spelled(vocabulary.tokens, vocabulary.ends or (vocabulary.end,))
+    def __init__(self, vocabulary: TokenTable) -> None:
+        self._tokens = Vocabulary.spelled(vocabulary.tokens, vocabulary.ends or (vocabulary.end,))
         self._lexicon = Lexicon.of(self._tokens.token_bytes)
         self.trie = self._tokens.trie
         self.longest = max(map(len, self._tokens.token_bytes), default=1)

@@ -1,4 +1,4 @@
-"""The part of a canvas that a search goes through, laid out position by position."""
+"""The token lattice of a search: the options, committed tokens and scores of each position of a part of the canvas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TopK:
     log_probabilities: np.ndarray  # float32 [n, K]
 
 
-#: Log-probability of a token at a position for which the model was not asked.
+#: Log-probability of a token at a position without a row of logits.
 UNASKED = -20.0
-#: How much less likely than the last of the candidates a token is taken to be that is none of them, in nats.
+#: Nats by which a token that is no candidate is assumed less likely than the last candidate.
 _UNLISTED = 1.0
 #: Candidates this much less likely than the best one, in nats, are not tried.
 _WINDOW = 9.0
@@ -45,12 +45,12 @@ class TokenLattice:
     first_end: int  # of the first choices, how many stand before an end token
     ends_first: bool  # whether the first choices after that are all end tokens
     first_score: float
-    most: list[float]  # [size + 1] the most that all from here to the field's end may score
-    ended: list[float]  # [size + 1] what only ends from here on score; -inf where a committed token is none
-    stayed: list[float]  # [size + 1] what the old witness scores from here on
+    most: list[float]  # [size + 1] upper bound of the score from here to the lattice's end
+    ended: list[float]  # [size + 1] score of end tokens only from here on; -inf where another token is committed
+    stayed: list[float]  # [size + 1] score of the old witness from here on
     last_fixed: int  # the last committed position; -1 if none
     old: list[int]  # the old witness
-    old_content: list[int]  # the old witness up to its end, farther than the field
+    old_content: list[int]  # the old witness up to its end, beyond the lattice
     ends: frozenset[int]
     lexicon: Lexicon
 
@@ -66,7 +66,7 @@ class TokenLattice:
         return next((p for p in range(self.size) if self.fixed[p] in self.ends), size - self.start)
 
     def agrees(self, begin: int, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` from ``begin`` on, and the end of text after them, agree with what is committed."""
+        """Whether ``tokens`` from ``begin`` on, and the end of text after them, agree with the committed tokens."""
         for p in range(begin, self.last_fixed + 1):
             token, i = self.fixed[p], p - begin
             if token is not None and (token != tokens[i] if i < len(tokens) else token not in self.ends):
@@ -74,9 +74,9 @@ class TokenLattice:
         return True
 
     def score(self, begin: int, tokens: Sequence[int]) -> float:
-        """Sum of log-probabilities of ``tokens`` and the end of text after them, from ``begin`` to the field's end.
+        """Sum of log-probabilities of ``tokens`` and the end of text after them, from ``begin`` to the lattice's end.
 
-        They agree with what is committed.
+        They agree with the committed tokens.
         """
         last = min(begin + len(tokens), self.size)
         total, fixed, floor, scores = self.ended[last], self.fixed, self.floor, self._scores
@@ -101,7 +101,7 @@ def build_lattice(
     ends: frozenset[int],
     lexicon: Lexicon,
 ) -> TokenLattice:
-    """The field from ``start`` to ``horizon``.
+    """The lattice from ``start`` to ``horizon``.
 
     Args:
         known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
@@ -189,7 +189,7 @@ def build_lattice(
 
 
 def _tried(top: TopK) -> list[list[tuple[int, float]]]:
-    """For each position the candidates that are worth a try, and their log-probabilities; the best first."""
+    """For each position the candidates to try and their log-probabilities, best first."""
     if not len(top.positions):
         return []
     scores = top.log_probabilities

@@ -1,4 +1,4 @@
-"""Bytes to tokens: the fewest tokens that spell a text, and the tokens worth trying to bring one to its end."""
+"""Tokens by their bytes: the fewest tokens that spell a text, and tokens that are likely to complete one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: Texts tried first where a short way to the end is looked for: what closes JSON values, then the shortest values.
+#: Texts tried first for a short completion: what closes JSON values, then the shortest values.
 _CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
 #: Bytes that numbers consist of.
 _NUMERIC = b"0123456789+-.eE"
-#: Bytes of the texts whose tokens are remembered, and how many texts are, at most.
+#: Length in bytes and number of texts whose tokens are cached.
 _BRIEF, _KNOWN = 32, 4096
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """What tokens are to strings and numbers of JSON."""
+    """The roles of tokens in JSON's strings and numbers."""
 
     quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
     digits: tuple[int, ...]  # single bytes of numbers
@@ -60,7 +60,7 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The tokens of a vocabulary by their bytes; build it once a model."""
+    """The tokens of a vocabulary by their bytes; built once for a model."""
 
     ids: dict[bytes, int]
     content: frozenset[int] = field(repr=False)  # tokens with bytes

@@ -1,4 +1,4 @@
-"""A completion made shorter by changing one choice of it at a time.
+"""Local search: a completion is shortened by changing one of its choices at a time.
 
 Long answers are mostly repetitions: what was tried at a state is not tried again where the same tokens stand around
 another, and a change that helps is made at once wherever the same tokens may be replaced. An array is so brought to its
@@ -17,17 +17,17 @@ from mmserve.constraint.search.matcher import Matcher
 
 #: Long tokens tried at a choice.
 _FILLERS = 3
-#: Tokens that a detour may skip of the old way, and steps that it may take, until it joins that again.
+#: Tokens of the old completion that a detour may skip, and steps that it may take before it joins it again.
 _NEAR, _STEPS = 48, 12
-#: Tokens around a state that say whether another is like it, and that a joined way is tried with before all of it is.
+#: Tokens around a state by which similar states are found, and with which a joined completion is tested first.
 _AROUND = 16
-#: Tokens beside a change that may be joined with it into longer ones.
+#: Tokens next to a change that may merge with it into longer ones.
 _SEAM = 6
 
 
 @dataclass(frozen=True)
 class _Detour:
-    """Tokens instead of those of a walk from a choice to ``end``."""
+    """Tokens that replace those of a walk from a choice to ``end``."""
 
     tokens: tuple[int, ...]
     choices: tuple[int, ...]  # among them
@@ -169,7 +169,7 @@ def _follows(fork: Matcher, tokens: tuple[int, ...], work: Work) -> bool:
 
 
 def _saved(old: tuple[int, ...], state: int, end: int, new: tuple[int, ...], lexicon: Lexicon, work: Work) -> int:
-    """How many tokens fewer spell the text with ``new`` than the one with what stands from ``state`` to ``end``."""
+    """How many tokens the text loses with ``new`` in place of those from ``state`` to ``end``."""
     left, right = old[max(0, state - _SEAM) : state], old[end : end + _SEAM]
     texts = [lexicon.text((*left, *middle, *right)) for middle in (old[state:end], new)]
     work.read(BYTE * sum(map(len, texts)))
@@ -224,7 +224,7 @@ def _replaced(best: Walk, states: list[int], detour: _Detour) -> Walk:
 
 
 def _by_walks(best: Walk, matcher: Matcher, lexicon: Lexicon, work: Work, alternatives: int) -> Walk:
-    """The same with ways that go to the end by themselves."""
+    """The same with completions that do not join the old one."""
     length, along = len(_fewest(best, lexicon)), _Along(matcher.fork(), work)
     while along.state(best) is not None:
         for other in _walked(best, along.n, along.at, lexicon, work, alternatives):

@@ -1,4 +1,4 @@
-"""The least number of tokens that brings a text to its end.
+"""The shortest completion of a text, in tokens.
 
 The exact search tries every token that may follow, level by level, and goes on from one of the states that the
 constraint cannot tell apart (``prefix_equivalence``). It gives up when it has tried very many tokens; then the
@@ -21,10 +21,10 @@ from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixCl
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a search may do, counted in places of the parser and in tokens tried there."""
+    """The work that a search may do, in states of the parser and in tokens tried there."""
 
     exact_tokens: int = 2000
-    patient_tokens: int = 200_000  # where it is the exact number that decides; a microsecond each
+    patient_tokens: int = 200_000  # where the exact number matters; a microsecond each
     patient_places: int = 3000
     walked: int = 40_000  # states of the first walk, about 10 microseconds each
     states: int = 4000  # of a search, the same
@@ -44,7 +44,7 @@ def find_completion(
     searched: bool = False,
     begun: Walk | None = None,
 ) -> Completion | None:
-    """The shortest completion found from where ``matcher`` is; None if none was found.
+    """The shortest completion found from ``matcher`` on; None if none was found.
 
     Args:
         classes: makes classes of texts, from the one after ``matcher`` on; otherwise every text is its own class.
@@ -96,7 +96,7 @@ def _bound(
 
 
 def quick_completion(matcher: Matcher, lexicon: Lexicon, states: int) -> tuple[int, ...] | None:
-    """A completion that is short, not shortest, in ``states`` states at most; None if there was none so near."""
+    """A completion that is short, not shortest, in ``states`` states at most; None if there is none within them."""
     begun: Walk | None = walk(matcher, lexicon, Work(states))
     if begun is None:
         return None
@@ -141,7 +141,7 @@ def _by_tokens(
         reached = list[tuple[Hashable, Matcher, tuple[int, ...], list[int]]]()
         for prefix_class, before, tokens in level:
             at = after(before, tokens[-1:])
-            if at is None:  # the parser's limits: what lies after is not known
+            if at is None:  # the parser's limits: nothing is known beyond
                 return None, depth
             allowed = at.allowed()
             most -= len(allowed)
@@ -158,6 +158,6 @@ def _by_tokens(
                     seen.add(grown)
                     level.append((grown, at, (*tokens, token)))
         for _class_after, before, tokens in level:
-            if before.ends(tokens[-1:]):  # to go to all of them would take ten times as long
+            if before.ends(tokens[-1:]):  # a fork for each would take ten times as long
                 return (tokens, depth) if completes(before, tokens[-1:]) else (None, depth)
     return None, 0

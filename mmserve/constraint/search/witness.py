@@ -25,15 +25,15 @@ from mmserve.constraint.search.parser_states import ParserBudgetExhausted, Parse
 from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
 from mmserve.constraint.search.shortest_completion import Effort, find_completion
 
-#: Ways to the end that a request remembers.
+#: Completions that a request remembers.
 _REMEMBERED = 8
 
 
 class Infeasible(ValueError):
     """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none).
 
-    ``exact``: whether fewer are known to be too few. ``hopeless``: fewer are too few, and maybe these, too: so far from
-    the budget no answer was looked for.
+    ``exact``: whether fewer are known to be too few. ``hopeless``: ``needed`` is a lower bound, so far above the budget
+    that no answer was searched.
     """
 
     def __init__(self, needed: int | None, *, exact: bool = False, hopeless: bool = False) -> None:
@@ -42,11 +42,11 @@ class Infeasible(ValueError):
 
 
 class Outcome(Enum):
-    """What became of the witness in a step."""
+    """The outcome of a step's search."""
 
-    FOUND = "found"  # the best path, be it the old witness
-    KEPT = "kept"  # the old one stays: other ways were begun, and none could be brought to its end
-    LATE = "late"  # the step's time was over
+    FOUND = "found"  # the best path, possibly the old witness
+    KEPT = "kept"  # the old witness stays: other paths were begun, and no completion was found for any
+    LATE = "late"  # the time of the step ended
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,24 @@ class Witness:
     matcher: Matcher  # after the first ``known`` tokens of the answer, or at its end
     known: int  # positions before the first masked one
     ends: frozenset[int]
-    closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
+    closes: tuple[tuple[int, ...], ...] = ()  # completions that were used
     classes: Callable[[], PrefixClasses] = DistinctTexts  # of the texts of its language
-    states: ParserStateCache | None = field(
+    #: The parser states of its language, where requests share them.
+    states: ParserStateCache | None = field(default=None, repr=False, compare=False)
+    language: Constraint | None = field(
         default=None, repr=False, compare=False
-    )  # of its language, where they are shared
-    language: Constraint | None = field(default=None, repr=False, compare=False)  # where others may be begun in it
-    cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
+    )  # None where no other parser can be made
+    cut: bool = False  # a better answer was given up because its end did not fit the budget
 
     def apart(self) -> Witness:
-        """The same witness, of which nothing is known yet, with a parser of its own."""
+        """The same witness, before any commit, with a parser of its own."""
         if self.language is None:
             return self
         language = self.language.apart()
         return replace(self, language=language, matcher=language.start(), classes=language.classes)
 
     def resized(self, size: int) -> Witness:
-        """The same answer, of which nothing is known yet, on ``size`` positions; they must be enough."""
+        """The same answer, before any commit, on ``size`` positions, which must be enough."""
         tokens = np.full(size, min(self.ends), np.int64)
         tokens[: self.length] = self.tokens[: self.length]
         return replace(self, tokens=tokens)
@@ -105,7 +106,7 @@ def start_witness(
 ) -> Witness:
     """The first witness of an answer of ``budget`` positions, given the shortest answer found.
 
-    ``states``: what searches under ``constraint`` have learned, where they share it.
+    ``states``: the parser states of ``constraint``, where requests share them.
 
     Raises:
         Infeasible: it is longer, or there is none.

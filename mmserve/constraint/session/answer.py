@@ -1,6 +1,6 @@
-"""What decode keeps of a constrained request, and its dealings with the parser: none of them can fail.
+"""The answer of one sample under a constraint: its witness, and guarded calls of the parser.
 
-A parser that raises or panics in the middle of an answer is not asked again: the answer is finished from the witness.
+A parser that raises or panics in the middle of an answer is not called again: the answer is finished from the witness.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from mmserve.constraint.search import bitmask
 from mmserve.constraint.search.completion import after
+from mmserve.constraint.search.concatenation import Concatenation
 from mmserve.constraint.search.lattice import TopK
 from mmserve.constraint.search.lexicon import Lexicon
 from mmserve.constraint.search.matcher import Matcher
@@ -29,40 +30,40 @@ from mmserve.constraint.session.top_k import TopKObserver
 
 logger = logging.getLogger("mmserve.decode")
 
-#: Positions of a canvas that one search goes through: the bound on its work that no clock has a part in.
+#: Positions of a canvas that one search covers: this bounds its work independently of time.
 HORIZON = 256
-#: Seconds of processor time after which a search is given up all the same: a result should not depend on them. Nearly
-#: all take less than a hundredth, where little room is left some a quarter, and all other requests wait meanwhile.
+#: Seconds of processor time after which a search is given up nevertheless, since other requests wait meanwhile. Nearly
+#: all take less than a hundredth, some with few tokens left a quarter; a result should not depend on this.
 SECONDS = 0.5
-#: Searches of a request that were given up, after which there are no more: the witness is its answer.
+#: Given-up searches after which a request searches no more: the witness is its answer.
 PATIENCE = 4
 
 A = TypeVar("A")
 
-#: A template's answer to the tokens that fill its holes.
+#: From the tokens of a template's answer to those of each hole.
 Split = Callable[[Sequence[int]], list[list[int]]]
 
 
 @dataclass
 class ConstrainedAnswer:
-    """The answer of one sample: its witness, and what is asked of the parser."""
+    """The answer of one sample, from its first witness to its last token."""
 
     witness: Witness
     lexicon: Lexicon
     warnings: tuple[str, ...] = ()  # for the client
     judge: Judge | None = None  # of the finished answer
-    sampled: SampleState | None = None  # where tokens are drawn true to the model
+    sampled: SampleState | None = None  # where tokens are drawn from the model's distribution
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
-    forced: bool = False  # whether the draft is what must stand there anyway
-    asked: int = -1  # the latest frontier from which ``decided`` looked for the end
-    broken: bool = False  # the parser failed: it is not asked any more
+    forced: bool = False  # whether the draft is forced by the constraint
+    asked: int = -1  # the latest frontier for which ``decided`` was computed
+    broken: bool = False  # the parser failed: it is not called any more
     late: int = 0  # searches given up for their time
     meter: Meter = field(default_factory=Meter)
     split: Split | None = None  # of a template's answer into what fills its holes
     judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
-    #: Int64 ``[N]``: the tokens that stand from the start, -1 elsewhere: padding where no answer comes to.
+    #: Int64 ``[N]``: the tokens given from the start, -1 elsewhere: padding after the longest possible answer.
     given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    states: ParserStateCache = field(init=False)  # where searches have been
+    states: ParserStateCache = field(init=False)  # of the language
 
     def __post_init__(self) -> None:
         self.states = self.witness.states or ParserStateCache(self.lexicon, self.witness.classes)
@@ -70,13 +71,26 @@ class ConstrainedAnswer:
             self.given = np.full(len(self.witness.tokens), -1, np.int64)
 
     @property
+    def weight(self) -> int:
+        """Bytes of the grammars that another answer with parsers of its own compiles."""
+        return 0 if self.witness.language is None else self.witness.language.weight
+
+    def another(self, *, apart: bool) -> ConstrainedAnswer:
+        """The same for another sample, before the first step. ``apart``: with parsers of its own, so that none uses the
+        other's limits; takes as long as compiling."""
+        witness = self.witness.apart() if apart else self.witness
+        split = splitter(witness) if apart else self.split
+        sampled = None if self.sampled is None else replace(self.sampled, met=[])
+        return replace(self, witness=witness, sampled=sampled, split=split, meter=Meter())
+
+    @property
     def content(self) -> np.ndarray:
-        """Bool ``[N]``: where the witness holds text, and not what stands after the end of one."""
+        """Bool ``[N]``: where the witness holds text, not padding."""
         return np.arange(len(self.witness.tokens)) < self.witness.length
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First position, and first after, of each text that the decoder fills in."""
+        """First position, and first after, of each text that is generated."""
         return ((0, int((self.given < 0).sum())),)
 
     @property
@@ -95,11 +109,11 @@ class ConstrainedAnswer:
         return np.where(self.given >= 0, mask_id, tokens)
 
     def settled(self, known: np.ndarray) -> np.ndarray:
-        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
+        """Open positions (int64) of ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
         return np.zeros(0, np.int64)
 
     def decided(self, known: np.ndarray) -> np.ndarray:
-        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there), of the witness and the end after it,
+        """Open positions (int64) of ``known`` (int64 ``[N]``, -1 there), of the witness and the end after it,
         where the text that is known from the start on leaves one way to the end, whichever tokens spell it.
 
         Each frontier is asked about once: until it moves the parser says the same, and to ask takes 1% of a pass."""
@@ -109,7 +123,7 @@ class ConstrainedAnswer:
         return self._guarded(lambda: self._decided(known), none)
 
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
-        """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
+        """The text of each hole of a template in a whole answer ``known`` (int64 ``[N]``)."""
         split = self.split
         if split is None:
             return ()
@@ -172,7 +186,7 @@ class ConstrainedAnswer:
         self.meter.searched(outcome)
 
     def follow(self, known: np.ndarray) -> None:
-        """Go on to what is ``known`` (int64 ``[N]``, -1 where open) by now: tokens of the witness, or other ends."""
+        """Follow the ``known`` tokens (int64 ``[N]``, -1 where open): the witness's, or other end tokens."""
         witness = self.witness
         ends = are_any(known, witness.ends) & (np.arange(len(known)) >= witness.length)
         if (witness.tokens[ends] != known[ends]).any():
@@ -183,14 +197,14 @@ class ConstrainedAnswer:
         self.witness = self._guarded(lambda: follow(witness, known), blindly)
 
     def take(self, run: SampledRun) -> None:
-        """Go on by what was drawn."""
+        """Follow what was drawn."""
         self.witness = run.witness
         self.meter.searched(Outcome.KEPT if run.log_weight == -math.inf else Outcome.FOUND)
         if self.sampled is not None:
             self.sampled.take(run, run.witness.ends)
 
     def forced_run(self) -> np.ndarray:
-        """The witness's tokens (int64) that must stand at the frontier, whichever tokens spell them.
+        """The witness's tokens (int64) that the constraint forces at the frontier, however they are spelled.
 
         The last of them is left out: a model may join it with what follows.
         """
@@ -244,7 +258,7 @@ class ConstrainedAnswer:
                 frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
 
     def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:
-        """What the parser says, ``otherwise`` once it has failed."""
+        """The result of ``ask``, ``otherwise`` once the parser has failed."""
         if self.broken:
             return otherwise
         try:
@@ -263,3 +277,9 @@ def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
     for token in few:
         found |= tokens == token
     return found
+
+
+def splitter(witness: Witness) -> Split | None:
+    """The split of a template that is one language, by a parser of its own: it is needed when the answer is whole."""
+    language = witness.language
+    return language.apart().split if isinstance(language, Concatenation) else None

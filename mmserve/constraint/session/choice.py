@@ -45,7 +45,7 @@ def known_tokens(canvas: Canvas) -> np.ndarray:
 
 
 def next_tokens(answer: ConstrainedAnswer, canvas: Canvas, ranked: Ranked) -> Chosen:
-    """Next tokens: what is forced, then the model's own, for as long as it had seen what stands left of them."""
+    """Next tokens: the forced ones, then the model's own, as long as it had seen the tokens before them."""
     known, asked = known_tokens(canvas), answer.witness.tokens[ranked.top.positions]
     count = 0
     for row, position in enumerate(ranked.top.positions.tolist()):
@@ -92,12 +92,12 @@ def witness_tokens(
     plain = ranked.log_probabilities(before, answer.witness.tokens[ranked.top.positions])[rows]
     shown = _projected(proposed, tokens, plain, ranked, rows, masked)
     meant = are_any(proposed.tokens, answer.witness.ends) & (not commit.closes)
-    if judged:  # what stands after a token that was not the draft's has not been judged
+    if judged:  # tokens after one that differs from the draft have not been judged
         kept = np.arange(len(rows)) <= leading(tokens == proposed.tokens)
         shown, at, masked, reopened = shown.where(kept), at[kept], masked[kept], reopened[kept]
         tokens, plain, meant = tokens[kept], plain[kept], meant[kept]
     final = _final(answer, canvas, shown, commit, masked, meant)
-    if not commit.revises:  # what may be replaced decides nothing
+    if not commit.revises:  # tokens that may be replaced decide nothing
         known[at[final]] = tokens[final]
         decided = answer.decided(known)
         if len(decided):
@@ -108,14 +108,14 @@ def witness_tokens(
 
 
 def _searched(canvas: Canvas, commit: CommitPolicy, ranked: Ranked) -> int:
-    """The first position after those that are searched: the block, and what the policy has looked at besides."""
+    """The first position after those that are searched: the block, and further positions that the policy looks at."""
     if not commit.whole_canvas or not len(ranked.top.positions):
         return canvas.block_end
     return max(canvas.block_end, canvas.prompt_length + int(ranked.top.positions[-1]) + 1)
 
 
 def _padded(answer: ConstrainedAnswer, canvas: Canvas, final: Chosen) -> Chosen:
-    """``final`` and, where nothing but padding can stand after it, that."""
+    """``final`` and the padding after it, where nothing else is possible."""
     known = known_tokens(canvas)
     known[final.positions - canvas.prompt_length] = final.tokens
     padding = answer.settled(known)
@@ -134,7 +134,7 @@ def _projected(
     rows: np.ndarray,
     masked: np.ndarray,
 ) -> Candidates:
-    """The witness's tokens as candidates, with what the model's logits say of them.
+    """The witness's tokens as candidates, with the figures of the model's logits.
 
     A token that the model would choose anyway is as sure as without the constraint, so that tokens become final in the
     order in which they would then; any other is as sure as it is among what may stand there. The gap of a position that
@@ -142,7 +142,7 @@ def _projected(
     """
     best = ranked.plain[rows].max(-1)
     behind = tokens != proposed.tokens
-    kept = np.exp(ranked.kept[rows])  # the probability of all that may stand there
+    kept = np.exp(ranked.kept[rows])  # the probability of all allowed tokens
     alone = np.where(behind, np.exp(np.minimum(plain, 0.0)), proposed.confidence * kept)
     confidence = np.where(alone >= 1 - kept, alone, np.minimum(alone / np.maximum(kept, _TINY), 1.0))
     gap = proposed.gap
@@ -175,7 +175,7 @@ def _final(
     if early.any() and due.any():
         final = np.zeros_like(final)
         final[due] = commit.choose(canvas, shown.where(due))
-    if not final.any() and masked.any():  # a policy with an order of its own may find nothing of it among these
+    if not final.any() and masked.any():  # a policy with its own order may choose none of these
         final[int(np.where(due if due.any() else ends, shown.confidence, -1.0).argmax())] = True
     if (final & ends).any() and not _without(still_open, at[final]).any():
         final |= ends & (at == answer.witness.length)

@@ -51,7 +51,7 @@ class Judge:
 
 
 def judge_of(spec: ConstraintSpec, *, exact: bool) -> Judge | None:
-    """Who judges answers to ``spec``; None where the grammar does, or nobody shall."""
+    """The judge of answers to ``spec``; None where the grammar is exact, or no check is asked for."""
     if exact or spec.mode is not ConstraintMode.VALIDATE or not isinstance(spec.kind, JsonSchema):
         return None
     return Judge(meant(spec.kind))

@@ -107,13 +107,12 @@ def _in_order(noised: np.ndarray, count: int) -> list[int]:
 
 @dataclass
 class PrefixNode:
-    """A beginning of answers."""
+    """A prefix of answers."""
 
     future: float = 1.0  # at least the probability that the model goes on from here to a valid answer
     allowed: float = 1.0  # probability of all tokens that the grammar allows here
-    next: dict[int, tuple[float, PrefixNode]] = field(
-        default_factory=dict
-    )  # token → its probability and what is after it
+    #: Token → its probability, and the node after it.
+    next: dict[int, tuple[float, PrefixNode]] = field(default_factory=dict)
 
     def futures(self, tokens: np.ndarray) -> np.ndarray:
         """Float64 ``[n]``: the expected futures after ``tokens`` (int64 ``[n]``)."""
@@ -125,7 +124,7 @@ class PrefixNode:
 
 @dataclass(frozen=True)
 class Visit:
-    """What a sample visit at one node: its own token, and tokens after which no answer is valid."""
+    """What a sample met at one node: its own token, and tokens after which no answer is valid."""
 
     token: int | None  # None = there was none
     probability: float
@@ -134,7 +133,7 @@ class Visit:
 
 
 def learn(root: PrefixNode, way: Sequence[Visit]) -> None:
-    """Take in, in node, what a sample visit from the first token of its answer to the last."""
+    """Update the tree by what a sample met, from the first token of its answer to the last."""
     nodes = [root]
     for visit in way:
         node = nodes[-1]
@@ -149,33 +148,33 @@ def learn(root: PrefixNode, way: Sequence[Visit]) -> None:
 
 
 def child(node: PrefixNode | None, token: int) -> PrefixNode | None:
-    """What is known after ``token`` at ``node``; None = nothing."""
+    """The node after ``token``; None = nothing is known there."""
     found = None if node is None else node.next.get(token)
     return None if found is None else found[1]
 
 
 @dataclass
 class SampleState:
-    """What one sample of a request keeps of its draws.
+    """The state of one sample's draws.
 
     ``exp(log_weight)`` is its importance weight. With the model's probability ``p`` of an answer, as the request draws
     (temperature, filters, penalty), the mean over samples of ``exp(log_weight) f(answer)`` has the expectation
-    ``Σ p(answer) f(answer)`` over the valid answers: normalised to a sum of 1, the weights make of samples draws from
-    the model's distribution over valid answers. Valid are answers of which, token by token, an end within the budget
-    was found: the search for one is bounded, and asks nothing but what stands left of a token.
+    ``Σ p(answer) f(answer)`` over the valid answers: with weights normalised to a sum of 1, samples are
+    draws from the model's distribution over valid answers. An answer is valid if a completion within the budget was
+    found after each of its tokens: that search is bounded, and depends only on the tokens before.
     """
 
     futures: PrefixNode | None = None  # what earlier samples of the request met; None = not asked for (AWRS)
     speculates: bool = True  # whether forced text is run as a draft: the model may be asked after tokens not final
     log_weight: float = 0.0
-    here: PrefixNode | None = None  # what is known at the end of what stands
+    here: PrefixNode | None = None  # the node after the final tokens
     met: list[Visit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.here = self.futures
 
     def take(self, run: SampledRun, ends: frozenset[int]) -> None:
-        """Note a run that has become final; ``ends``: the tokens that end an answer."""
+        """Record a run that has become final; ``ends``: the tokens that end an answer."""
         alive = self.log_weight > -math.inf
         self.log_weight += run.log_weight
         self.met += run.met
@@ -193,24 +192,24 @@ class SampledRun:
     tokens: np.ndarray  # int64 [n], n at least 1
     log_probabilities: np.ndarray  # float32 [n], before temperature, filters and constraint
     witness: Witness  # with these tokens
-    log_weight: float  # of these draws; -inf where none of the tokens that may stand there can be said
+    log_weight: float  # of these draws; -inf where the model can say no allowed token
     met: tuple[Visit, ...]
 
 
 @dataclass(frozen=True)
 class _Ending:
-    """A way to the end after a token, and the matcher there."""
+    """A completion after a token, and the matcher before it."""
 
     matcher: Matcher
     tokens: tuple[int, ...]
 
 
 class RejectionSampler:
-    """Draws while logits become candidates (``decode/sampler.py``): from the first open position on, for as long as the
-    model had seen what was drawn.
+    """Draws next tokens while the sampler reads logits: from the first open position on, as long as the drafted tokens
+    are the drawn ones.
 
     ``positions`` count from the answer's start; ``drafted`` are the tokens that the pass ran from the first open one
-    on. ``guard`` asks the parser, and says None where it fails. Nothing that is given is changed.
+    on. ``guard`` calls the parser, and returns None if it fails. No argument is changed.
     """
 
     def __init__(

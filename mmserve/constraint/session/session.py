@@ -32,9 +32,8 @@ class Session:
 
     answer: ConstrainedAnswer
     causal: bool = False  # whether the model predicts next tokens only
-    observers: list[TopKObserver | RejectionSampler] = field(
-        default_factory=list
-    )  # of the pass under way, until ``choose``
+    #: Of the current pass, until ``choose``.
+    observers: list[TopKObserver | RejectionSampler] = field(default_factory=list)
 
     @property
     def stats(self) -> Meter:
@@ -53,7 +52,7 @@ class Session:
 
     @property
     def log_weight(self) -> float | None:
-        """Importance weight of the sample (``draws.SampleState``); None where tokens are not drawn by rejection."""
+        """Importance weight of the sample (``sampling.SampleState``); None where tokens are not drawn by rejection."""
         return None if self.answer.sampled is None else self.answer.sampled.log_weight
 
     def prepare(self, canvas: Canvas, mask_id: int) -> np.ndarray:
@@ -70,9 +69,8 @@ class Session:
         answer = self.answer
         with answer.meter.running():
             run = answer.forced_run()
-            answer.forced = (
-                len(run) > 0 and answer.sampled is None
-            )  # a sample's model decides how forced text is spelled
+            # in a sample, the model decides how forced text is spelled
+            answer.forced = len(run) > 0 and answer.sampled is None
             answer.drafted = (run if len(run) else drafted)[: canvas.size - canvas.known() - 1]
         return answer.drafted
 

@@ -29,14 +29,10 @@ from mmserve.errors import FieldViolation, InvalidArgument
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a template's texts and holes stand on an answer of ``N`` positions."""
+    """The positions of a template's texts and holes in an answer of ``N`` positions."""
 
     fixed: np.ndarray  # int64 [N], -1 in holes; an end and padding after the template
     holes: tuple[tuple[int, Witness], ...]  # first position and first witness of each
-
-    def apart(self) -> Layout:
-        """The same layout, its holes with parsers of their own."""
-        return replace(self, holes=tuple((start, witness.apart()) for start, witness in self.holes))
 
 
 def laid_out(parts: Sequence[Sequence[int] | Witness], size: int, ends: tuple[int, int]) -> Layout:
@@ -72,29 +68,34 @@ class HoleAnswer:
 
 @dataclass(kw_only=True)
 class TemplateAnswer(ConstrainedAnswer):
-    """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, put together anew from those
-    of the holes, without a matcher of its own place. ``given`` are the texts, and what stands after them."""
+    """The holes of one request. ``witness`` is that of the whole answer: a row of tokens, joined from those of the
+    holes, without a matcher of its own. ``given`` are the texts, and the padding after them."""
 
     gaps: tuple[HoleAnswer, ...]
 
     @classmethod
     def of(
-        cls,
-        layout: Layout,
-        lexicon: Lexicon,
-        warnings: tuple[str, ...],
-        judge: Judge | None = None,
-        judges: tuple[Judge | None, ...] = (),
+        cls, layout: Layout, lexicon: Lexicon, warnings: tuple[str, ...], judges: tuple[Judge | None, ...] = ()
     ) -> TemplateAnswer:
-        """The state of a request that begins."""
+        """The answer of a request that begins."""
         meter = Meter()
         gaps = tuple(
             HoleAnswer(start, ConstrainedAnswer(witness, lexicon, meter=meter)) for start, witness in layout.holes
         )
         whole = replace(layout.holes[0][1], tokens=layout.fixed, length=len(layout.fixed))
-        made = cls(whole, lexicon, warnings, judge, judges=judges, meter=meter, gaps=gaps, given=layout.fixed)
+        made = cls(whole, lexicon, warnings, judges=judges, meter=meter, gaps=gaps, given=layout.fixed)
         made._gather()
         return made
+
+    @property
+    def weight(self) -> int:
+        """As ``ConstrainedAnswer.weight``, of all holes."""
+        return sum(gap.state.weight for gap in self.gaps)
+
+    def another(self, *, apart: bool) -> TemplateAnswer:
+        """As ``ConstrainedAnswer.another``."""
+        holes = ((gap.start, gap.state.another(apart=apart).witness) for gap in self.gaps)
+        return TemplateAnswer.of(Layout(self.given, tuple(holes)), self.lexicon, self.warnings, self.judges)
 
     @property
     def content(self) -> np.ndarray:
@@ -116,11 +117,11 @@ class TemplateAnswer(ConstrainedAnswer):
 
     @property
     def unread(self) -> int:
-        """As of ``Canvas``: all that stands there is read."""
+        """As of ``Canvas``: every given token is read."""
         return 0
 
     def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
-        """As ``ConstrainedAnswer.shown``: all that stands there."""
+        """As ``ConstrainedAnswer.shown``: every given token."""
         return tokens
 
     def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
@@ -133,7 +134,7 @@ class TemplateAnswer(ConstrainedAnswer):
         return found
 
     def search(self, known: np.ndarray, top: TopK, end: int) -> None:
-        """As ``ConstrainedAnswer.search``, for each hole of which ``top`` speaks."""
+        """As ``ConstrainedAnswer.search``, for each hole among the positions of ``top``."""
         for gap in self.gaps:
             rows = _inside(gap, top.positions)
             if len(rows):
@@ -162,7 +163,7 @@ class TemplateAnswer(ConstrainedAnswer):
         return np.concatenate(found)
 
     def holes(self, known: np.ndarray) -> tuple[str, ...]:
-        """What fills each hole of a whole answer ``known`` (int64 ``[N]``)."""
+        """The text of each hole in a whole answer ``known`` (int64 ``[N]``)."""
         answers = (gap.state.witness for gap in self.gaps)
         return tuple(self.read(answer.tokens[: answer.length].tolist()) for answer in answers)
 
@@ -230,7 +231,7 @@ def side_by_side(parts: Sequence[list[int] | Witness], budget: int, ends: tuple[
 
 
 def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexicon: Lexicon, budget: int) -> Witness:
-    """The first witness of all of the template, as one language (a ``Concatenation``).
+    """The first witness of the whole template as one language (a ``Concatenation``).
 
     Raises ``InvalidArgument`` or ``Infeasible`` for too small a ``budget``.
     """
@@ -246,7 +247,7 @@ def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexico
             begun += part.witness.tokens[: part.witness.length].tolist()
     language = Concatenation(tuple(texts), tuple(holes), vocabulary)
     start = language.start()
-    if not completes(start, begun):  # the text after a hole stands in the hole's own shortest one
+    if not completes(start, begun):  # the hole's shortest answer contains the text after it
         return admit(language, lexicon, budget)
     if len(begun) > budget:
         raise too_small(len(begun), budget)
@@ -256,6 +257,6 @@ def one_by_one(parts: Sequence[str | OpenedHole], vocabulary: Vocabulary, lexico
 
 
 def too_small(needed: int, budget: int) -> InvalidArgument:
-    """The refusal of a budget."""
+    """The error for a budget below ``needed``."""
     why = f"must be at least {needed} for the template, not {budget}"
     return InvalidArgument.of("sampling.max_new_tokens", why)

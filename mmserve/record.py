@@ -50,6 +50,7 @@ class Record:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
+    looks: bool = False  # the decoder looks at its prompt before it takes pages
     turn: float = 0.0  # virtual time at which its next decode step is due
     rows: int | None = None  # that its next decode step runs; None = not known, as before its first one
     holds: int = 0  # workers whose batches have it, and have not reported yet
@@ -98,8 +99,8 @@ class Record:
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
 
     def pages_wanted(self, page_size: int) -> int:
-        """Pages that hold its K/V, each sequence's own."""
-        return self.request.sequences * pages_for(self.tokens, page_size)
+        """Pages that hold its K/V, each sequence's own; none as long as it is not known what of its prompt is left."""
+        return 0 if self.looks else self.request.sequences * pages_for(self.tokens, page_size)
 
     def entry(self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float) -> Entry:
         """What the scheduler sees; a video counts as its frames, as far as the request says.

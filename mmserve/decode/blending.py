@@ -21,13 +21,13 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack, Encoded, Past, Span
 from mmserve.core.request import Request
 from mmserve.decode.commit import ACCOMPANIED, DRAFTING
 from mmserve.decode.repairing import Repairing
 from mmserve.decode.state import Prefilling, Taken, Taking
 from mmserve.encode.cache import Entry, TensorCache
 from mmserve.encode.embedding import deep_rows, embedded
-from mmserve.encode.encoded import DeepStack, Encoded, Past, Span
 from mmserve.encode.keys import digest
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import Reuse, reuse_of

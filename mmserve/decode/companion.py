@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
 from mmserve.decode.forward import Pass, forward, row_floor
@@ -23,7 +24,6 @@ from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
 from mmserve.decode.state import CompanionState, Decoding, Prefilling
 from mmserve.encode.embedding import place_features
-from mmserve.encode.encoded import Encoded
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.events import CommittedToken, Snapshot
+from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.blending import Blender, take_on
 from mmserve.decode.commit import ACCOMPANIED, Candidates, Commit
@@ -29,6 +31,7 @@ from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_change
 from mmserve.decode.fresh import embed_fresh
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.guidance import combined, guidance_of, spread
+from mmserve.decode.handover import Handover, live_canvas
 from mmserve.decode.logits import RowLogits
 from mmserve.decode.passes import Passes
 from mmserve.decode.policies import Offered, commit_policy, recompute_policy
@@ -40,7 +43,6 @@ from mmserve.decode.state import Decoding, Guidance, Prefilled, Prefilling, Step
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.decode.together import share
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded
 from mmserve.errors import Unimplemented
 from mmserve.kv.reducer import Observation, Reducer, Reducing
 from mmserve.kv.reduction import reduction_of
@@ -81,6 +83,7 @@ class DiffusionDecoder:
         self._reducer = Reducer(model.decoder, store, model.dtype)
         self._repairer = Repairer(store, model.dtype)
         self._scores = scores_for(model, store)
+        self._handover = Handover(store, companion, sparse)
         self._floor = row_floor(model)
         model.decoder.set_row_floor(self._floor)
         self._ways: dict[str, Callable[[], None]] = {}
@@ -140,6 +143,33 @@ class DiffusionDecoder:
             prefilled.candidates,
             np.zeros(prefilled.canvas.size, np.float32),
         )
+
+    def payload(self, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
+        """A copy of a canvas that goes on over another store, as plain data."""
+        if isinstance(state, Decoding):
+            return live_canvas(self._handover, state)
+        return self._handover.prefilled(state, state.candidates)
+
+    @torch.inference_mode()
+    def restored(
+        self,
+        request: Request,
+        payload: PrefilledPayload | CanvasPayload,
+        pages: PageTable,
+        constrained: Constrained | None,
+    ) -> Decoding:
+        """A request that goes on here, over ``pages`` of this store; ``constrained``: its constraint, if it has one.
+
+        Raises ``TransferError`` where what came does not fit this store, or this server.
+        """
+        live = isinstance(payload, CanvasPayload)
+        prefilled = self._handover.restored(request, payload.prefilled if live else payload, pages, constrained)
+        d = self.open(request, prefilled)
+        if live:
+            d.text = TextStream.restored(self.model.tokenizer, request.sampling.stop, payload.text)
+            d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
+            d.forwards, d.edits = payload.forwards, payload.edits
+        return d
 
     @torch.inference_mode()
     def propose(self, batch: list[Decoding]) -> list[None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.request import Request, Sampling
 from mmserve.decode.commit import Commit
@@ -31,7 +32,6 @@ from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, Schedul
 from mmserve.decode.sampler import step_generator
 from mmserve.decode.state import Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
-from mmserve.encode.encoded import Encoded
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas, Renoising

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack
 from mmserve.core.events import Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
@@ -17,7 +18,6 @@ from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.decode.text import TextStream
-from mmserve.encode.encoded import DeepStack
 from mmserve.kv.reducer import Reducing
 
 

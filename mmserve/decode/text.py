@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken
+from mmserve.core.payloads import TextState
 
 #: Shown in a snapshot where a position is still masked.
 MASK_GLYPH = "▒"
@@ -25,6 +27,20 @@ class TextStream:
         self._decoded = ""  # whole characters so far
         self._sent = 0
         self.stopped = False
+
+    @classmethod
+    def restored(cls, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], state: TextState) -> Self:
+        """A stream that goes on from ``state``."""
+        made = cls(tokenizer, stop)
+        for token in state.tokens:  # a character may be begun: its bytes are in the decoder
+            made._decoder.step(tokenizer.backend_tokenizer, token)
+        made._tokens, made._decoded = list(state.tokens), state.text
+        made._sent, made.stopped = state.sent, state.stopped
+        return made
+
+    def state(self) -> TextState:
+        """What there is so far, as plain data."""
+        return TextState(tuple(self._tokens), self._decoded, self._sent, self.stopped)
 
     @property
     def text(self) -> str:

@@ -9,6 +9,9 @@ asks attention itself; a page that is shared has no one request's attention to a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 import torch
 from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
@@ -43,6 +46,38 @@ class QuantizedStore(KVStore):
         self.kernels[op.op] = op.path
         with memory_of(pages, page_size):
             self._layers = [self._blank(pages) for _ in range(config.num_layers)]
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``KVStore._stored``; places of salient tokens count from those of their page (``read_pages``)."""
+        for layer, pair in enumerate(self._layers):
+            for name, pages in zip(("keys", "values"), pair, strict=True):
+                assert pages.low is not None, "integers have a lowest value"
+                yield f"{name}.{layer}.codes", pages.codes
+                yield f"{name}.{layer}.scale", pages.scale
+                yield f"{name}.{layer}.low", pages.low
+                if pages.kept is not None:
+                    yield f"{name}.{layer}.kept", pages.kept.unflatten(0, (-1, self._kept))
+            if pair[0].kept_at is not None:
+                yield f"kept_at.{layer}", pair[0].kept_at
+
+    def read_pages(self, pages: np.ndarray) -> dict[str, Tensor]:
+        """As ``KVStore.read_pages``."""
+        return {name: self._moved(name, x, -self._first(pages)) for name, x in super().read_pages(pages).items()}
+
+    def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor]) -> None:
+        """As ``KVStore.write_pages``."""
+        first = self._first(pages)
+        super().write_pages(pages, {name: self._moved(name, x, first[: len(x)]) for name, x in held.items()})
+
+    def _first(self, pages: np.ndarray) -> Tensor:
+        """Where the salient tokens of each of ``pages`` begin among those of all: int64 ``[n, 1]``."""
+        return self._tensor(pages)[:, None] * self._kept
+
+    def _moved(self, name: str, x: Tensor, by: Tensor) -> Tensor:
+        """``x``; where it holds places of salient tokens, those ``by`` as much farther."""
+        if not name.startswith("kept_at"):
+            return x
+        return torch.where(x < 0, x, x + by.to(x.device)).to(x.dtype)
 
     @property
     def bytes(self) -> int:

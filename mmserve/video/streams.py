@@ -20,7 +20,6 @@ from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
 from mmserve.decode.blending import no_reuse
 from mmserve.decode.commit import ACCOMPANIED
-from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.engine import Engine
 from mmserve.errors import (
     Cancelled,
@@ -33,6 +32,7 @@ from mmserve.errors import (
     Unimplemented,
 )
 from mmserve.prune import pruner_for
+from mmserve.prune.base import judged_by_decoder
 from mmserve.record import Sink
 from mmserve.video.append import New, append
 from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats

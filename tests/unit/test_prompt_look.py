@@ -12,9 +12,9 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request, Vision
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.models.attended import Onlooker, shown_by
 from mmserve.models.base import Attention, LoadedModel

@@ -24,11 +24,11 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.kv.prefix import page_keys

@@ -36,7 +36,7 @@ from mmserve.decode.constraint.witness import Infeasible, Witness, begun, fittin
 from mmserve.decode.paths.lexicon import Lexicon
 from mmserve.decode.paths.vocabulary import Vocabulary, spell
 from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
-from mmserve.models.base import Model
+from mmserve.models.base import EncoderModel
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -88,7 +88,7 @@ class Admitted:
         if self.layout is not None:
             return replace(self, layout=self.layout.apart())
         witness = self.witness.apart()
-        return replace(self, witness=witness, split=_splitter(witness) if self.split is not None else None)
+        return replace(self, witness=witness, split=splitter(witness) if self.split is not None else None)
 
     @property
     def weight(self) -> int:
@@ -159,7 +159,7 @@ def failures(why: str, field: str) -> Iterator[None]:
 class Admission:
     """Admits constrained requests to one model; may be called from any thread, and blocks it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderModel) -> None:
         self._model = model
         self._language: _Language | None = None
         self._closed = False
@@ -199,7 +199,7 @@ class Admission:
         if self._model.spec.causal:
             with failures(f"at least {{}} for the template, not {budget}", "sampling.max_new_tokens"):
                 witness = one_by_one(found, language.vocabulary, language.lexicon, budget)
-            split = _splitter(witness)
+            split = splitter(witness)
             return Admitted(witness, language.lexicon, warnings, None, judges=judges, split=split)
         parts = list[list[int] | Witness]()
         for part in found:
@@ -242,13 +242,17 @@ class Admission:
             return self._language
 
 
-def _splitter(witness: Witness) -> Split | None:
-    """By a parser that nothing else is asked of: it is needed when the answer is whole."""
+def splitter(witness: Witness) -> Split | None:
+    """What a template's answer is split by; None where it is not one language.
+
+    By a parser that nothing else is asked of: it is needed when the answer is whole."""
     row = witness.language
     return row.apart().split if isinstance(row, Concatenation) else None
 
 
-def _language(model: Model) -> _Language:
+def spelled_vocabulary(model: EncoderModel) -> Vocabulary:
+    """The tokens that constraints of ``model`` are over. Raises ``Unimplemented`` where it is not known what they
+    spell."""
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
     size = model.vocab_size
     try:
@@ -257,7 +261,12 @@ def _language(model: Model) -> _Language:
         raise Unimplemented(f"model {spec.name!r} decodes without constraints: {error}") from error
     banned = {*spec.banned_ids, spec.mask_id}
     generated = [b"" if i in banned else text for i, text in enumerate(spelled[:size])]
-    vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
+    return Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
+
+
+def _language(model: EncoderModel) -> _Language:
+    tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
+    vocabulary = spelled_vocabulary(model)
     proved = Proved(vocabulary.token_bytes, min(spec.end_ids), tuple(sorted(spec.end_ids)))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding

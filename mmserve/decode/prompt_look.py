@@ -14,6 +14,7 @@ from torch import Tensor
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request
 from mmserve.encode.embedding import deep_rows, embedded
+from mmserve.encode.encoder import check_length
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
 from mmserve.prune import pruner_of
@@ -26,12 +27,16 @@ class PromptLook:
     def __init__(self, model: LoadedModel, onlooker: Onlooker | None = None) -> None:
         self._model, self._onlooker = model, onlooker or Onlooker(model)
 
-    def pruned(self, request: Request, encoded: Encoded) -> Encoded:
-        """What the request's pruner leaves of ``encoded``; the prompt itself where it asks for no look."""
+    def pruned(self, request: Request, encoded: Encoded, max_tokens: int) -> Encoded:
+        """What the request's pruner leaves of ``encoded``, which has ``grids``.
+
+        ``InvalidArgument`` where that, and the answer, are more than ``max_tokens``.
+        """
         pruner, amount = pruner_of(request), request.vision.amount
-        if not encoded.grids or pruner is None or amount is None:
-            return encoded
-        return self.prune(encoded, pruner, amount, request.sampling.max_new_tokens)
+        assert pruner is not None and amount is not None, "encode leaves grids to pruners"
+        left = self.prune(encoded, pruner, amount, request.sampling.max_new_tokens)
+        check_length(request, len(left.ids), max_tokens)
+        return left
 
     def prune(self, encoded: Encoded, pruner: Pruner, amount: Amount, new_tokens: int) -> Encoded:
         """``encoded`` with what ``pruner`` leaves of each of its ``grids``; an answer of ``new_tokens`` follows."""

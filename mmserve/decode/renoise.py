@@ -9,8 +9,7 @@ Shapes in names: L positions of a canvas, V tokens of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.events import CommittedToken, Snapshot
+from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request, Sampling
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.scheduled import Scheduled
@@ -28,63 +28,17 @@ from mmserve.decode.constrained.renoised import projected, settle
 from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
+from mmserve.decode.renoised_states import CanvasDecoding, CanvasPrefilled, canvas_of, prefilled_of, state_of
 from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
 from mmserve.decode.state import Stepped
 from mmserve.decode.text import TextStream, canvas_text, committed_tokens
 from mmserve.errors import FieldViolation, InvalidArgument
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel, OpenCanvas, Renoising
+from mmserve.models.base import CanvasModel, OpenCanvas
 
 #: What of a request's sampling has a say: the rest is the model's own schedule.
 _FREE = ("seed", "max_new_tokens", "stop", "n")
-
-
-@dataclass
-class CanvasPrefilled:
-    """A request whose prompt is read, and what the network keeps of it."""
-
-    canvas: Canvas
-    features: Tensor | None  # visual tokens [n, D] of the prompt's images
-    past: Any = None
-    run: int = 0  # positions read
-    constrained: Constrained | None = None
-
-
-@dataclass
-class CanvasDecoding:
-    """A request in decode: its canvases, the noise that the open one holds, and what the last step said of it."""
-
-    request: Request
-    canvas: Canvas
-    features: Tensor | None  # visual tokens [n, D] of the prompt's images
-    past: Any
-    read: int  # positions that ``past`` holds
-    text: TextStream
-    renoising: Renoising
-    sampler: CanvasSampler
-    log_probabilities: np.ndarray  # float32 [N], of the final tokens of the answer
-    recomputed: int
-    constrained: Constrained | None = None
-    logits_LV: Tensor | None = None  # of the latest pass, until they are used
-    step: Step | None = None  # the latest of the open canvas; None = it is still all noise
-    still: int = 0  # steps in a row that predicted what the one before did
-    forwards: int = 0
-    edits: int = 0  # never: what is final stays
-
-    @property
-    def companion(self) -> None:
-        """None: see ``CanvasModel``."""
-
-    @property
-    def held(self) -> int:
-        """Positions with K/V, which the network keeps itself."""
-        return self.read
-
-    @property
-    def noise(self) -> Tensor:
-        """Int64 ``[L]``: the tokens of the open canvas."""
-        return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
 
 
 def check_renoising(request: Request, canvas_length: int, commit: Commit) -> None:
@@ -144,7 +98,12 @@ class CanvasDecoder:
 
     def open(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
         """The decode state of a request whose prompt is read: its first canvas is noise."""
-        d = CanvasDecoding(
+        d = self._opened(request, prefilled)
+        self._begin_canvas(d)
+        return d
+
+    def _opened(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
+        return CanvasDecoding(
             request,
             prefilled.canvas,
             prefilled.features,
@@ -157,8 +116,23 @@ class CanvasDecoder:
             prefilled.run,
             prefilled.constrained,
         )
-        self._begin_canvas(d)
-        return d
+
+    def payload(self, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
+        """A copy of a request that goes on in another process, as plain data."""
+        return state_of(self.model.network, state)
+
+    @torch.inference_mode()
+    def restored(
+        self,
+        request: Request,
+        payload: PrefilledPayload | CanvasPayload,
+        _pages: PageTable,
+        constrained: Constrained | None,
+    ) -> CanvasDecoding:
+        """A request that goes on here; raises ``TransferError`` where what came does not fit this model."""
+        live = isinstance(payload, CanvasPayload)
+        begun = prefilled_of(self.model.network, payload.prefilled if live else payload, constrained)
+        return canvas_of(self._opened(request, begun), payload) if live else self.open(request, begun)
 
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:

@@ -21,7 +21,7 @@ class TextStream:
     """Turns a growing row of final tokens into text that is never taken back."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self.tokenizer, self._stop = tokenizer, stop
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
         self._decoded = ""  # whole characters so far
@@ -58,7 +58,7 @@ class TextStream:
             if self.stopped:
                 break
             self._tokens.append(token)
-            self._decoded += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._decoded += self._decoder.step(self.tokenizer.backend_tokenizer, token) or ""
             self._cut()
         return self._take(len(self._decoded) - self._held())
 
@@ -76,7 +76,7 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text: what was held back, and what of a broken character can be shown."""
         if not self.stopped:
-            whole = _decode(self._tokenizer, self._tokens)
+            whole = _decode(self.tokenizer, self._tokens)
             if whole.startswith(self._decoded):
                 self._decoded = whole
             self._cut()

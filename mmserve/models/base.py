@@ -197,6 +197,14 @@ class CanvasNetwork(Protocol):
         """Logits (fp32 ``[L, V]``) of each canvas, all of one length."""
         ...
 
+    def held(self, past: Any) -> dict[str, Tensor]:
+        """The K/V of ``past`` by name, for another process; ``past`` stays as it is."""
+        ...
+
+    def past_of(self, held: Mapping[str, Tensor], positions: int) -> Any:
+        """What ``held`` was of, after so many ``positions``. Raises ``TransferError`` where it is of another form."""
+        ...
+
 
 @dataclass(frozen=True)
 class CanvasModel:

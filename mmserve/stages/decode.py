@@ -59,6 +59,12 @@ class DecodeStage:
         restored = None if constraint is None else self._restorer.restored(request, constraint).begun(request)
         self.live[request.id] = self._decoder.restored(request, payload, pages, restored)
 
+    def move(self, request: RequestId, to: Transport) -> None:
+        """Send a canvas on as it is between two steps, and forget it here; its pages are for others to take back."""
+        state = self.live[request]
+        to.send(request, self._decoder.payload(state))
+        del self.live[request]
+
     def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
         """One step of each request."""
         opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]

@@ -16,7 +16,6 @@ from mmserve.decode.constrained.restored import Restorer
 from mmserve.decode.prompt_look import PromptLook
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.embedding import place_features
-from mmserve.encode.encoder import check_length
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.table import PageTable
 from mmserve.models.attended import shown_by
@@ -127,8 +126,7 @@ class PrefillStage:
     def _looked(self, request: Request, prompt: Prompt) -> EncodedPrompt:
         """Prune a prompt by what the decoder sees of it, once for all samples of its request."""
         assert self._look is not None, "a model that shows nothing serves no such pruner"
-        encoded = self._look.pruned(request, prompt.encoded)
-        check_length(request, len(encoded.ids), self._max_tokens)
+        encoded = self._look.pruned(request, prompt.encoded, self._max_tokens)
         for i, sample in enumerate(samples(request)):
             self._prompts[sample.id] = Prompt(encoded, prompt.constraints[i : i + 1])
         return self._summaries.of(request, encoded)

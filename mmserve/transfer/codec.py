@@ -83,10 +83,10 @@ class Kinds:
             items = [self._plain(item, tensors) for item in value]
             return items if isinstance(value, tuple) else {"list": items}
         if isinstance(value, (np.ndarray, Tensor)):
-            key = f"{len(tensors)}"
-            of_numpy = isinstance(value, np.ndarray)
-            made = torch.from_numpy(np.ascontiguousarray(value)) if of_numpy else value.detach()
-            tensors[key] = made.contiguous()
+            key, of_numpy = f"{len(tensors)}", isinstance(value, np.ndarray)
+            made = torch.from_numpy(np.ascontiguousarray(value)) if of_numpy else value.detach().contiguous()
+            taken = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+            tensors[key] = made.clone() if made.untyped_storage().data_ptr() in taken else made  # none overlap
             return {"array" if of_numpy else "tensor": key}
         if isinstance(value, bytes):
             return {"bytes": value.hex()}

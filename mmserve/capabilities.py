@@ -5,7 +5,6 @@ from __future__ import annotations
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.info import ModelInfo, lacking
 from mmserve.core.request import Request, TextPart
-from mmserve.decode.blending import check_reuse, no_reuse
 from mmserve.decode.commit import (
     ACCOMPANIED,
     CAUSAL_COMMIT,
@@ -15,10 +14,11 @@ from mmserve.decode.commit import (
     RENOISING_COMMIT,
 )
 from mmserve.decode.constrained.sampling import check_sampling
+from mmserve.decode.extensions.image_reuse.checks import check_reuse, no_reuse
 from mmserve.decode.guidance import check_guidance
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING
-from mmserve.decode.renoise import check_renoising
+from mmserve.decode.uniform_state.checks import check_uniform_state
 from mmserve.defaults import tuning_of
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
@@ -101,7 +101,7 @@ class Capabilities:
         self._check_reduction(request)
         check_reuse(request, self.model, reads_pages=self.reads_pages)
         if self.model.spec.renoising is not None:
-            check_renoising(request, self.model.spec.block_length(), commit)
+            check_uniform_state(request, self.model.spec.block_length(), commit)
         block = self.model.spec.attention_block
         if block and request.diffusion.block_length not in (0, block):
             why = "one token after another" if block == 1 else f"blocks of {block}"

@@ -1,15 +1,19 @@
-"""The decoder of a model as the engine's settings have it: its pages, graphs, sparse attention and companion."""
+"""The decoder of a model as the engine's settings have it: its pages, graphs, sparse attention and draft model."""
 
 from __future__ import annotations
 
 from mmserve.capabilities import rows_apart
 from mmserve.config import EngineConfig
-from mmserve.decode.blending import Blender, no_reuse
-from mmserve.decode.companion import Companion
+from mmserve.decode.extensions.base import Extension
+from mmserve.decode.extensions.draft_model import DraftModel
+from mmserve.decode.extensions.eviction import KVEviction
+from mmserve.decode.extensions.image_reuse.checks import no_reuse
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.graphs import graphs_for
 from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.parts import Parts
 from mmserve.decode.policies import Offered
-from mmserve.decode.renoise import CanvasDecoder
+from mmserve.decode.uniform_state.decoder import UniformStateDecoder
 from mmserve.encode.cache import TensorCache
 from mmserve.errors import ConfigError
 from mmserve.kv.quantized import QuantizedStore
@@ -22,7 +26,7 @@ from mmserve.models.packed import pack
 
 def decoder_for(
     model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache
-) -> DiffusionDecoder | CanvasDecoder:
+) -> DiffusionDecoder | UniformStateDecoder:
     """The decoder of ``model`` with its pages; on a CPU the model's weights are packed from here on.
 
     Raises ``ConfigError`` where the settings and the model do not agree.
@@ -33,26 +37,29 @@ def decoder_for(
             raise ConfigError(
                 f"model {model.spec.name!r} keeps its K/V to itself: [engine] takes no sparse_* or kv_bits"
             )
-        return CanvasDecoder(model, offered)
+        return UniformStateDecoder(model, offered)
     beside = model.companion
     for each in (model, beside):
         if each is not None:
             pack(each.decoder)
     if model.device.type == "cuda":
         _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
-    companion = Companion(beside, _store(beside, engine), model) if beside is not None else None
     store = _store(model, engine)
+    extensions: list[Extension] = [KVEviction(model, store), ImageKVReuse(model, store, kv)]
+    if beside is not None:
+        extensions.append(DraftModel(beside, _store(beside, engine), model))
     sparse = Sparse(model, store, engine) if chosen else None
     return DiffusionDecoder(
-        model,
-        store,
-        chunk=engine.prefill_tokens,
-        companion=companion,
-        offered=offered,
-        sparse=sparse,
-        graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
-        blender=Blender(model, store, kv),
-        runs_ahead=rows_apart(engine),
+        Parts.of(
+            model,
+            store,
+            extensions,
+            chunk=engine.prefill_tokens,
+            offered=offered,
+            sparse=sparse,
+            graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
+            runs_ahead=rows_apart(engine),
+        )
     )
 
 

@@ -12,10 +12,10 @@ from mmserve.core.events import Event, Finished, StageTimes, Usage
 from mmserve.core.plan import Entry
 from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
 from mmserve.core.samples import samples
+from mmserve.decode.state import Answer
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.schedule.fair import aged
-from mmserve.stages import Answer
 
 Sink = Callable[[Event], None]
 #: Requests whose media are read at once; how many files are decoded at once is up to ``[media] decode_workers``.

@@ -1,18 +1,16 @@
-"""Stage workers: where a stage's batches run, and how one request's failure is kept from the rest of its batch."""
+"""Stage workers: where a stage's batches run."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from mmserve.priority import lower_priority
 
-A = TypeVar("A")
-B = TypeVar("B")
 Job = Callable[[], None]
 #: How long a job that gives way waits for a next one after each that it has let run (seconds): mostly the next step of
 #: the same request, which the engine plans in between.
@@ -93,18 +91,3 @@ class ThreadWorker:
         while (job := self._jobs.get()) is not None:
             job()
             self._free.release()
-
-
-def run_isolated(run: Callable[[list[A]], Sequence[B]], batch: list[A]) -> list[B | BaseException]:
-    """Results of ``run(batch)``; if that raises, of ``run([item])`` for each item, with the exception where it raises.
-
-    ``run`` must leave no trace of a call that raised.
-    """
-    try:
-        return list(run(batch))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - native panics too; the engine reports it
-        if len(batch) == 1:
-            return [error]
-    return [outcome for item in batch for outcome in run_isolated(run, [item])]

@@ -233,7 +233,7 @@ class Home:
 
     def _give_back(self, request: Request) -> None:
         self.pool.release(self.pages.pop(request.id).ids)
-        for stored in getattr(getattr(self.decoder, "store", None), "keys", ()):
+        for stored in getattr(getattr(getattr(self.decoder, "parts", None), "store", None), "keys", ()):
             stored.fill_(torch.nan)  # whoever still reads these pages shall not find what it looks for
 
 

@@ -38,6 +38,7 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Request, TextPart, VideoPart
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.parts import Parts
 from mmserve.encode.media import decode_image
 from mmserve.encode.video import Clip, decode_video
 from mmserve.kv.store import KVStore
@@ -222,11 +223,11 @@ class Qwen:
 def served_rows(model: LoadedModel, request: Request, one: Encoded) -> Tensor:
     """Logits ``[T, V]`` of a prompt's rows over paged K/V."""
     store = KVStore(model.decoder.config, pages=100, page_size=4, dtype=model.dtype, device=model.device)
-    decoder = DiffusionDecoder(model, store)
+    decoder = DiffusionDecoder(Parts.of(model, store))
     begun = decoder.begin(request, one, PageTable(tuple(range(100))))
     rows = np.arange(len(one.ids))
-    whole = replace(decoder.passes.first(begun), rows=rows, targets=rows + 1, wanted=rows, visible=len(rows))
-    return forward(model, store, [whole], decoder._floor)[0].whole()
+    whole = replace(decoder.parts.passes.first(begun), rows=rows, targets=rows + 1, wanted=rows, visible=len(rows))
+    return forward(model, store, [whole], decoder.parts.runner.floor)[0].whole()
 
 
 def flatten(path: Path) -> None:

@@ -28,9 +28,10 @@ from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
-from mmserve.decode.blending import Blender, in_one_go, no_reuse
+from mmserve.decode.extensions.image_reuse.checks import no_reuse
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
+from mmserve.decode.extensions.image_reuse.selective import RowWatcher, SelectiveRecompute
 from mmserve.decode.forward import Pass, forward, row_floor
-from mmserve.decode.repairing import Repairer, Repairing
 from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
@@ -199,8 +200,8 @@ class _Logits:
         self._encoder = Encoder(model, media, max_tokens=model.spec.max_tokens)
         pages, config = pages_for(model.spec.max_tokens, _PAGE), model.decoder.config
         self._store = KVStore(config, pages=pages, page_size=_PAGE, dtype=model.dtype, device=model.device)
-        self._blender = Blender(model, self._store, TensorCache(_ALL))
-        self._repairer = Repairer(self._store, model.dtype)
+        self._reuse = ImageKVReuse(model, self._store, TensorCache(_ALL))
+        self._watcher = RowWatcher(self._store, model.dtype)
 
     @torch.inference_mode()
     def of(self, one: Item, setting: Setting) -> Tensor:
@@ -226,27 +227,27 @@ class _Logits:
         pages = np.arange(pages_for(made.size, _PAGE))
         embeddings, deep = embedded(model, made.tokens, encoded)
         size = len(encoded.ids) if spec.causal else made.size
-        first, repairing = len(prompt.ids) - spec.logit_shift, None
+        first, selective = len(prompt.ids) - spec.logit_shift, None
         rows, wanted = np.arange(size), np.arange(first, min(first + len(answer) + 1, size))
         if (reuse := reuse_of(request)) is not None:
-            prompt = replace(prompt, span_keys=self._blender.keys(prompt))
-            taken = in_one_go(self._blender.take(reuse, prompt, made, embeddings, deep, pages))
-            rows, repairing = rows[~taken.held[:size]], taken.repairing
+            prompt = replace(prompt, span_keys=self._reuse.keys(prompt))
+            reused = in_one_go(self._reuse.make(reuse, prompt, made, embeddings, deep, pages))
+            rows, selective = rows[~reused.positions[:size]], reused.selective
 
-        def run(rows: np.ndarray, wanted: np.ndarray, repairing: Repairing | None = None) -> Tensor:
+        def run(rows: np.ndarray, wanted: np.ndarray, selective: SelectiveRecompute | None = None) -> Tensor:
             visible = int(wanted[-1]) + 1 if spec.causal else size
             sees = np.full(len(wanted), visible)
-            seen = None if repairing is None else self._repairer.watch(repairing, rows, wanted, sees, pages)
+            seen = None if selective is None else self._watcher.watch(selective, rows, wanted, sees, pages)
             one_pass = Pass(made, pages, embeddings, rows, wanted, wanted, visible, deep, observation=seen)
             [found] = forward(model, self._store, [one_pass], self._floor)
-            if repairing is not None and seen is not None:
-                repairing.absorb(seen)
+            if selective is not None and seen is not None:
+                selective.absorb(seen)
             return found.whole()
 
-        if repairing is None or not spec.causal:
+        if selective is None or not spec.causal:
             return run(rows, wanted).log_softmax(-1)
         found = [run(rows[rows <= first], wanted[:1])]  # as it decodes: positions are run again beside each token
-        found += [run(np.union1d(repairing.rows(), [at]), np.array([at]), repairing) for at in wanted[1:]]
+        found += [run(np.union1d(selective.rows(), [at]), np.array([at]), selective) for at in wanted[1:]]
         return torch.cat(found).log_softmax(-1)
 
 

@@ -8,7 +8,7 @@ canvas counts is all the state that a generator has. ``transfer/payloads.py`` gi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,9 @@ class GuidanceState:
 class PrefilledPayload:
     """Prefill → decode: a canvas of masks, or of a next-token model, with the K/V of its pages.
 
-    ``features`` are the visual tokens of models that read their prompt again. ``extensions``: by name, what else the
-    request asked for keeps of it, in numbers, texts, arrays, tensors, and lists and tables of them.
+    ``features`` are the visual tokens of models that read their prompt again. ``draft_kv`` are of the draft or verifier
+    model. ``extensions``: what else the request asked for keeps of it, each a table with its kind's name as ``is``, of
+    numbers, texts, arrays, tensors, and lists and tables of them.
     """
 
     canvas: Canvas
@@ -73,7 +74,8 @@ class PrefilledPayload:
     features: Tensor | None = None  # [n, D]
     deep: DeepStack | None = None
     guidance: GuidanceState | None = None
-    extensions: Mapping[str, Any] = field(default_factory=dict)
+    draft_kv: KVState | None = None
+    extensions: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What becomes final in a step: the commit policy's choice of the candidates, or of a constrained request's witness."""
+"""What becomes final in a step: the commit policy's choice of the candidates, or an extension's own."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas, among
 from mmserve.decode.commit import Candidates
-from mmserve.decode.companion import heard
-from mmserve.decode.constrained.step import Chosen, chosen
+from mmserve.decode.constrained.step import Chosen
 from mmserve.decode.state import Decoding
 from mmserve.models.base import ModelSpec
 
 
 def final_tokens(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
-    """What of ``proposed`` becomes final, or of the witness at their positions; padding behind an end is part of it."""
-    if d.companion is not None:
-        proposed = heard(d.commit, d.canvas, proposed, d.companion)
-    if d.constrained is not None:
-        final = chosen(d.constrained, d.canvas, proposed, d.commit, causal=spec.causal)
-    else:
-        alone = spec.causal and len(proposed.positions) == 1  # one of them at least is always chosen
-        which = slice(None) if alone else d.commit.choose(d.canvas, proposed)
-        sure = np.log(np.maximum(proposed.confidence[which], np.finfo(np.float32).tiny))
-        final = Chosen(proposed.positions[which], proposed.tokens[which], sure)
+    """What of ``proposed`` becomes final, or of what an extension chooses; padding after an end is part of it."""
+    for extension in d.extensions:
+        proposed = extension.verify(d.canvas, proposed, d.commit)
+    made = (extension.choose(d.canvas, proposed, d.commit) for extension in d.extensions)
+    final = next((each for each in made if each is not None), None) or _policy_choice(d, proposed, spec)
     return _closed(d.canvas, final, spec) if d.commit.closes and not d.canvas.padded else final
+
+
+def _policy_choice(d: Decoding, proposed: Candidates, spec: ModelSpec) -> Chosen:
+    alone = spec.causal and len(proposed.positions) == 1  # one of them at least is always chosen
+    which = slice(None) if alone else d.commit.choose(d.canvas, proposed)
+    sure = np.log(np.maximum(proposed.confidence[which], np.finfo(np.float32).tiny))
+    return Chosen(proposed.positions[which], proposed.tokens[which], sure)
 
 
 def _closed(canvas: Canvas, final: Chosen, spec: ModelSpec) -> Chosen:

@@ -2,149 +2,162 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
+from mmserve.core.encoded import DeepStack
 from mmserve.core.payloads import CandidatesState, CanvasPayload, GuidanceState, KVState, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Verdict
-from mmserve.decode.companion import Companion
 from mmserve.decode.constrained.restored import constraint_state
 from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.repairing import Repairing
-from mmserve.decode.state import CompanionState, Decoding, Guidance, Prefilled, Taken
+from mmserve.decode.extensions.base import RequestExtension
+from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.extensions.draft_model import DraftModel, DraftState
+from mmserve.decode.extensions.image_reuse.reuse import ReusedKV
+from mmserve.decode.extensions.image_reuse.selective import SelectiveRecompute
+from mmserve.decode.parts import Parts
+from mmserve.decode.state import Decoding, Guidance, Prefilled, extension_of
 from mmserve.errors import TransferError
+from mmserve.kv.evictor import EvictionState, LayerNotes
 from mmserve.kv.pool import pages_for
-from mmserve.kv.reducer import LayerNotes, Reducing
-from mmserve.kv.reduction import reduction_of
-from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 
-
-class Handover:
-    """What is handed over between the stores of one model's decoders, and their companions'."""
-
-    def __init__(self, store: KVStore, companion: Companion | None, sparse: Sparse | None) -> None:
-        self._store, self._companion, self._sparse = store, companion, sparse
-
-    def prefilled(self, state: Prefilled, candidates: Candidates | None) -> PrefilledPayload:
-        """A copy of ``state``; ``candidates``: those that are not chosen from yet."""
-        guidance = state.guidance
-        extensions: dict[str, Any] = {}
-        if state.companion is not None:
-            extensions["companion"] = self._companion_state(state.companion, state.pages)
-        if state.reducing is not None:
-            extensions["eviction"] = _reducing_state(state.reducing)
-        if state.taken is not None:
-            extensions["image_reuse"] = _taken_state(state.taken)
-        return PrefilledPayload(
-            canvas=state.canvas,
-            kv=self._kv(self._store, state.pages, state.held),
-            recomputed=state.recomputed,
-            candidates=None if candidates is None else _candidates_state(candidates),
-            constraint=None if state.constrained is None else constraint_state(state.constrained),
-            embeddings=state.embeddings,
-            deep=state.deep,
-            guidance=None
-            if guidance is None
-            else GuidanceState(guidance.scale, guidance.embeddings, self._kv(self._store, guidance.pages, state.held)),
-            extensions=extensions,
-        )
-
-    def restored(
-        self, request: Request, payload: PrefilledPayload, pages: PageTable, constrained: Constrained | None
-    ) -> Prefilled:
-        """The state of ``request`` over ``pages`` of this store, which are its own.
-
-        Raises ``TransferError`` where what came does not fit this store, or this server.
-        """
-        ids = np.asarray(pages.ids, dtype=np.int64)
-        guidance, held = None, payload.kv.positions
-        if payload.guidance is not None:
-            ids, beside = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-            self._take(self._store, beside, payload.guidance.kv)
-            guidance = Guidance(payload.guidance.scale, beside, payload.guidance.embeddings)
-        self._take(self._store, ids, payload.kv)
-        if self._sparse is not None:
-            self._sparse.took(ids[: pages_for(held, self._store.page_size)], held)
-        candidates = None if payload.candidates is None else _candidates(payload.candidates)
-        found = dict(payload.extensions)
-        companion, eviction = found.pop("companion", None), found.pop("eviction", None)
-        image_reuse = found.pop("image_reuse", None)
-        if found:
-            raise TransferError(f"a canvas came with {sorted(found)}, which this server does not know")
-        return Prefilled(
-            payload.canvas,
-            ids,
-            payload.embeddings,
-            candidates,  # type: ignore[arg-type]
-            payload.recomputed,
-            held,
-            None if companion is None else self._restored_companion(companion, ids),
-            constrained,
-            payload.deep,
-            None if eviction is None else _reducing(request, eviction),
-            None if image_reuse is None else _taken(image_reuse),
-            guidance,
-        )
-
-    def _kv(self, store: KVStore, pages: np.ndarray, positions: int) -> KVState:
-        held = pages[: pages_for(positions, store.page_size)]
-        return KVState(positions, store.page_size, store.read_pages(held))
-
-    def _take(self, store: KVStore, pages: np.ndarray, kv: KVState) -> None:
-        if kv.page_size != store.page_size:
-            raise TransferError(f"pages of {kv.page_size} positions came to a store of pages of {store.page_size}")
-        count = pages_for(kv.positions, kv.page_size)
-        if count > len(pages):
-            raise TransferError(f"{count} pages came, and {len(pages)} are there for them")
-        store.write_pages(pages[:count], kv.tensors)
-
-    def _companion_state(self, state: CompanionState, pages: np.ndarray) -> dict[str, Any]:
-        assert self._companion is not None
-        known = np.flatnonzero(state.seen >= 0)
-        return {
-            "embeddings": state.embeddings,
-            "seen": state.seen,
-            "drafted": state.drafted,
-            "verdict": None
-            if state.verdict is None
-            else {
-                "own": _candidates_state(state.verdict.own),
-                "rank": state.verdict.rank,
-                "relative": state.verdict.relative,
-            },
-            "forwards": state.forwards,
-            "deep": state.deep,
-            "kv": self._kv(self._companion.store, pages, int(known[-1]) + 1 if len(known) else 0),
-        }
-
-    def _restored_companion(self, state: dict[str, Any], pages: np.ndarray) -> CompanionState:
-        if self._companion is None:
-            raise TransferError("a canvas came with a companion's state, and this server has no companion")
-        self._take(self._companion.store, pages, state["kv"])
-        verdict = state["verdict"]
-        if verdict is not None:
-            verdict = Verdict(_candidates(verdict["own"]), verdict["rank"], verdict["relative"])
-        return CompanionState(
-            state["embeddings"], state["seen"], state["drafted"], verdict, state["forwards"], state["deep"]
-        )
+#: What extensions' snapshots consist of; in a payload each is a table of its fields, under its name.
+_STATES = (Candidates, DeepStack, DraftState, EvictionState, LayerNotes, ReusedKV, SelectiveRecompute, Verdict)
+_BY_NAME = {kind.__name__: kind for kind in _STATES}
+_KIND = "is"
 
 
-def live_canvas(handover: Handover, d: Decoding) -> CanvasPayload:
-    """A copy of a canvas between two steps."""
+def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
+    """A request that goes on over another store: as prefill hands it over, or between two steps of decode."""
+    if isinstance(state, Prefilled):
+        return _prefilled(parts, state, state.candidates)
     return CanvasPayload(
-        handover.prefilled(d.prefilled, d.candidates),
-        d.text.state(),
-        d.log_probabilities,
-        d.forwards,
-        d.edits,
-        d.rows,
-        d.fresh,
+        _prefilled(parts, state.prefilled, state.candidates),
+        state.text.state(),
+        state.log_probabilities,
+        state.forwards,
+        state.edits,
+        state.rows,
+        state.fresh,
     )
+
+
+def prefilled_of(
+    parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Constrained | None
+) -> tuple[Prefilled, Candidates | None]:
+    """The state of ``request`` over ``pages`` of this store, which are its own, and the candidates of its next step
+    where they are there. ``session``: its constraint.
+
+    Raises ``TransferError`` where what came does not fit this store, or this server.
+    """
+    ids = np.asarray(pages.ids, dtype=np.int64)
+    guidance, held = None, payload.kv.positions
+    if payload.guidance is not None:
+        ids, beside = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        _fill(parts.store, beside, payload.guidance.kv)
+        guidance = Guidance(payload.guidance.scale, beside, payload.guidance.embeddings)
+    _fill(parts.store, ids, payload.kv)
+    parts.runner.took(ids[: pages_for(held, parts.store.page_size)], held)
+    extensions = [_restored(parts, request, payload, plain) for plain in payload.extensions]
+    if payload.draft_kv is not None:
+        draft_model = parts.extension(DraftModel)
+        if draft_model is None:
+            raise TransferError("a canvas came with the K/V of a draft model, and this server has none")
+        _fill(draft_model.store, ids, payload.draft_kv)
+    if session is not None:
+        extensions.append(Constraint(session, parts.model.spec.causal))
+    found = None if payload.candidates is None else _candidates(payload.candidates)
+    none = Candidates(ids[:0], ids[:0], np.zeros(0, np.float32), None, None)
+    return Prefilled(
+        payload.canvas,
+        ids,
+        payload.embeddings,
+        none if found is None else found,
+        payload.recomputed,
+        held,
+        tuple(extensions),
+        payload.deep,
+        guidance,
+    ), found
+
+
+def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None) -> PrefilledPayload:
+    guidance, constraint = state.guidance, extension_of(state.extensions, Constraint)
+    snapshots = [each.snapshot() for each in state.extensions if each is not constraint]
+    draft, draft_model = next((s for s in snapshots if isinstance(s, DraftState)), None), parts.extension(DraftModel)
+    return PrefilledPayload(
+        canvas=state.canvas,
+        kv=_kv(parts.store, state.pages, state.held),
+        recomputed=state.recomputed,
+        candidates=None if candidates is None else _candidates_state(candidates),
+        constraint=None if constraint is None else constraint_state(constraint.session),
+        embeddings=state.embeddings,
+        deep=state.deep,
+        guidance=None
+        if guidance is None
+        else GuidanceState(guidance.scale, guidance.embeddings, _kv(parts.store, guidance.pages, state.held)),
+        draft_kv=None if draft is None or draft_model is None else _draft_kv(draft_model.store, draft, state.pages),
+        extensions=tuple(_plain(snapshot) for snapshot in snapshots if snapshot is not None),
+    )
+
+
+def _restored(parts: Parts, request: Request, payload: PrefilledPayload, plain: Any) -> RequestExtension:
+    snapshot = _live(plain)
+    for extension in parts.extensions:
+        restored = extension.restore(request, payload.canvas, snapshot)
+        if restored is not None:
+            return restored
+    name = type(snapshot).__name__
+    raise TransferError(f"a canvas came with {name!r}, and this server or its request has no extension for that")
+
+
+def _kv(store: KVStore, pages: np.ndarray, positions: int) -> KVState:
+    held = pages[: pages_for(positions, store.page_size)]
+    return KVState(positions, store.page_size, store.read_pages(held))
+
+
+def _draft_kv(store: KVStore, state: DraftState, pages: np.ndarray) -> KVState:
+    known = np.flatnonzero(state.seen >= 0)
+    return _kv(store, pages, int(known[-1]) + 1 if len(known) else 0)
+
+
+def _fill(store: KVStore, pages: np.ndarray, kv: KVState) -> None:
+    if kv.page_size != store.page_size:
+        raise TransferError(f"pages of {kv.page_size} positions came to a store of pages of {store.page_size}")
+    count = pages_for(kv.positions, kv.page_size)
+    if count > len(pages):
+        raise TransferError(f"{count} pages came, and {len(pages)} are there for them")
+    store.write_pages(pages[:count], kv.tensors)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with a table in place of each of ``_STATES``."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    name = type(value).__name__
+    assert name in _BY_NAME, f"{name} is in no table of states"
+    return {_KIND: name, **{field.name: _plain(getattr(value, field.name)) for field in fields(value)}}
+
+
+def _live(plain: Any) -> Any:
+    """As ``_plain`` was given it. ``TransferError`` for a state that is not known."""
+    if isinstance(plain, list):
+        return [_live(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    name = plain.get(_KIND)
+    try:
+        return _BY_NAME[str(name)](**{key: _live(value) for key, value in plain.items() if key != _KIND})
+    except (KeyError, TypeError) as error:
+        raise TransferError(f"a canvas came with the state {name!r}, which this server does not know") from error
 
 
 def _candidates_state(found: Candidates) -> CandidatesState:
@@ -153,30 +166,3 @@ def _candidates_state(found: Candidates) -> CandidatesState:
 
 def _candidates(state: CandidatesState) -> Candidates:
     return Candidates(state.positions, state.tokens, state.confidence, state.gap, state.entropy)
-
-
-def _reducing_state(state: Reducing) -> dict[str, Any]:
-    return {
-        "prompt": state.prompt,
-        "visual_rows": state.visual_rows,
-        "visual": state.visual,
-        "evicted": state.evicted,
-        "outputs": state.outputs,
-        "layers": [vars(notes) for notes in state.layers],
-    }
-
-
-def _reducing(request: Request, state: dict[str, Any]) -> Reducing:
-    policy = reduction_of(request)
-    if policy is None:
-        raise TransferError("a canvas came whose K/V are reduced, and its request asks for none of that")
-    return Reducing(policy, **{**state, "layers": [LayerNotes(**notes) for notes in state["layers"]]})
-
-
-def _taken_state(state: Taken) -> dict[str, Any]:
-    return {"held": state.held, "repairing": None if state.repairing is None else vars(state.repairing)}
-
-
-def _taken(state: dict[str, Any]) -> Taken:
-    repairing = state["repairing"]
-    return Taken(state["held"], None if repairing is None else Repairing(**repairing))

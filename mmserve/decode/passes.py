@@ -11,10 +11,9 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.decode.commit import Commit
 from mmserve.decode.commit.base import is_partial
-from mmserve.decode.constrained.step import led
 from mmserve.decode.forward import Pass
 from mmserve.decode.recompute.base import every_position
-from mmserve.decode.state import Decoding, Prefilling, Taken
+from mmserve.decode.state import Decoding, Prefilling
 from mmserve.models.base import Attention, LoadedModel
 
 
@@ -36,11 +35,13 @@ class Passes:
 
         Chunks end with a page: which rows of a page are run together must not depend on where the first one began.
         """
-        drafted = p.canvas.tokens[:0] if p.constrained is not None else None
+        observed = any(extension.observes for extension in p.extensions)
+        drafted = p.canvas.tokens[:0] if observed else None
         whole = self._over(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
         whole = replace(whole, deep=p.deep)
         rows = whole.rows[p.run :]
-        rows = _own(rows, p.taken)
+        for extension in p.extensions:
+            rows = extension.rows(rows, first=True)
         if self.chunk and self.model.spec.causal and len(rows) > self.chunk:
             most = min(rows[self.chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
             end = p.run + self._whole_pages(p.run, int(most))
@@ -57,18 +58,16 @@ class Passes:
     def next(self, d: Decoding, rows: np.ndarray) -> Pass:
         """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
 
-        A draft's embeddings are put into the request's own: it is run as if it stood on the canvas. Positions whose K/V
-        were taken from elsewhere are left out, but for those whose turn it is to be run after all.
+        A draft's embeddings are put into the request's own: it is run as if it stood on the canvas. What of the rows is
+        run, and what is drafted, the request's extensions may change.
         """
-        drafted = d.companion.drafted if d.companion is not None else None
-        p = d.prefilled
-        repairing = None if p.taken is None else p.taken.repairing
-        ahead = self.runs_ahead and self.model.spec.causal and p.reducing is None and repairing is None
-        if d.constrained is not None and ahead:
-            drafted = led(d.constrained, d.canvas, self._draft(d.canvas, d.commit) if drafted is None else drafted)
-        rows = _own(rows, p.taken)
-        if repairing is not None:
-            rows = np.union1d(rows, repairing.rows())
+        p, drafted = d.prefilled, None
+        if d.extensions:
+            ahead = self.runs_ahead and self.model.spec.causal and all(e.runs_ahead for e in d.extensions)
+            drafted = self._draft(d.canvas, d.commit) if self.model.spec.causal else d.canvas.tokens[:0]
+            for extension in d.extensions:
+                drafted = extension.draft(d.canvas, drafted, ahead=ahead)
+                rows = extension.rows(rows, first=False)
         found = self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted)
         return found if p.deep is None else replace(found, deep=p.deep)
 
@@ -84,7 +83,7 @@ class Passes:
         """What to run for the open positions of the block, or of the canvas if ``commit`` looks at all of it.
 
         The rows that tell of them are run too. Where attention ends at a row, or at its block, what stands right of
-        that is of no use yet. ``drafted``: what a companion drafted for this pass; None = that is the policy's to do.
+        that is of no use yet. ``drafted``: what is drafted for this pass; None = that is the policy's to do.
         """
         spec = self.model.spec
         if spec.attention is Attention.BLOCK_CAUSAL:
@@ -131,8 +130,3 @@ def _within(positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return np.zeros(len(positions), dtype=bool)
     return rows[np.minimum(rows.searchsorted(positions), len(rows) - 1)] == positions
-
-
-def _own(rows: np.ndarray, taken: Taken | None) -> np.ndarray:
-    """Those of ``rows`` whose K/V were not taken from elsewhere."""
-    return rows if taken is None else rows[~taken.held[rows]]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from mmserve.core.canvas import Canvas
+from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.encoded import DeepStack
-from mmserve.core.events import Snapshot
+from mmserve.core.events import CommittedToken, ConstraintStats, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
-from mmserve.decode.commit.base import Verdict
-from mmserve.decode.constrained.state import Constrained
+from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.recompute import Recompute
-from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.decode.text import TextStream
-from mmserve.kv.reducer import Reducing
+
+E = TypeVar("E", bound=RequestExtension)
 
 
 @dataclass(frozen=True)
@@ -32,36 +31,67 @@ class Stepped:
     rows: int | None = None  # positions of its next pass; None = not known before
 
 
-@dataclass
-class Taken:
-    """What comes of K/V that were taken from elsewhere."""
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request that ended in decode; ``tokens`` only if it asked for them."""
 
-    held: np.ndarray  # bool [canvas]: positions whose K/V stay as they were taken; no policy runs them
-    repairing: Repairing | None = None  # where some of them are run while the answer is decoded
+    text: str
+    completion_tokens: int
+    forwards: int
+    recomputed_tokens: int
+    edits: int
+    kv_positions: int
+    tokens: tuple[CommittedToken, ...]
+    companion_forwards: int = 0
+    warnings: tuple[str, ...] = ()
+    closed_by_budget: bool = False
+    log_weight: float | None = None
+    constraint: ConstraintStats | None = None
+    holes: tuple[str, ...] = ()  # of a template
 
-    def absorb(self, seen: AskingRows) -> None:
-        """Take over what a pass showed, now that it is done; what it ran is the prompt's own from here on."""
-        if self.repairing is None:
-            raise ValueError("nothing was to be noted of this pass")
-        self.repairing.absorb(seen)
-        self.held[seen.rows] = False
+
+class Live(Protocol):
+    """What decode keeps of a request, whatever the kind of its model."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def canvas(self) -> Canvas: ...
+
+    @property
+    def text(self) -> TextStream: ...
+
+    @property
+    def extensions(self) -> tuple[RequestExtension, ...]: ...
+
+    @property
+    def log_probabilities(self) -> np.ndarray:
+        """Float32 ``[N]``, of the final tokens of the answer."""
+        ...
+
+    @property
+    def forwards(self) -> int: ...
+
+    @property
+    def edits(self) -> int:
+        """Committed tokens that were replaced."""
+        ...
+
+    @property
+    def recomputed(self) -> int:
+        """Token positions run through the model so far."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Positions with K/V."""
+        ...
 
 
-#: K/V of images on their way into a request's pages: how many positions each piece of that work has run through a
-#: layer, and in the end what came of it.
-Taking = Generator[int, None, Taken]
-
-
-@dataclass
-class CompanionState:
-    """What a companion has of one request, and what it says to the pass that is under way."""
-
-    embeddings: Tensor  # [N, D] of the companion, current at the prompt's positions and at those it has run
-    seen: np.ndarray  # int64 [N], the token behind the K/V of each position; -1 = none, or of another prefix
-    drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are judged by it
-    verdict: Verdict | None = None  # on the candidates, until they are chosen from
-    forwards: int = 0  # passes made
-    deep: DeepStack | None = None  # the companion's, of the prompt's visual tokens
+def extension_of(extensions: tuple[RequestExtension, ...], kind: type[E]) -> E | None:
+    """The extension of this kind; None where the request has none."""
+    return next((each for each in extensions if isinstance(each, kind)), None)
 
 
 @dataclass(frozen=True)
@@ -82,15 +112,15 @@ class Prefilling:
     pages: np.ndarray  # int64 page ids, in order of position
     embeddings: Tensor  # [N, D]
     commit: Commit
+    extensions: tuple[RequestExtension, ...] = ()
     run: int = 0
     reused: int = 0  # positions, counted from the left, that earlier requests ran
-    taking: Taking | None = None  # until K/V that are taken from elsewhere are in its pages
-    taken: Taken | None = None  # what came of that
-    companion: CompanionState | None = None  # for policies that ask for it
-    constrained: Constrained | None = None
     deep: DeepStack | None = None
-    reducing: Reducing | None = None  # where K/V are to be dropped
     guidance: Guidance | None = None
+
+    def extension(self, kind: type[E]) -> E | None:
+        """Its extension of this kind, if it has one."""
+        return extension_of(self.extensions, kind)
 
 
 @dataclass
@@ -103,11 +133,8 @@ class Prefilled:
     candidates: Candidates
     recomputed: int  # token positions run through the model so far
     held: int  # positions with K/V
-    companion: CompanionState | None = None
-    constrained: Constrained | None = None
+    extensions: tuple[RequestExtension, ...] = ()
     deep: DeepStack | None = None  # for policies that run the prompt again
-    reducing: Reducing | None = None
-    taken: Taken | None = None
     guidance: Guidance | None = None
 
 
@@ -132,8 +159,8 @@ class Decoding:
         return self.prefilled.canvas
 
     @property
-    def companion(self) -> CompanionState | None:
-        return self.prefilled.companion
+    def extensions(self) -> tuple[RequestExtension, ...]:
+        return self.prefilled.extensions
 
     @property
     def recomputed(self) -> int:
@@ -145,11 +172,31 @@ class Decoding:
         """Positions with K/V."""
         return self.prefilled.held
 
-    @property
-    def evicted(self) -> int:
-        """Positions whose K/V were dropped."""
-        return self.prefilled.reducing.evicted if self.prefilled.reducing is not None else 0
+    def extension(self, kind: type[E]) -> E | None:
+        """Its extension of this kind, if it has one."""
+        return extension_of(self.extensions, kind)
 
-    @property
-    def constrained(self) -> Constrained | None:
-        return self.prefilled.constrained
+    def count_pass(self, rows: int, held: int) -> None:
+        """Note a pass that ran so many ``rows``; ``held`` positions have K/V now."""
+        self.rows = None
+        self.canvas.count_forward()
+        self.forwards += 1
+        self.prefilled.recomputed += rows * self.request.sequences
+        self.prefilled.held = held
+
+    def fill(self, positions: np.ndarray, tokens: np.ndarray, log_probabilities: np.ndarray) -> int:
+        """Fill masked positions, replace committed ones, and go on to the next block if this one is final.
+
+        Returns how many tokens were replaced.
+        """
+        self.log_probabilities[positions] = log_probabilities
+        old = self.canvas.committed_at[positions] != MASKED
+        edited = int(old.sum())
+        if edited:
+            self.canvas.edit(positions[old], tokens[old])
+            positions, tokens = positions[~old], tokens[~old]
+        self.canvas.commit(positions, tokens, hold=True)
+        self.edits += edited
+        if self.commit.settled(self.canvas, edited):
+            self.canvas.advance()
+        return edited

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from mmserve.decode.commit import Candidates
-from mmserve.decode.commit.base import is_partial, is_proposing
+from mmserve.decode.commit.base import is_partial, is_proposing, is_verified
 from mmserve.decode.forward import Pass
 from mmserve.decode.logits import Logits, RowLogits, joined
 from mmserve.decode.sampler import GREEDY_BELOW, Shared, candidates, judged_mask
@@ -21,16 +21,17 @@ Member = tuple[Decoding, Pass, RowLogits]
 
 
 def is_plain(d: Decoding) -> bool:
-    """Whether a request's candidates depend on nothing but its logits: greedy, not penalised, not constrained."""
+    """Whether a request's candidates depend on nothing but its logits: greedy, not penalised, not observed."""
     sampling = d.request.sampling
     greedy = sampling.temperature < GREEDY_BELOW and sampling.repetition_penalty == 1
-    return greedy and d.constrained is None and not is_partial(d.commit) and not is_proposing(d.commit)
+    observed = any(extension.observes for extension in d.extensions)
+    return greedy and not observed and not is_partial(d.commit) and not is_proposing(d.commit)
 
 
 def is_forced(d: Decoding, p: Pass, spec: ModelSpec) -> bool:
     """Whether nothing reads the confidence of a pass's candidates: there is one, which the policy must choose, and the
     client does not ask for log-probabilities."""
-    return spec.causal and len(p.targets) == 1 and d.companion is None and not d.request.streaming.tokens
+    return spec.causal and len(p.targets) == 1 and not is_verified(d.commit) and not d.request.streaming.tokens
 
 
 def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> list[RowLogits | Shared]:

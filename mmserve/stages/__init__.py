@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mmserve.stages.decode import Answer, DecodeStage
+from mmserve.decode.state import Answer
+from mmserve.stages.decode import DecodeStage
 from mmserve.stages.encode import EncodeStage
 from mmserve.stages.joined import Stages
 from mmserve.stages.prefill import PrefillStage

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from mmserve.core.constraint import Template
-from mmserve.core.events import CommittedToken, ConstraintStats
+from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.decode.constrained.restored import Restorer
-from mmserve.decode.constrained.state import known_tokens
-from mmserve.decode.state import Stepped
+from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.state import Answer, Stepped, extension_of
+from mmserve.decode.step import step
 from mmserve.kv.table import PageTable
 from mmserve.memory import trim_soon
 from mmserve.models.base import Model
 from mmserve.transfer.base import Transport
-from mmserve.worker import run_isolated
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of a request that ended in decode; ``tokens`` only if it asked for them."""
-
-    text: str
-    completion_tokens: int
-    forwards: int
-    recomputed_tokens: int
-    edits: int
-    kv_positions: int
-    tokens: tuple[CommittedToken, ...]
-    companion_forwards: int
-    warnings: tuple[str, ...] = ()
-    closed_by_budget: bool = False
-    log_weight: float | None = None
-    constraint: ConstraintStats | None = None
-    holes: tuple[str, ...] = ()  # of a template
 
 
 class DecodeStage:
@@ -68,49 +47,21 @@ class DecodeStage:
     def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
         """One step of each request."""
         opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
-        proposed = iter(run_isolated(self._decoder.propose, [s for s in opened if not isinstance(s, BaseException)]))
-        outcomes: list[Stepped | BaseException] = []
-        for state in opened:
-            if isinstance(state, BaseException):
-                outcomes.append(state)
-            elif (failure := next(proposed)) is not None:
-                outcomes.append(failure)
-            else:
-                outcomes += run_isolated(self._commit, [state])
-        return outcomes
+        ran = iter(step(self._decoder, [s for s in opened if not isinstance(s, BaseException)]))
+        return [state if isinstance(state, BaseException) else next(ran) for state in opened]
 
     def finished(self, request: RequestId) -> Answer:
         """What came of a request that ended in decode."""
-        state = self.live[request]
-        tokens = self._decoder.tokens(state) if state.request.streaming.tokens else ()
-        held = state.held
-        if self._model.spec.causal:  # what a draft left behind the answer's end is of no use
-            held = min(held, state.canvas.prompt_length + state.text.tokens - state.evicted)
-        counts = (state.text.tokens, state.forwards, state.recomputed, state.edits, held)
-        beside = 0 if state.companion is None else state.companion.forwards
-        constrained = state.constrained
-        if constrained is None:
-            return Answer(state.text.text, *counts, tokens, beside)
-        asked = state.request.constraint
-        whole = asked is not None and isinstance(asked.kind, Template) and not state.text.stopped
-        return Answer(
-            state.text.text,
-            *counts,
-            tokens,
-            beside,
-            constrained.warnings,
-            constrained.witness.cut,
-            constrained.sampled.log_weight if constrained.sampled is not None else None,
-            constrained.meter.stats(),
-            constrained.holes(known_tokens(state.canvas)) if whole else (),
-        )
+        answer: Answer = self._decoder.answer(self.live[request])
+        return answer
 
     def release(self, request: RequestId) -> None:
         """Forget a request; its pages are for others to take back. Not while the worker runs it."""
         self._to_decode.drop(request)
         ended = self.live.pop(request, None)
-        if ended is not None and ended.constrained is not None:
-            took = ended.constrained.meter.stats()
+        constraint = None if ended is None else extension_of(ended.extensions, Constraint)
+        if constraint is not None:
+            took = constraint.session.meter.stats()
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late
@@ -126,10 +77,3 @@ class DecodeStage:
             if request.id not in self.live:
                 self.live[request.id] = self._decoder.open(request, self._to_decode.receive(request.id))
         return [self.live[request.id] for request in requests]
-
-    def _commit(self, states: list[Any]) -> list[Stepped]:
-        outcomes = [self._decoder.commit(state) for state in states]
-        for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.reason == "end" and state.constrained is not None:
-                state.constrained.check(state.text.text, known_tokens(state.canvas))
-        return outcomes

@@ -8,6 +8,7 @@ from contextlib import closing
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.encoded import Encoded
+from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
@@ -21,7 +22,6 @@ from mmserve.encode.encoder import Encoder, LoadedPrompt
 from mmserve.models.base import EncoderModel
 from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
 from mmserve.transfer.base import Transport
-from mmserve.worker import run_isolated
 
 #: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
 Tell = Callable[[EncodedPrompt | None, int], None]

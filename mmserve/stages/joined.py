@@ -18,14 +18,14 @@ from mmserve.core.info import ModelInfo
 from mmserve.core.request import Request, RequestId
 from mmserve.decode.policies import Offered
 from mmserve.decode.schedulers import Discrete
-from mmserve.decode.state import Stepped
+from mmserve.decode.state import Answer, Stepped
 from mmserve.decoders import decoder_for
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool, Decoders
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, Model
-from mmserve.stages.decode import Answer, DecodeStage
+from mmserve.stages.decode import DecodeStage
 from mmserve.stages.encode import EncodeStage, Tell
 from mmserve.stages.prefill import Outcome, PrefillStage
 from mmserve.stages.prompt import EncodedPrompt
@@ -145,5 +145,5 @@ class Stages:
     @property
     def store(self) -> KVStore:
         """Where the decoder keeps K/V; a renoising model's network keeps its own, and has none."""
-        store: KVStore = self.decoder.store
+        store: KVStore = self.decoder.parts.store
         return store

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from mmserve.core.encoded import Encoded
+from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
-from mmserve.decode.blending import reused
 from mmserve.decode.constrained.restored import Restorer
+from mmserve.decode.extensions.image_reuse.checks import reused
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.prompt_look import PromptLook
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.embedding import place_features
@@ -22,7 +24,6 @@ from mmserve.models.attended import shown_by
 from mmserve.models.base import LoadedModel, Model
 from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
 from mmserve.transfer.base import Transport
-from mmserve.worker import run_isolated
 
 #: As of ``PrefillStage.prefill``.
 Outcome = int | EncodedPrompt | BaseException | None
@@ -135,7 +136,8 @@ class PrefillStage:
         """``encoded`` with the keys of images whose K/V are taken from elsewhere."""
         if not reused(reuse_of(request), encoded):
             return encoded
-        return replace(encoded, span_keys=self._decoder.blender.keys(encoded, request.tenant.cache))
+        reuse: ImageKVReuse | None = self._decoder.parts.extension(ImageKVReuse)
+        return encoded if reuse is None else replace(encoded, span_keys=reuse.keys(encoded, request.tenant.cache))
 
     @torch.inference_mode()
     def _place_new(self, request: RequestId, state: Any) -> None:

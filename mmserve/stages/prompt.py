@@ -11,9 +11,9 @@ from mmserve.config import EngineConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.events import Usage
 from mmserve.core.request import Request
-from mmserve.decode.blending import reused
 from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.constrained.restored import Restored
+from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.encode.arriving import Arriving
 from mmserve.kv.prefix import page_keys, pages_a_unit

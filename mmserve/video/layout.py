@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmserve.core.encoded import Encoded, Past, Span
 from mmserve.core.request import Amount, Request, TextPart
-from mmserve.decode.blending import reused
+from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.encode.visual import pruned
 from mmserve.encode.watching import VISUAL, ids_of
 from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented

@@ -18,8 +18,8 @@ import torch
 from mmserve.config import VideoConfig
 from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
-from mmserve.decode.blending import no_reuse
 from mmserve.decode.commit import ACCOMPANIED
+from mmserve.decode.extensions.image_reuse.checks import no_reuse
 from mmserve.engine import Engine
 from mmserve.errors import (
     Cancelled,

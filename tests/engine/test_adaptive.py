@@ -65,9 +65,9 @@ def test_an_answer_is_the_same_among_strangers(bench) -> None:
 
 def test_a_failure_beside_it_does_not_change_an_answer(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass that failed has written keys and values already; the one that repeats it must run the same rows."""
-    from mmserve.decode import loop
+    from mmserve.decode import propose
 
-    policy, real = partial(100, 20, 0.2), loop.candidates
+    policy, real = partial(100, 20, 0.2), propose.candidates
     alone: Bench = bench(tiny_model(vision=False), stages="inline")
     good = ask("good", "what is left of it?", max_new_tokens=24, recompute=policy)
     expected = (alone.ask(good).recomputed_tokens, alone.canvases["good"][0].tolist())
@@ -79,7 +79,7 @@ def test_a_failure_beside_it_does_not_change_an_answer(bench, monkeypatch: pytes
             raise RuntimeError("poisoned")
         return real(logits, positions, canvas, *rest)
 
-    monkeypatch.setattr(loop, "candidates", poisoned)
+    monkeypatch.setattr(propose, "candidates", poisoned)
     bad = ask("bad", "what is left of it?", max_new_tokens=31, recompute=policy)
     calls = b.submit(bad, good)
     assert isinstance(calls[0].error(), Internal)

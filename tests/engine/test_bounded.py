@@ -97,14 +97,14 @@ def test_passes_read_masks_where_no_answer_comes_to(
     monkeypatch.setattr(decoder, "begin", lambda *given: begun.append(begin(*given)) or begun[-1])
     for i, (kind, longest) in enumerate(BOUNDED):
         made.ask(constrained(ask(f"{i}", max_new_tokens=24), kind))
-        masks = decoder.model.decoder.embed(torch.full((24,), models["full"].spec.mask_id))
+        masks = decoder.parts.model.decoder.embed(torch.full((24,), models["full"].spec.mask_id))
         assert torch.equal(begun[-1].embeddings[-24 + longest :], masks[longest:]), kind
     form = Template(("it is ", Hole(4, Regex("[0-9]"))))
     made.ask(constrained(ask("form", max_new_tokens=24), form))
     canvas, embeddings = begun[-1].canvas, begun[-1].embeddings
     stands = torch.from_numpy(canvas.committed_at == GIVEN)
     assert stands.sum() > 10
-    assert torch.equal(embeddings[stands], decoder.model.decoder.embed(torch.from_numpy(canvas.tokens))[stands])
+    assert torch.equal(embeddings[stands], decoder.parts.model.decoder.embed(torch.from_numpy(canvas.tokens))[stands])
 
 
 def test_padding_that_passes_do_not_read_is_no_repetition(

@@ -133,15 +133,15 @@ def test_a_pass_that_failed_is_repeated_from_where_it_was(model: LoadedModel, be
     b: Bench = bench(model, stages="inline", prefill_tokens=64)
     texts = ("a red circle", "two squares are left of it")
     expected = [b.ask(ask(f"e{i}", t, max_new_tokens=6, recompute=LAST)).text for i, t in enumerate(texts)]
-    from mmserve.decode import loop
+    from mmserve.decode import runner
 
-    real = loop.forward
+    real = runner.forward
 
     def poisoned(model, store, batch, floor, **options):
         if len(batch) > 1:
             raise RuntimeError("only alone")
         return real(model, store, batch, floor, **options)
 
-    monkeypatch.setattr(loop, "forward", poisoned)
+    monkeypatch.setattr(runner, "forward", poisoned)
     calls = b.submit(*(ask(f"p{i}", t, max_new_tokens=6, recompute=LAST) for i, t in enumerate(texts)))
     assert [call.finished().text for call in calls] == expected

@@ -14,8 +14,9 @@ from harness import Bench
 from helpers import ask, picture, tiny_model
 
 from mmserve.core.request import Policy, Request, Stage
-from mmserve.decode import companion as companion_module
-from mmserve.decode import loop
+from mmserve.decode import runner
+from mmserve.decode.extensions import draft_model
+from mmserve.decode.extensions.draft_model import DraftModel
 from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
@@ -139,7 +140,7 @@ class Plain:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_do_not_change_the_plain_greedy_tokens(bench: Make, target: LoadedModel, kind: str, length: int) -> None:
     b = bench(accompanied(target, kind), stages="inline")
-    companion, passes, saved = b.engine.stages.decoder._companion, list[int](), 0
+    companion, passes, saved = b.engine.stages.decoder.parts.extension(DraftModel), list[int](), 0
     run = companion._forward
     companion._forward = lambda parts: passes.append(len(parts)) or run(parts)
     for i, prompt in enumerate(PROMPTS):
@@ -321,7 +322,7 @@ def test_a_pass_that_failed_is_repeated(
 
     b = bench(model, stages="inline")
     expected = {r.id: (b.ask(r).text, tokens_of(b, r.id)) for r in requests()}
-    real = loop.forward
+    real = runner.forward
     failed = dict.fromkeys(("served", "companion"), 0)
 
     def poisoned(model_: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
@@ -333,12 +334,12 @@ def test_a_pass_that_failed_is_repeated(
         raise RuntimeError("only alone")
 
     b = bench(model, stages="inline")
-    monkeypatch.setattr(companion_module, "forward", poisoned)
+    monkeypatch.setattr(draft_model, "forward", poisoned)
     calls = b.submit(*requests())
     assert {c.request.id: (c.finished().text, tokens_of(b, c.request.id)) for c in calls} == expected
     assert failed["companion"] > 1
     b = bench(model, stages="inline")
-    monkeypatch.setattr(loop, "forward", poisoned)
+    monkeypatch.setattr(runner, "forward", poisoned)
     calls = b.submit(*requests())
     assert {c.request.id: (c.finished().text, tokens_of(b, c.request.id)) for c in calls} == expected
     assert failed["served"] > 1
@@ -447,15 +448,15 @@ def test_a_blind_companion_judges_text_only(bench: Make, diffusion: LoadedModel)
 def poison(bench: Bench) -> None:
     """K/V that nobody has written is no number."""
     stages = bench.engine.stages
-    assert stages.decoder._companion is not None
-    for store in (stages.store, stages.decoder._companion.store):
+    assert stages.decoder.parts.extension(DraftModel) is not None
+    for store in (stages.store, stages.decoder.parts.extension(DraftModel).store):
         for tensor in (*store.keys, *store.values):
             tensor.fill_(torch.nan)
 
 
 def companion_rows(bench: Bench) -> list[int]:
     """Rows of each pass that the companion makes from now on."""
-    beside = bench.engine.stages.decoder._companion
+    beside = bench.engine.stages.decoder.parts.extension(DraftModel)
     assert beside is not None
     made, original = list[int](), beside._forward
 

@@ -18,7 +18,8 @@ from helpers import ask, dkv, picture, threshold
 from torch import Tensor
 
 import mmserve.capabilities
-import mmserve.decode.loop
+import mmserve.decode.propose
+import mmserve.decode.runner
 import mmserve.engine
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
@@ -723,7 +724,7 @@ def test_a_model_that_breaks_on_one_request_fails_that_one_only(
     step: int,
 ) -> None:
     """``forward`` breaks after the K/V of the whole batch was written, ``candidates`` after some have theirs."""
-    forward, candidates = mmserve.decode.loop.forward, mmserve.decode.loop.candidates
+    forward, candidates = mmserve.decode.runner.forward, mmserve.decode.propose.candidates
     sizes: list[int] = []
 
     def broken_forward(model: Any, store: Any, batch: list[Any], floor: int, **options: Any) -> list[Logits]:
@@ -739,8 +740,10 @@ def test_a_model_that_breaks_on_one_request_fails_that_one_only(
             raise RuntimeError("broken on purpose")
         return candidates(rows, wanted, canvas, *rest)
 
-    replacement = broken_forward if part == "forward" else broken_candidates
-    monkeypatch.setattr(mmserve.decode.loop, part, replacement)
+    if part == "forward":
+        monkeypatch.setattr(mmserve.decode.runner, "forward", broken_forward)
+    else:
+        monkeypatch.setattr(mmserve.decode.propose, "candidates", broken_candidates)
     b = bench()
     run_with_victim(b, victim(), alone, caplog)
     assert max(sizes) > 1, "it did break in company"

@@ -271,10 +271,10 @@ def test_an_engine_with_graphs_gives_the_same_answers(kind: str, text_model: Loa
     plain = answers(bench(model), requests)
     b = bench(model)
     decoder = b.engine.stages.decoder
-    assert decoder._graphs is None
-    decoder._graphs = Graphs(model, decoder.store, again)
+    assert decoder.parts.runner.graphs is None
+    decoder.parts.runner.graphs = Graphs(model, decoder.parts.store, again)
     assert answers(b, requests) == plain
-    assert decoder._graphs.runs >= max(forwards for _text, forwards, _canvas in plain) - 1
+    assert decoder.parts.runner.graphs.runs >= max(forwards for _text, forwards, _canvas in plain) - 1
 
 
 def test_tokens_drawn_from_counted_noise_are_the_same_in_any_batch(text_model: LoadedModel, bench: Make) -> None:
@@ -286,7 +286,8 @@ def test_tokens_drawn_from_counted_noise_are_the_same_in_any_batch(text_model: L
     for together in (True, False):
         b = bench(text_model)
         decoder = b.engine.stages.decoder
-        decoder._graphs, decoder._scores = Graphs(text_model, decoder.store, again), reference.commit_scores
+        decoder.parts.runner.graphs = Graphs(text_model, decoder.parts.store, again)
+        decoder.parts.proposer.scores = reference.commit_scores
         made.append(answers(b, requests) if together else [answers(b, [r])[0] for r in requests])
     assert made[0] == made[1]
     assert made[0] != answers(bench(text_model), requests), "another noise than a CPU's"
@@ -312,12 +313,12 @@ def test_passes_that_are_watched_run_as_ever(text_model: LoadedModel, bench: Mak
     model = MODELS["causal"](text_model)
     b = bench(model)
     decoder = b.engine.stages.decoder
-    decoder._graphs = Graphs(model, decoder.store, again)
+    decoder.parts.runner.graphs = Graphs(model, decoder.parts.store, again)
     asked = ask("r", max_new_tokens=12, recompute=Policy(name="last"))
     b.ask(dataclasses.replace(asked, kv_reduction=Policy(name="heavy_hitters", options={"budget": 28})))
-    assert decoder._graphs.runs == 0
+    assert decoder.parts.runner.graphs.runs == 0
     b.ask(dataclasses.replace(asked, id="other"))
-    assert decoder._graphs.runs > 0
+    assert decoder.parts.runner.graphs.runs > 0
 
 
 def elsewhere(model: LoadedModel, path: str = "triton") -> KVStore:

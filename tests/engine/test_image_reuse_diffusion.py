@@ -21,9 +21,12 @@ from mmserve.core.constraint import ConstraintSpec, Hole, Regex, Template
 from mmserve.core.events import Finished
 from mmserve.core.request import Message, Policy, Request, TextPart
 from mmserve.core.samples import sample_seed
-from mmserve.decode import loop
+from mmserve.decode import runner
+from mmserve.decode.extensions.image_reuse.selective import AskingRows, SelectiveRecompute
+from mmserve.decode.forward import Pass
+from mmserve.decode.passes import Passes
+from mmserve.decode.propose import Proposer
 from mmserve.decode.recompute import FULL_ATTENTION
-from mmserve.decode.repairing import AskingRows, Repairing
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
@@ -43,14 +46,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """Rows of each pass, of one request at a time, its first one included."""
     passes: list[np.ndarray] = []
     for name in ("first", "next"):
-        real = getattr(loop.Passes, name)
+        real = getattr(Passes, name)
 
-        def made(self: loop.Passes, *given: Any, real: Any = real) -> loop.Pass:
-            found: loop.Pass = real(self, *given)
+        def made(self: Passes, *given: Any, real: Any = real) -> Pass:
+            found: Pass = real(self, *given)
             passes.append(found.rows)
             return found
 
-        monkeypatch.setattr(loop.Passes, name, made)
+        monkeypatch.setattr(Passes, name, made)
     return passes
 
 
@@ -122,14 +125,14 @@ def test_the_answer_is_that_of_the_rule_written_out(
 ) -> None:
     """KVShare; what a pass runs beside its own rows is the prompt's from then on, and is run as the policy says."""
     passes, attended = watched(monkeypatch), []
-    absorb = Repairing.absorb
+    absorb = SelectiveRecompute.absorb
 
-    def noted(self: Repairing, seen: AskingRows) -> None:
+    def noted(self: SelectiveRecompute, seen: AskingRows) -> None:
         assert seen.attention_L is not None
         attended.append(seen.attention_L)
         absorb(self, seen)
 
-    monkeypatch.setattr(Repairing, "absorb", noted)
+    monkeypatch.setattr(SelectiveRecompute, "absorb", noted)
     by = Policy(name="kv_share", options={"recompute": share, "each_step": each_step})
     request = say("r", PARTS[3], by, recompute=Policy(name="none"), max_new_tokens=6)
     done = bench(model).ask(request)
@@ -163,7 +166,7 @@ def test_a_pass_that_failed_leaves_no_trace(
     ]
     b = bench(model, stages="inline")
     expected = [told(b.ask(r)) for r in asked]
-    forward, candidates = loop.forward, loop.DiffusionDecoder._candidates
+    forward, candidates = runner.forward, Proposer.propose
     together: list[int] = []
 
     def ran(model: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
@@ -173,13 +176,13 @@ def test_a_pass_that_failed_leaves_no_trace(
             raise RuntimeError("only alone")
         return found
 
-    def judged(self: loop.DiffusionDecoder, *given: Any) -> Any:
+    def judged(self: Proposer, *given: Any) -> Any:
         if together[-1] > 1 and behind:
             raise RuntimeError("only alone")
         return candidates(self, *given)
 
-    monkeypatch.setattr(loop, "forward", ran)
-    monkeypatch.setattr(loop.DiffusionDecoder, "_candidates", judged)
+    monkeypatch.setattr(runner, "forward", ran)
+    monkeypatch.setattr(Proposer, "propose", judged)
     assert [told(call.finished()) for call in b.submit(*asked)] == expected and max(together) > 4
     b.await_nothing_left()
 

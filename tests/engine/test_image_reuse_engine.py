@@ -19,7 +19,9 @@ from mmserve.config import EncoderCacheConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import ImagePart, Policy, Stage, TextPart
-from mmserve.decode import blending, loop
+from mmserve.decode import runner
+from mmserve.decode.extensions.image_reuse import image_kv, reuse
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.encode.cache import EncoderCache
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
@@ -60,14 +62,14 @@ def test_many_at_once_with_the_same_new_images_make_the_kv_of_each_once(
     """However much prefill takes at a time: less than a prompt, some of them, all of them."""
     b = bench(causal, prefill_tokens=prefill_tokens, prefix_cache=False)
     layers: list[int] = []
-    real = blending.kv_alone
+    real = image_kv.kv_alone
 
     def watched(*given: Any, **named: Any) -> Any:
         for of_layer in real(*given, **named):
             layers.append(len(of_layer[0]))
             yield of_layer
 
-    monkeypatch.setattr(blending, "kv_alone", watched)
+    monkeypatch.setattr(image_kv, "kv_alone", watched)
     gate = b.gate("encode")
     by = rule("lego_link", 0.3)
     calls = b.submit(*(say(f"{i} {j}", parts, by) for i in range(2) for j, parts in enumerate(PARTS)))
@@ -166,7 +168,7 @@ def test_running_decodes_wait_for_a_chunk_of_what_comes_before_a_pass(
     """Images that are run alone, and the prompt that is looked at: no more than a chunk, and the layer it ends in."""
     b = bench(causal, stages="inline", prefill_tokens=8, prefix_cache=False)
     ran: list[tuple[str, int]] = []
-    alone, load, decode = blending.kv_alone, b.engine.stages.load, b.engine.stages.decode
+    alone, load, decode = image_kv.kv_alone, b.engine.stages.load, b.engine.stages.decode
     loaded = threading.Event()
 
     def watched(decoder: Any, x: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -185,7 +187,8 @@ def test_running_decodes_wait_for_a_chunk_of_what_comes_before_a_pass(
         ran.append(("decode", 0))
         return decode(batch)
 
-    monkeypatch.setattr(blending, "kv_alone", watched)
+    for module in (image_kv, reuse):  # of images alone, and of the prompt that is looked at
+        monkeypatch.setattr(module, "kv_alone", watched)
     monkeypatch.setattr(b.engine.stages, "load", watched_load)
     monkeypatch.setattr(b.engine.stages, "decode", watched_decode)
     parts = (TextPart("a line of text. " * 3), ONE, TWO, ONE, TextPart("what?"))
@@ -230,7 +233,7 @@ def test_a_pass_that_failed_is_repeated_with_the_same_answers(
 ) -> None:
     b, asked = bench(causal, stages="inline", prefix_cache=False, prefill_tokens=16), requests()[::3]
     expected = {r.id: told(b.ask(r)) for r in asked}
-    real, failed = loop.forward, []
+    real, failed = runner.forward, []
 
     def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
         found = real(model, store, batch, floor, **options)
@@ -239,7 +242,7 @@ def test_a_pass_that_failed_is_repeated_with_the_same_answers(
             raise RuntimeError("only alone")
         return found
 
-    monkeypatch.setattr(loop, "forward", poisoned)
+    monkeypatch.setattr(runner, "forward", poisoned)
     assert {call.request.id: told(call.finished()) for call in b.submit(*asked)} == expected and failed
 
 
@@ -247,11 +250,9 @@ def test_an_image_whose_kv_cannot_be_made_fails_its_own_request(
     bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = bench(causal)
-    blender = b.engine.stages.decoder.blender
-    make = blender._make
-    monkeypatch.setattr(
-        blender, "_make", lambda encoded, span: 1 / 0 if len(encoded.spans) > 1 else make(encoded, span)
-    )
+    images = b.engine.stages.decoder.parts.extension(ImageKVReuse).images
+    make = images._make
+    monkeypatch.setattr(images, "_make", lambda encoded, span: 1 / 0 if len(encoded.spans) > 1 else make(encoded, span))
     calls: list[Call] = b.submit(*(say(f"{i}", PARTS[i], rule("blend", 0.3)) for i in (0, 1)))
     assert calls[0].finished().usage.reused_tokens == 2
     assert type(calls[1].error()).__name__ == "Internal"

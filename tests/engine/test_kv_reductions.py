@@ -13,7 +13,7 @@ from helpers import ask, picture, tiny_model
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request, Stage
-from mmserve.decode import loop
+from mmserve.decode import runner
 from mmserve.errors import Cancelled, InvalidArgument, Unimplemented
 from mmserve.kv.pool import pages_for
 from mmserve.kv.reduction import REDUCTIONS
@@ -64,7 +64,7 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
     requests = [reduced(by, by) for by in REDUCTIONS]
     b = bench(causal, max_tokens=256, prefix_cache=False, stages="inline", prefill_tokens=32)
     expected = [told(b.ask(r)) for r in requests]
-    real, failed = loop.forward, []
+    real, failed = runner.forward, []
 
     def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
         found = real(model, store, batch, floor, **options)
@@ -73,7 +73,7 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
             raise RuntimeError("only alone")
         return found
 
-    monkeypatch.setattr(loop, "forward", poisoned)
+    monkeypatch.setattr(runner, "forward", poisoned)
     calls = b.submit(*(dataclasses.replace(r, id=f"again {r.id}") for r in requests))
     assert [told(call.finished()) for call in calls] == expected
     assert len(failed) > 5

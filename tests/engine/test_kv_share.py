@@ -17,8 +17,10 @@ from mmserve.config import MediaConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import ImagePart, Message, Policy, Request, TextPart
-from mmserve.decode import loop
-from mmserve.decode.repairing import Repairing
+from mmserve.decode import runner
+from mmserve.decode.extensions.image_reuse.selective import SelectiveRecompute
+from mmserve.decode.forward import Pass
+from mmserve.decode.passes import Passes
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
@@ -45,14 +47,14 @@ def say(name: str, new_tokens: int = 6, **options: Any) -> Request:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Rows of each pass that decodes, of one request at a time."""
     passes: list[list[int]] = []
-    real = loop.Passes.next
+    real = Passes.next
 
-    def next_pass(self: loop.Passes, d: Any, rows: np.ndarray) -> loop.Pass:
+    def next_pass(self: Passes, d: Any, rows: np.ndarray) -> Pass:
         made = real(self, d, rows)
         passes.append(made.rows.tolist())
         return made
 
-    monkeypatch.setattr(loop.Passes, "next", next_pass)
+    monkeypatch.setattr(Passes, "next", next_pass)
     return passes
 
 
@@ -97,7 +99,7 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
     asked = [say(str(each_step), each_step=each_step) for each_step in (1, 2)]
     b = bench(causal, stages="inline", prefix_cache=False)
     expected = [told(b.ask(r)) for r in asked]
-    real, failed = loop.forward, []
+    real, failed = runner.forward, []
 
     def poisoned(model: LoadedModel, store: Any, batch: list[Any], floor: int, **options: Any) -> Any:
         found = real(model, store, batch, floor, **options)
@@ -106,7 +108,7 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
             raise RuntimeError("only alone")
         return found
 
-    monkeypatch.setattr(loop, "forward", poisoned)
+    monkeypatch.setattr(runner, "forward", poisoned)
     assert [told(call.finished()) for call in b.submit(*asked)] == expected
     assert any(None not in seen for seen in failed), "both were being repaired"
 
@@ -143,6 +145,6 @@ def test_policies_that_draft_are_refused(bench: Make, causal: LoadedModel) -> No
 
 
 def test_the_next_rows_are_those_that_count_most_and_the_first_of_equals() -> None:
-    state = Repairing(2, 1, np.array([3, 5, 8, 9]), np.array([1, 2, 1, 2.0]), np.array([4, 1, 2, 2.0]))
+    state = SelectiveRecompute(2, 1, np.array([3, 5, 8, 9]), np.array([1, 2, 1, 2.0]), np.array([4, 1, 2, 2.0]))
     assert state.rows().tolist() == [3, 9] and state.rows().tolist() == [3, 9]
-    assert Repairing(2, 1, np.array([3, 5, 8]), np.zeros(3), np.zeros(3)).rows().tolist() == [3, 5]
+    assert SelectiveRecompute(2, 1, np.array([3, 5, 8]), np.zeros(3), np.zeros(3)).rows().tolist() == [3, 5]

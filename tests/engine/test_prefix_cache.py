@@ -404,9 +404,9 @@ def test_a_prompt_that_failed_in_prefill_leaves_only_what_was_computed(
     requests = [ask(f"r{i}", LONG, max_new_tokens=5, recompute=LAST) for i in range(3)]
     expected = alone(watch, causal, requests, prefill_tokens=chunk)
     w: Watched = watch(causal, stages="inline", prefill_tokens=chunk)
-    from mmserve.decode import loop
+    from mmserve.decode import runner
 
-    real, passes = loop.forward, []
+    real, passes = runner.forward, []
 
     def poisoned(model: Any, store: Any, batch: Any, floor: int, **options: Any) -> Any:
         passes.append(len(batch))
@@ -418,11 +418,11 @@ def test_a_prompt_that_failed_in_prefill_leaves_only_what_was_computed(
             raise RuntimeError("broken in the middle of a pass")
         return real(model, store, batch, floor, **options)
 
-    monkeypatch.setattr(loop, "forward", poisoned)
+    monkeypatch.setattr(runner, "forward", poisoned)
     assert isinstance(w.bench.submit(requests[0])[0].error(), Internal)
     w.bench.await_nothing_left()
     assert w.engine.stats().cached_pages == (2 if chunk else 0)
-    monkeypatch.setattr(loop, "forward", real)
+    monkeypatch.setattr(runner, "forward", real)
     calls = [w.one(r) for r in requests[1:]]
     assert w.cached(calls[0]) == (16 if chunk else 0)
     assert [w.outcome(call) for call in calls] == [expected["r1"], expected["r2"]]
@@ -435,16 +435,16 @@ def test_one_poisoned_request_of_a_batch_publishes_nothing_and_the_others_are_se
     requests = [ask(f"r{i}", LONG + f"{i % 2}", max_new_tokens=5, recompute=LAST) for i in range(6)]
     expected = alone(watch, causal, requests)
     w: Watched = watch(causal)
-    from mmserve.decode import loop
+    from mmserve.decode import propose
 
-    real = loop.candidates
+    real = propose.candidates
 
     def poisoned(logits: Any, positions: Any, canvas: Any, sampling: Any, *rest: Any) -> Any:
         if sampling.seed == 99:
             raise RuntimeError("poisoned")
         return real(logits, positions, canvas, sampling, *rest)
 
-    monkeypatch.setattr(loop, "candidates", poisoned)
+    monkeypatch.setattr(propose, "candidates", poisoned)
     bad = [ask(f"bad{i}", LONG + f"{i % 2}", max_new_tokens=5, recompute=LAST, seed=99) for i in range(4)]
     [first] = w.bench.submit(bad[0])
     assert isinstance(first.error(), Internal) and w.engine.stats().cached_pages == 0

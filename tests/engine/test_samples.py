@@ -12,7 +12,7 @@ import pytest
 from harness import PATIENCE, Bench, eventually
 from helpers import ask, dkv, picture, sure_above, threshold, tiny_model
 
-import mmserve.decode.loop
+import mmserve.decode.propose
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Policy, Request
@@ -294,14 +294,14 @@ def test_a_sample_that_breaks_ends_its_request_with_one_error(
     beside = drawn("beside", seed=11)
     expected = told(b.ask(beside))
     if part == "candidates":
-        real = mmserve.decode.loop.candidates
+        real = mmserve.decode.propose.candidates
 
         def broken(rows: Any, wanted: Any, canvas: Canvas, sampling: Any, *rest: Any) -> Any:
             if sampling.seed == seed and canvas.step >= 3:
                 raise RuntimeError("broken on purpose")
             return real(rows, wanted, canvas, sampling, *rest)
 
-        monkeypatch.setattr(mmserve.decode.loop, "candidates", broken)
+        monkeypatch.setattr(mmserve.decode.propose, "candidates", broken)
     else:
         commit = b.engine.stages.decoder.commit
 

@@ -18,6 +18,7 @@ from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
 from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.parts import Parts
 from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import CountedNoise, Scores
 from mmserve.kv.store import KVStore
@@ -197,12 +198,12 @@ def test_a_decoder_asks_once_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decoder() -> DiffusionDecoder:
         store = KVStore(model.decoder.config, pages=4, page_size=8, dtype=model.dtype, device=model.device)
-        return DiffusionDecoder(model, store)
+        return DiffusionDecoder(Parts.of(model, store))
 
     plain = decoder()
-    assert plain._scores is None and plain.store.kernels["commit_scores"] == "pytorch"
+    assert plain.parts.proposer.scores is None and plain.parts.store.kernels["commit_scores"] == "pytorch"
     monkeypatch.setattr(dispatch, "_lacking", lambda *_: "")
     monkeypatch.setattr(dispatch, "_gpu_name", lambda _device: "a GPU")
     made = decoder()
-    assert made._scores is not None and made._scores.__wrapped__ is kernel.commit_scores
-    assert made.store.kernels["commit_scores"] == "triton"
+    assert made.parts.proposer.scores is not None and made.parts.proposer.scores.__wrapped__ is kernel.commit_scores
+    assert made.parts.store.kernels["commit_scores"] == "triton"

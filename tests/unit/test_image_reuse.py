@@ -23,7 +23,8 @@ from mmserve.config import MediaConfig
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded, Span
 from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, VideoPart, Vision
-from mmserve.decode.blending import Blender, in_one_go, reused
+from mmserve.decode.extensions.image_reuse.checks import reused
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
 from mmserve.decode.forward import Pass, forward
 from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import embedded
@@ -65,7 +66,7 @@ def encode(model: LoadedModel, *parts: Part, **changes: Any) -> Encoded:
 class Prompt:
     """A prompt, with an answer of a token behind it, and a store and pages of its own."""
 
-    def __init__(self, model: LoadedModel, encoded: Encoded, blender: Blender | None = None) -> None:
+    def __init__(self, model: LoadedModel, encoded: Encoded, reuse: ImageKVReuse | None = None) -> None:
         self.model, self.encoded = model, encoded
         self.canvas = Canvas.create(
             encoded.ids, new_tokens=1, block_length=1, mask_id=model.spec.mask_id, places=encoded.places
@@ -77,13 +78,13 @@ class Prompt:
         for tensor in (*self.store.keys, *self.store.values):
             tensor.fill_(torch.nan)
         self.embeddings, self.deep = embedded(model, self.canvas.tokens, encoded)
-        self.blender = blender or Blender(model, self.store, TensorCache(1 << 30))
+        self.reuse = reuse or ImageKVReuse(model, self.store, TensorCache(1 << 30))
 
     def take(self, policy: Reuse) -> np.ndarray:
         """Which positions of the prompt are not run."""
-        encoded = dataclasses.replace(self.encoded, span_keys=self.blender.keys(self.encoded))
-        taking = self.blender.take(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
-        return in_one_go(taking).held[: self.size]
+        encoded = dataclasses.replace(self.encoded, span_keys=self.reuse.keys(self.encoded))
+        making = self.reuse.make(policy, encoded, self.canvas, self.embeddings, self.deep, self.pages)
+        return in_one_go(making).positions[: self.size]
 
     def run(self, rows: np.ndarray) -> torch.Tensor:
         """Logits of the last row."""
@@ -246,10 +247,10 @@ def test_diffusion_layouts(layout: str, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_no_two_different_images_have_one_key(model: LoadedModel) -> None:
-    blender = Prompt(model, encode(model, ImagePart(picture(1)), TextPart("?"))).blender
+    reuse = Prompt(model, encode(model, ImagePart(picture(1)), TextPart("?"))).reuse
 
     def keys(*parts: Part, **changes: Any) -> tuple[bytes, ...]:
-        return blender.keys(encode(model, *parts, **changes))
+        return reuse.keys(encode(model, *parts, **changes))
 
     one, other = keys(ImagePart(picture(1)), TextPart("a"), ImagePart(picture(2)), TextPart("?"))
     assert keys(TextPart("far away"), ImagePart(picture(2)), ImagePart(picture(1))) == (other, one), "wherever they are"
@@ -260,7 +261,7 @@ def test_no_two_different_images_have_one_key(model: LoadedModel) -> None:
     [pruned], [averaged] = (keys(ImagePart(picture(1)), TextPart("?"), vision=vision) for vision in (half, quarter))
     assert len({one, other, tiny, pruned, averaged}) == 5
     found = encode(model, ImagePart(picture(1)), TextPart("?"))
-    twin = Prompt(model, found).blender.keys(found)
+    twin = Prompt(model, found).reuse.keys(found)
     assert twin != (one,), "whoever computed K/V uses them alone"
     [span] = found.spans
     for changes in (
@@ -270,7 +271,7 @@ def test_no_two_different_images_have_one_key(model: LoadedModel) -> None:
         {"features": feature(found).double()},
     ):
         other_places = dataclasses.replace(found, places=np.arange(len(found.ids) + 1), **changes)
-        assert blender.keys(other_places) != (one,), changes
+        assert reuse.keys(other_places) != (one,), changes
 
 
 def feature(encoded: Encoded) -> torch.Tensor:
@@ -294,11 +295,11 @@ def changed_by_a_pixel() -> bytes:
 def test_a_value_of_another_shape_is_made_anew(model: LoadedModel) -> None:
     found = encode(model, TextPart("a "), ImagePart(picture(1)), TextPart("?"))
     cache, p = TensorCache(1 << 30), Prompt(model, found)
-    blender = Blender(model, p.store, cache)
+    reuse = ImageKVReuse(model, p.store, cache)
     bad = {"keys": torch.zeros(3, 3, 2, 16), "values": torch.zeros(3, 3, 2, 16)}
-    with cache.lease(blender.keys(found), lambda _which: [bad], lambda _i, _entry: True):
+    with cache.lease(reuse.keys(found), lambda _which: [bad], lambda _i, _entry: True):
         pass
-    p.blender = blender
+    p.reuse = reuse
     rows = np.flatnonzero(p.take(Blend(recompute=0.0)))
     again = Prompt(model, found)
     again.take(Blend(recompute=0.0))

@@ -14,7 +14,9 @@ from plain_reduction import Plain, Rule, expected_attention, heavy_hitters, sink
 from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Policy, Request
+from mmserve.decode.extensions.eviction import Eviction, KVEviction
 from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.parts import Parts
 from mmserve.decode.state import Decoding, Prefilling
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
@@ -80,6 +82,10 @@ def served(decoder: DiffusionDecoder, request: Request, encoded: Encoded) -> Dec
     return decoder.open(request, prefilled)
 
 
+def decoder_of(model: LoadedModel, kept: KVStore, **options: int) -> DiffusionDecoder:
+    return DiffusionDecoder(Parts.of(model, kept, [KVEviction(model, kept)], **options))
+
+
 def store(model: LoadedModel) -> KVStore:
     return KVStore(model.decoder.config, pages=40, page_size=PAGE, dtype=model.dtype, device=model.device)
 
@@ -97,7 +103,7 @@ def test_each_head_holds_what_the_rule_says(
     visual = np.isin(np.arange(size), encoded.image_rows).tolist()
     for x, seen in zip(embedded(model, encoded.ids, encoded)[0], visual, strict=True):
         token = plain.run(x, seen)
-    decoder = DiffusionDecoder(model, store(model), chunk=chunk)
+    decoder = decoder_of(model, store(model), chunk=chunk)
     d = served(decoder, dataclasses.replace(request, kv_reduction=policy), encoded)
     most, fewest = 0, 10_000
     for step in range(NEW):
@@ -107,14 +113,14 @@ def test_each_head_holds_what_the_rule_says(
         if step == NEW - 1:
             break
         plain.reduce()
-        reducing = d.prefilled.reducing
-        assert reducing is not None
-        assert [notes.positions(d.held).tolist() for notes in reducing.layers] == plain.kept, f"step {step}"
+        eviction = d.extension(Eviction)
+        assert eviction is not None
+        assert [notes.positions(d.held).tolist() for notes in eviction.state.layers] == plain.kept, f"step {step}"
         assert stepped.pages in (None, len(d.prefilled.pages))
         token = plain.run(model.decoder.embed(torch.tensor(token)))
         most, fewest = max(most, d.held), min(fewest, d.held)
     reduced = policy.options["budget"] + PAGE if "visual" not in case else size + NEW - (8 - 3)
-    assert most < reduced + 1 and d.held + reducing.evicted == size + NEW - 1 and reducing.evicted > 4
+    assert most < reduced + 1 and d.held + eviction.evicted == size + NEW - 1 and eviction.evicted > 4
     assert len(d.prefilled.pages) == pages_for(int(reduced), PAGE)
     assert "visual" in case or fewest == policy.options["budget"]
 
@@ -122,12 +128,13 @@ def test_each_head_holds_what_the_rule_says(
 @torch.inference_mode()
 def test_heads_and_layers_choose_for_themselves(model: LoadedModel, asked: tuple[Request, Encoded]) -> None:
     request, encoded = asked
-    decoder = DiffusionDecoder(model, store(model))
+    decoder = decoder_of(model, store(model))
     policy = Policy(name="heavy_hitters", options={"budget": 9, "recent": 0.0})
     d = served(decoder, dataclasses.replace(request, kv_reduction=policy), encoded)
     decoder.commit(d)
-    assert d.prefilled.reducing is not None
-    kept = [tuple(head) for notes in d.prefilled.reducing.layers for head in notes.positions(d.held).tolist()]
+    eviction = d.extension(Eviction)
+    assert eviction is not None
+    kept = [tuple(head) for notes in eviction.state.layers for head in notes.positions(d.held).tolist()]
     assert len(set(kept)) == 4
 
 
@@ -143,7 +150,7 @@ def test_a_budget_that_holds_everything_changes_no_bit(
     for policy, kept in zip(policies, stores, strict=True):
         for tensor in (*kept.keys, *kept.values):
             tensor.fill_(7.0)
-        decoder = DiffusionDecoder(model, kept)
+        decoder = decoder_of(model, kept)
         d = served(decoder, dataclasses.replace(request, kv_reduction=policy), encoded)
         for _ in range(NEW):
             decoder.propose([d])

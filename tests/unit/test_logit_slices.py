@@ -18,6 +18,7 @@ from mmserve.decode import logits as by_slice
 from mmserve.decode.commit import Candidates
 from mmserve.decode.logits import by_slices
 from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.parts import Parts
 from mmserve.decode.sampler import candidates
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
@@ -117,7 +118,7 @@ def test_a_batch_is_cut_the_same_way_for_each_request_and_padded_to_the_floor(
 
 def decoder_of(model: LoadedModel) -> DiffusionDecoder:
     store = KVStore(model.decoder.config, pages=16, page_size=8, dtype=model.dtype, device=model.device)
-    return DiffusionDecoder(model, store)
+    return DiffusionDecoder(Parts.of(model, store))
 
 
 def decode_history(decoder: DiffusionDecoder, request: Request, prompt: np.ndarray) -> tuple[list[int], list[int], int]:
@@ -149,5 +150,5 @@ def test_an_answer_region_takes_no_logits_of_the_whole_canvas(
     monkeypatch.setattr(by_slice, "SLICE_ELEMENTS", 10 * vocab)
     with Peak(vocab) as peak:
         assert decode_history(decoder, request, prompt) == expected
-    floor = decoder._floor  # matrix products are padded to a multiple of that many rows
+    floor = decoder.parts.runner.floor  # matrix products are padded to a multiple of that many rows
     assert peak.most == -(-10 // floor) * floor * vocab, "60 positions were judged, ten at a time"

@@ -28,6 +28,7 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
+from mmserve.decode.parts import Parts
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument
@@ -62,9 +63,9 @@ def encoder(model: LoadedModel, cache: EncoderCache | None = None, **limits: Any
 def served_logits(model: LoadedModel, request: Request, encoded: Encoded) -> tuple[torch.Tensor, np.ndarray]:
     """Logits of the first pass over paged K/V, and where their rows stood before pruning."""
     store = KVStore(model.decoder.config, pages=150, page_size=4, dtype=model.dtype, device=model.device)
-    decoder = DiffusionDecoder(model, store)
-    p = decoder.passes.first(decoder.begin(request, encoded, PageTable(tuple(range(150)))))
-    return forward(model, store, [p], decoder._floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
+    decoder = DiffusionDecoder(Parts.of(model, store))
+    p = decoder.parts.passes.first(decoder.begin(request, encoded, PageTable(tuple(range(150)))))
+    return forward(model, store, [p], decoder.parts.runner.floor)[0].whole(), p.canvas.rotary_positions(p.wanted)
 
 
 @torch.inference_mode()
@@ -181,7 +182,7 @@ def test_the_canvas_goes_on_where_the_unpruned_prompt_ended() -> None:
     [left] = encoder(model).encode([request])
     assert left.places is not None
     store = KVStore(model.decoder.config, pages=100, page_size=4, dtype=model.dtype, device=model.device)
-    canvas = DiffusionDecoder(model, store).begin(request, left, PageTable(tuple(range(100)))).canvas
+    canvas = DiffusionDecoder(Parts.of(model, store)).begin(request, left, PageTable(tuple(range(100)))).canvas
     answer = canvas.rotary_positions(np.arange(canvas.prompt_length, canvas.size))
     assert answer.tolist() == list(range(len(left.ids) + 2, len(left.ids) + 2 + 6))
 

@@ -52,7 +52,7 @@ def requests(counts: list[int]) -> tuple[list[Member], Head]:
             streaming=Streaming(tokens=i % 4 == 0),
         )
         commit = EntropyBound() if i % 4 == 2 else LowConfidence()
-        d = SimpleNamespace(request=request, canvas=canvas, commit=commit, constrained=None, companion=None)
+        d = SimpleNamespace(request=request, canvas=canvas, commit=commit, extensions=())
         made.append((d, SimpleNamespace(targets=5 + np.arange(count)), logits))
     return made, head
 

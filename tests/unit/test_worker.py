@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.worker import InlineWorker, ThreadWorker, run_isolated
+from mmserve.core.isolation import run_isolated
+from mmserve.worker import InlineWorker, ThreadWorker
 
 
 class Broken(Exception):

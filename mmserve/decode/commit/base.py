@@ -208,6 +208,11 @@ def is_proposing(commit: Commit) -> TypeGuard[Proposing]:
     return _follows(type(commit), Proposing)
 
 
+def is_verified(commit: Commit) -> bool:
+    """Whether a draft or verifier model has a say in its candidates."""
+    return _follows(type(commit), Judged) or _follows(type(commit), Drafted)
+
+
 def is_partial(commit: Commit) -> TypeGuard[Partial]:
     """As ``is_proposing``."""
     return _follows(type(commit), Partial)

@@ -15,7 +15,7 @@ import torch
 from mmserve.core.canvas import Canvas
 from mmserve.decode.constrained.state import Constrained, known_tokens
 from mmserve.decode.logits import slices
-from mmserve.decode.renoising import Step
+from mmserve.decode.uniform_state.samplers import Step
 
 
 def projected(state: Constrained, canvas: Canvas, logits_LV: torch.Tensor, step: Step) -> Step:

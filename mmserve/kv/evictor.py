@@ -1,4 +1,4 @@
-"""Reductions of K/V at work: what they ask for is noted in each pass, and what they drop leaves the store.
+"""K/V eviction: what a policy asks for is noted in each pass, and what it drops leaves the store.
 
 Shapes in names: R rows of a pass, L positions held, N of them that stay, G key/value heads, H query heads, K head size.
 """
@@ -60,10 +60,9 @@ class LayerNotes:
 
 
 @dataclass
-class Reducing:
-    """A request whose K/V are reduced."""
+class EvictionState:
+    """What is known of a request whose K/V are evicted: plain data."""
 
-    policy: Reduction
     prompt: int
     visual_rows: int  # how many rows of the prompt are visual
     visual: Tensor  # bool [prompt + answer]
@@ -91,7 +90,7 @@ class _Seen:
 class Observation:
     """What one pass shows of one request. It is kept apart until the pass is done: one that fails leaves no trace."""
 
-    reducer: Reducer
+    evictor: Evictor
     signals: frozenset[Signal]
     which: Tensor  # int64: the rows that are noted
     ragged: Ragged  # of those rows alone
@@ -105,10 +104,10 @@ class Observation:
         if Signal.QUERIES in self.signals:
             self.layers[layer].q_RHK = q_RHK[self.which]
         if Signal.ATTENTION in self.signals:
-            self.layers[layer].attention_GL = self.reducer.attention(layer, rotated_RHK[self.which], self.ragged)
+            self.layers[layer].attention_GL = self.evictor.attention(layer, rotated_RHK[self.which], self.ragged)
 
 
-class Reducer:
+class Evictor:
     """Notes and drops for the requests of one store; holds no state of any."""
 
     def __init__(self, decoder: Decoder, store: KVStore, dtype: torch.dtype) -> None:
@@ -118,18 +117,20 @@ class Reducer:
         self._scores = op.run
         store.kernels[op.op] = op.path
 
-    def begin(self, policy: Reduction, prompt: int, size: int, visual_rows: np.ndarray) -> Reducing:
+    def begin(self, prompt: int, size: int, visual_rows: np.ndarray) -> EvictionState:
         """The state of a request before its first pass; ``visual_rows`` (int64) of the ``prompt`` rows of its ``size``
         positions are visual."""
         visual = np.zeros(size, dtype=bool)
         visual[visual_rows] = True
         none = torch.zeros(self._heads, 0, dtype=torch.int64, device=self._store.device)
         layers = [LayerNotes(none) for _ in self._store.keys]
-        return Reducing(policy, prompt, len(visual_rows), torch.from_numpy(visual).to(none.device), layers)
+        return EvictionState(prompt, len(visual_rows), torch.from_numpy(visual).to(none.device), layers)
 
-    def watch(self, state: Reducing, rows: np.ndarray, visible: int, pages: np.ndarray) -> Observation:
+    def watch(
+        self, policy: Reduction, state: EvictionState, rows: np.ndarray, visible: int, pages: np.ndarray
+    ) -> Observation:
         """What to note of a pass over ``rows`` (int64 positions), after which ``visible`` positions are there."""
-        which = np.flatnonzero(rows >= state.policy.first_query(state.prompt))
+        which = np.flatnonzero(rows >= policy.first_query(state.prompt))
         slots = rows[which] - state.evicted
         length = visible - state.evicted
         ragged = Ragged(
@@ -141,38 +142,47 @@ class Reducer:
         )
         outputs = int((rows >= state.prompt - 1).sum())
         layers = [_Seen() for _ in state.layers]
-        return Observation(self, state.policy.signals, self._tensor(which), ragged, outputs, layers)
+        return Observation(self, policy.signals, self._tensor(which), ragged, outputs, layers)
 
     def attention(self, layer: int, rotated_RHK: Tensor, ragged: Ragged) -> Tensor:
         """How much the rows attend to each position held: fp32 ``[G, L]``, sums over rows and heads of a group."""
         summed_LH: Tensor = self._scores(rotated_RHK, self._store.keys[layer], ragged)
         return summed_LH.unflatten(1, (self._heads, -1)).sum(-1).T
 
-    def reduce(self, state: Reducing, pages: np.ndarray, positions: int, place: int) -> int:
+    def evict(self, policy: Reduction, state: EvictionState, pages: np.ndarray, positions: int, place: int) -> int:
         """Drop what the policy says now of ``positions`` held; how many are left.
 
         ``place``: where the next token stands for the rotary embedding. Layer by layer: what failed can be repeated.
         """
         held = self._held(state, positions)
-        count = state.policy.target(held)
+        count = policy.target(held)
         if count == positions:
             return positions
         table = self._tensor(pages[: pages_for(positions, self._store.page_size)])
         dropped = state.evicted + positions - count
         for index, notes in enumerate(state.layers):
             if notes.dropped < dropped:
-                self._reduce(state, index, table, positions, count, place)
+                self._evict(policy, state, index, table, positions, count, place)
         state.evicted = dropped
         return count
 
-    def most_pages(self, state: Reducing, positions: int, left: int) -> int:
+    def most_pages(self, policy: Reduction, state: EvictionState, positions: int, left: int) -> int:
         """Pages that the request needs from now on, where ``left`` more positions may come."""
-        return pages_for(state.policy.most(self._held(state, positions), left), self._store.page_size)
+        return pages_for(policy.most(self._held(state, positions), left), self._store.page_size)
 
-    def _held(self, state: Reducing, positions: int) -> Held:
+    def _held(self, state: EvictionState, positions: int) -> Held:
         return Held(positions, state.evicted, state.visual_rows, state.outputs, self._store.page_size)
 
-    def _reduce(self, state: Reducing, layer: int, table: Tensor, positions: int, count: int, place: int) -> None:
+    def _evict(
+        self,
+        policy: Reduction,
+        state: EvictionState,
+        layer: int,
+        table: Tensor,
+        positions: int,
+        count: int,
+        place: int,
+    ) -> None:
         """Choose in one layer, and move what stays to the front of the request's pages."""
         stores, notes = (self._store.keys[layer], self._store.values[layer]), state.layers[layer]
         keys_LGK, values_LGK = (x.index_select(0, table).flatten(0, 1)[:positions] for x in stores)
@@ -187,7 +197,7 @@ class Reducer:
             mean_HK,
             covariance_HKK,
         )
-        keep_GN = state.policy.keep(view, count)
+        keep_GN = policy.keep(view, count)
         index_NGK = keep_GN.T[:, :, None].expand(-1, -1, keys_LGK.shape[-1])
         size = self._store.page_size
         slots = (table[:, None] * size + torch.arange(size, device=table.device)).flatten()[:count]

@@ -1,4 +1,4 @@
-"""Positions of images whose K/V were taken from elsewhere, run in passes that decode (see ``kv/reuse/kv_share.py``).
+"""Selective recompute: positions of images with reused K/V, run in passes of decode (see ``kv/reuse/kv_share.py``).
 
 Shapes in names: R rows of a pass, A of them that ask, L positions held, H query heads, K head size.
 """
@@ -20,8 +20,8 @@ from mmserve.kv.store import KVStore
 
 
 @dataclass
-class Repairing:
-    """What is left to repair of one request, and the attention to it of what the answer goes on from."""
+class SelectiveRecompute:
+    """The positions of one request that are left to run, and the attention that they get: plain data."""
 
     each_step: int  # positions run beside what a pass decodes
     layer: int  # whose attention and values decide, counted from 0
@@ -34,7 +34,7 @@ class Repairing:
         return self.positions[largest(self.moved * self.attended, self.each_step)]
 
     def absorb(self, seen: AskingRows) -> None:
-        """Take over what a pass showed, now that it is done; what it ran is repaired."""
+        """Take over what a pass showed, now that it is done; what it ran is the prompt's own."""
         if seen.attention_L is None:
             raise ValueError("a pass is absorbed before it was run")
         left = ~np.isin(self.positions, seen.rows)
@@ -59,7 +59,7 @@ class AskingRows:
             self.attention_L = self.attention(rotated_RHK[self.asking_A])
 
 
-class Repairer:
+class RowWatcher:
     """Watches passes for the requests of one store; holds no state of any."""
 
     def __init__(self, store: KVStore, dtype: torch.dtype) -> None:
@@ -69,10 +69,10 @@ class Repairer:
         store.kernels[op.op] = op.path
 
     def watch(
-        self, state: Repairing, rows: np.ndarray, wanted: np.ndarray, seen: np.ndarray, pages: np.ndarray
+        self, state: SelectiveRecompute, rows: np.ndarray, wanted: np.ndarray, seen: np.ndarray, pages: np.ndarray
     ) -> AskingRows | None:
         """What to note of a pass over ``rows`` (int64, ascending), of which the ``wanted`` tell the next tokens and see
-        so many positions from the left each (``seen``); None where nothing is left to repair."""
+        so many positions from the left each (``seen``); None where nothing is left to run again."""
         if not len(state.positions):
             return None
         visible = int(seen.max())

@@ -1,4 +1,5 @@
-"""Decoding of models that denoise canvases of random tokens (DiffusionGemma, huggingface/transformers).
+"""Uniform-state diffusion: decoding of models that denoise canvases of random tokens (DiffusionGemma,
+huggingface/transformers).
 
 A canvas has no masks: until it is final, all of it may change at every step. Then it is read like the prompt, and the
 next one begins. Each request is read by itself and draws from its own seed; the network denoises the canvases of all
@@ -17,45 +18,26 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
-from mmserve.core.events import CommittedToken, Snapshot
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
-from mmserve.core.request import Request, Sampling
-from mmserve.decode.commit import Commit
+from mmserve.core.request import Request
 from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.renoised import begun as begun_canvas
-from mmserve.decode.constrained.renoised import projected, settle
 from mmserve.decode.constrained.state import Constrained
+from mmserve.decode.emit import advanced, answer_of, snapshot_of
 from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
-from mmserve.decode.renoised_states import CanvasDecoding, CanvasPrefilled, canvas_of, prefilled_of, state_of
-from mmserve.decode.renoising import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step, quiet
 from mmserve.decode.sampler import step_generator
-from mmserve.decode.state import Stepped
-from mmserve.decode.text import TextStream, canvas_text, committed_tokens
-from mmserve.errors import FieldViolation, InvalidArgument
+from mmserve.decode.state import Answer, Stepped
+from mmserve.decode.text import TextStream
+from mmserve.decode.uniform_state.constraint import CanvasConstraint
+from mmserve.decode.uniform_state.handover import go_on, payload_of, prefilled_of
+from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler
+from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas
 
-#: What of a request's sampling has a say: the rest is the model's own schedule.
-_FREE = ("seed", "max_new_tokens", "stop", "n")
 
-
-def check_renoising(request: Request, canvas_length: int, commit: Commit) -> None:
-    """``InvalidArgument`` for what the model's own schedule, or the scheduler of ``commit``, leaves no room for."""
-    free = {*_FREE, *(commit.scheduler.takes if isinstance(commit, Scheduled) else ())}
-    wrong = [
-        FieldViolation(f"sampling.{name}", "cannot be set: the model draws by a schedule of its own")
-        for name, value in vars(Sampling()).items()
-        if name not in free and getattr(request.sampling, name) != value
-    ]
-    if request.diffusion.block_length not in (0, canvas_length):
-        wrong.append(FieldViolation("diffusion.block_length", f"must be {canvas_length}: the model's canvas"))
-    if wrong:
-        raise InvalidArgument(*wrong)
-
-
-class CanvasDecoder:
+class UniformStateDecoder:
     """Prefill and decode of one model; holds no state of any request."""
 
     def __init__(self, model: CanvasModel, offered: Offered | None = None) -> None:
@@ -73,11 +55,10 @@ class CanvasDecoder:
         canvas = Canvas.create(
             encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
         )
-        begun = CanvasPrefilled(canvas, encoded.features)
-        if admitted is not None:
-            begun.constrained = admitted.begun(request)
-            canvas.padded = begun.constrained.padded
-        return begun
+        constraint = None if admitted is None else CanvasConstraint(admitted.begun(request), causal=False)
+        if constraint is not None:
+            canvas.padded = constraint.session.padded
+        return CanvasPrefilled(canvas, encoded.features, constraint)
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Nothing: the model's own network runs its passes as a whole."""
@@ -87,7 +68,7 @@ class CanvasDecoder:
         return True
 
     @torch.inference_mode()
-    def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled]:
+    def prefill(self, batch: list[tuple[Request, CanvasPrefilled]]) -> list[CanvasPrefilled | None]:
         """Read each prompt, whole; after a failure the call can be repeated."""
         return [self._prefilled(begun) for _request, begun in batch]
 
@@ -114,29 +95,30 @@ class CanvasDecoder:
             self._sampler(request),
             np.zeros(prefilled.canvas.size, np.float32),
             prefilled.run,
-            prefilled.constrained,
+            prefilled.constraint,
         )
 
     def payload(self, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
-        """A copy of a request that goes on in another process, as plain data."""
-        return state_of(self.model.network, state)
+        """As of ``Decoder.payload``."""
+        return payload_of(self.model, state)
 
     @torch.inference_mode()
     def restored(
         self,
         request: Request,
         payload: PrefilledPayload | CanvasPayload,
-        _pages: PageTable,
-        constrained: Constrained | None,
+        pages: PageTable,
+        session: Constrained | None = None,
     ) -> CanvasDecoding:
-        """A request that goes on here; raises ``TransferError`` where what came does not fit this model."""
+        """As of ``Decoder.restored``."""
         live = isinstance(payload, CanvasPayload)
-        begun = prefilled_of(self.model.network, payload.prefilled if live else payload, constrained)
-        return canvas_of(self._opened(request, begun), payload) if live else self.open(request, begun)
+        begun = prefilled_of(self.model, payload.prefilled if live else payload, session)
+        return go_on(self._opened(request, begun), payload) if live else self.open(request, begun)
 
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:
-        """Logits for each request that has none; a request changes only once they are there, or by reading anew."""
+        """rows → forward, of each request that has no logits: the whole of its open canvas, after what became final
+        since the last time. A request changes only once its logits are there, or by reading anew."""
         waiting = [d for d in batch if d.logits_LV is None]
         for d in waiting:
             self._read(d)
@@ -149,34 +131,30 @@ class CanvasDecoder:
 
     @torch.inference_mode()
     def commit(self, d: CanvasDecoding) -> Stepped:
-        """Accept what is sure and draw the rest anew, or make the canvas final, and tell what that gave."""
+        """candidates → choose → commit → emit: accept what is sure and draw the rest anew, or make the canvas final."""
         logits, d.logits_LV = d.logits_LV, None
         if logits is None:
             raise ValueError("commit before propose")
         generator = step_generator(d.request.sampling.seed, d.canvas.step, logits.device)
         step = d.sampler.step(logits, d.noise.to(logits.device), d.canvas.block_step - 1, generator)
-        if d.constrained is not None:
-            step = projected(d.constrained, d.canvas, logits, step)
-        same = d.step is not None and bool(torch.equal(step.predicted_L, d.step.predicted_L))
-        d.still = d.still + 1 if same else 0
-        d.step = step
-        ended = d.still >= d.renoising.stable and quiet(step, d.renoising)
+        if d.constraint is not None:
+            step = d.constraint.project(d.canvas, logits, step)
+        ended = d.came_to_rest(step)
         if ended or d.canvas.block_step >= d.sampler.steps:
             self._finish_canvas(d, logits, step.predicted_L if ended else step.last_L)
         else:
             d.canvas.tokens[d.canvas.block()] = step.noise_L.cpu().numpy()
         new = d.request.sampling.max_new_tokens
         answer, complete = d.canvas.answer(self.model.spec.end_ids)
-        delta, reason = d.text.advance(answer[:new], complete or len(answer) >= new, new)
-        if reason == "length" and d.constrained is not None:
-            reason = "end"  # a constrained answer is whole
-        snapshot = self._snapshot(d, step) if d.request.streaming.snapshots else None
-        return Stepped(delta, snapshot, reason, rows=self.model.spec.block_length())
+        delta, reason = advanced(d, answer[:new], complete or len(answer) >= new, new)
+        if d.constraint is not None:
+            d.constraint.check(d, reason)
+        shown = snapshot_of(d, self.model, d.shown()) if d.request.streaming.snapshots else None
+        return Stepped(delta, shown, reason, rows=self.model.spec.block_length())
 
-    def tokens(self, d: CanvasDecoding) -> tuple[CommittedToken, ...]:
-        """The answer's tokens as they became final, as far as its text goes."""
-        ends = self.model.spec.end_ids
-        return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, self.model.tokenizer, ends)
+    def answer(self, d: CanvasDecoding) -> Answer:
+        """As of ``Decoder.answer``."""
+        return answer_of(d, self.model)
 
     def _sampler(self, request: Request) -> CanvasSampler:
         """What makes the request's steps: the scheduler that it names, or the model's own rule, with its own bound."""
@@ -208,7 +186,7 @@ class CanvasDecoder:
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
             d.canvas.tokens[block] = noise.cpu().numpy()
         d.step, d.still = None, 0
-        return bool(len(block)) and d.constrained is not None and begun_canvas(d.constrained, d.canvas)
+        return bool(len(block)) and d.constraint is not None and d.constraint.begin_canvas(d.canvas)
 
     def _finish_canvas(self, d: CanvasDecoding, logits_LV: Tensor, final: Tensor) -> None:
         block = d.canvas.block()
@@ -219,8 +197,8 @@ class CanvasDecoder:
 
     def _close_canvas(self, d: CanvasDecoding, final: np.ndarray) -> None:
         d.canvas.commit(d.canvas.block(), final)
-        if d.constrained is not None:
-            settle(d.constrained, d.canvas)
+        if d.constraint is not None:
+            d.constraint.sync(d.canvas)
 
     def _open(self, d: CanvasDecoding) -> OpenCanvas:
         before = None if d.step is None else d.step.shaped_LV.to(self.model.dtype)
@@ -241,18 +219,6 @@ class CanvasDecoder:
             d.recomputed += end - start
             start = end
         d.past, d.read = past, start
-
-    def _snapshot(self, d: CanvasDecoding, step: Step) -> Snapshot:
-        """The canvas as it would be if it were final now; what stands right of it is masked."""
-        size = d.canvas.prompt_length + d.request.sampling.max_new_tokens
-        tokens, final = d.canvas.tokens.copy(), d.canvas.committed_at.copy()
-        committed = int((~d.canvas.masked[d.canvas.prompt_length : size]).sum())
-        if d.step is not None:
-            tokens[d.canvas.block()] = step.predicted_L.cpu().numpy()
-            final[d.canvas.block()] = d.canvas.step
-        shown = replace(d.canvas, tokens=tokens[:size], committed_at=final[:size])
-        text = canvas_text(shown, self.model.tokenizer, self.model.spec.end_ids)
-        return Snapshot(text, committed, d.request.sampling.max_new_tokens, d.forwards, 0)
 
     def _tensor(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.model.device)

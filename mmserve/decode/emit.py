@@ -1,0 +1,45 @@
+"""What a step tells of a request: new text and why it ended, a snapshot of its canvas, and in the end its answer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.events import CommittedToken, Snapshot
+from mmserve.decode.state import Answer, Live
+from mmserve.decode.text import canvas_text, committed_tokens
+from mmserve.models.base import Model
+
+
+def advanced(d: Live, answer: np.ndarray, complete: bool, budget: int) -> tuple[str, str | None]:
+    """New final text of ``answer``, its final tokens so far, and why it ended, if it did (``TextStream.advance``)."""
+    delta, reason = d.text.advance(answer, complete, budget)
+    if reason == "length" and any(extension.ends_whole for extension in d.extensions):
+        reason = "end"
+    return delta, reason
+
+
+def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapshot:
+    """The canvas as it is ``shown``; this step ``edited`` so many of its tokens."""
+    committed = int((~d.canvas.masked[shown.prompt_length : shown.size]).sum())
+    return Snapshot(
+        canvas_text(shown, model.tokenizer, model.spec.end_ids), committed, shown.new_tokens, d.forwards, edited
+    )
+
+
+def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
+    """The answer's tokens as they became final, as far as its text goes."""
+    return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, model.tokenizer, model.spec.end_ids)
+
+
+def answer_of(d: Live, model: Model) -> Answer:
+    """What came of a request that ended in decode."""
+    held = d.held
+    if model.spec.causal:  # what a draft left after the answer's end is of no use
+        evicted = sum(extension.evicted for extension in d.extensions)
+        held = min(held, d.canvas.prompt_length + d.text.tokens - evicted)
+    tokens = tokens_of(d, model) if d.request.streaming.tokens else ()
+    made = Answer(d.text.text, d.text.tokens, d.forwards, d.recomputed, d.edits, held, tokens)
+    for extension in d.extensions:
+        made = extension.report(made, d)
+    return made

@@ -1,0 +1,1 @@
+"""What a request may have beside the plain decode step, a module or package each; ``base.py`` is the protocol."""

@@ -1,0 +1,238 @@
+"""A draft or verifier model: a causal model with the served one's tokens, that runs over the same canvases with K/V of
+its own.
+
+It verifies what a diffusion model drafts, or drafts what a next-token model verifies (``commit/guided.py``,
+``commit/draft_model.py``). Its store has as many pages of the same size as the served model's, so that a request's page
+ids are good in both. What it has run is kept beside the tokens it was run from: where the canvas came out otherwise,
+its K/V is run again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack
+from mmserve.core.request import Request
+from mmserve.core.tuning import ACCOMPANIED
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.commit.base import Drafted, Judged, Verdict, leading
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.forward import Pass, forward, row_floor
+from mmserve.decode.sampler import candidates
+from mmserve.decode.scores import scores_for
+from mmserve.decode.state import Answer, Decoding, Live, Prefilling
+from mmserve.encode.embedding import place_features
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+
+@dataclass
+class DraftState:
+    """What a draft or verifier model has of one request, and what it gives the pass that is under way: plain data."""
+
+    embeddings: Tensor  # [N, D] of its own, current at the prompt's positions and at those it has run
+    seen: np.ndarray  # int64 [N], the token that the K/V of each position is of; -1 = none, or of another prefix
+    drafted: np.ndarray | None = None  # int64, from when it is drafted until candidates are verified by it
+    verdict: Verdict | None = None  # on the candidates, until they are chosen from
+    forwards: int = 0  # passes made
+    deep: DeepStack | None = None  # its own, of the prompt's visual tokens
+
+
+@dataclass(eq=False)
+class Speculation(RequestExtension):
+    """A request with a draft or verifier model."""
+
+    state: DraftState
+
+    def draft(self, canvas: Canvas, drafted: np.ndarray, *, ahead: bool) -> np.ndarray:
+        return drafted if self.state.drafted is None else self.state.drafted
+
+    def verify(self, canvas: Canvas, proposed: Candidates, commit: Commit) -> Candidates:
+        """What the policy makes of the candidates, given the draft or the verdict; that is then used up."""
+        verdict, drafted = self.state.verdict, self.state.drafted
+        self.state.verdict = self.state.drafted = None
+        if isinstance(commit, Judged) and verdict is not None:
+            return commit.verified(canvas, proposed, verdict)
+        if isinstance(commit, Drafted) and drafted is not None:
+            return commit.agreed(canvas, proposed, drafted)
+        return proposed
+
+    def report(self, answer: Answer, d: Live) -> Answer:
+        return replace(answer, companion_forwards=self.state.forwards)
+
+    def snapshot(self) -> DraftState:
+        return self.state
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One request's part of a pass: the tokens known or drafted, and the positions whose next token is asked for."""
+
+    canvas: Canvas
+    pages: np.ndarray  # int64 page ids of the whole canvas
+    state: DraftState
+    tokens: np.ndarray  # int64 [n], of the positions 0 … n-1
+    asked: np.ndarray  # int64, ascending, one after another, the last at most n
+
+
+class DraftModel(Extension):
+    """``model`` drafts for the ``served`` one, or verifies, for requests whose commit policy asks for it.
+
+    Every call can be repeated after a failure: a request's state says so little as is certain before its pass is done.
+    """
+
+    def __init__(self, model: LoadedModel, store: KVStore, served: LoadedModel) -> None:
+        self.model, self.store, self._served = model, store, served
+        self._scores = scores_for(model, store)
+        self._floor = row_floor(model)
+        self._banned = tuple(sorted({*served.spec.banned_ids, *model.spec.banned_ids}))
+        model.decoder.set_row_floor(self._floor)
+
+    def attach(self, opening: Opening) -> Speculation | None:
+        if opening.request.diffusion.commit.name not in ACCOMPANIED:
+            return None
+        tokens, encoded = opening.canvas.tokens.copy(), opening.encoded
+        tokens[encoded.image_rows] = self.model.spec.mask_id  # features take the place of whatever stands there
+        embeddings = self._embed(tokens)
+        deep = None
+        if encoded.companion_features is not None:
+            deep = place_features(self.model, embeddings, encoded.image_rows, encoded.companion_features)
+        return Speculation(DraftState(embeddings, np.full(len(tokens), -1, np.int64), deep=deep))
+
+    def restore(self, request: Request, canvas: Canvas, snapshot: object) -> Speculation | None:
+        """The K/V of its pages, in the model's own store, travel with those of the served model."""
+        return Speculation(snapshot) if isinstance(snapshot, DraftState) else None
+
+    @torch.inference_mode()
+    def after_prefill(self, batch: Sequence[tuple[Prefilling, np.ndarray]]) -> None:
+        """Run the prompt of each request, as far as the positions that prefill has just run."""
+        parts = []
+        for begun, rows in batch:
+            state = _state_of(begun)
+            if state is not None:
+                known = begun.canvas.tokens[: min(int(rows[-1]) + 1, begun.canvas.prompt_length)]
+                parts.append(_Part(begun.canvas, begun.pages, state, known, known[:0]))
+        self._forward([part for part in parts if _valid(part) < len(part.tokens)])
+
+    @torch.inference_mode()
+    def before_rows(self, batch: Sequence[Decoding]) -> None:
+        """Draft for each request whose policy asks for it and which has no draft yet, a token of all of them a pass.
+
+        A draft ends early, after an end of text. Tokens are greedy, or drawn with the noise that the served model's own
+        tokens will be drawn with, so that the two agree as often as they can.
+        """
+        drafts = [
+            (d, state, d.commit.wanted(d.canvas), list[int]())
+            for d in batch
+            if (state := _state_of(d)) is not None and isinstance(d.commit, Drafted) and state.drafted is None
+        ]
+        ends = self._served.spec.end_ids
+        while growing := [
+            (d, state, made)
+            for d, state, wanted, made in drafts
+            if len(made) < wanted and not (made and made[-1] in ends)
+        ]:
+            places = [np.array([d.canvas.known() + len(made)]) for d, _state, made in growing]
+            parts = [
+                _after_known(d, state, np.asarray(made, np.int64), place)
+                for (d, state, made), place in zip(growing, places, strict=True)
+            ]
+            for (d, _state, made), place, logits in zip(growing, places, self._forward(parts), strict=True):
+                made.append(int(self._candidates(logits, place, d.canvas, d).tokens[0]))
+        for _d, state, _wanted, made in drafts:
+            state.drafted = np.asarray(made, np.int64)
+
+    @torch.inference_mode()
+    def after_candidates(self, batch: Sequence[Decoding]) -> None:
+        """A verdict on the candidates of each request whose policy asks for it and which has none yet.
+
+        Verified are the candidates that follow one another from the first masked position on. The model's own tokens
+        are greedy, or drawn with the noise that the candidates were drawn with.
+        """
+        waiting = [
+            (d, state, _leading_tokens(d.candidates, d.canvas))
+            for d in batch
+            if (state := _state_of(d)) is not None and isinstance(d.commit, Judged) and d.candidates is not None
+            if state.verdict is None
+        ]
+        parts = []
+        for d, state, drafted in waiting:
+            first = d.canvas.known()
+            asked = np.arange(first, min(first + len(drafted) + 1, d.canvas.block_end))
+            parts.append(_after_known(d, state, drafted, asked))
+        for (d, state, drafted), part, logits in zip(waiting, parts, self._forward(parts), strict=True):
+            rank, relative = self._standing(logits, drafted)
+            before = replace(d.canvas, step=d.canvas.step - 1)  # as it was when the candidates were drawn
+            state.verdict = Verdict(self._candidates(logits, part.asked, before, d), rank, relative)
+
+    def _candidates(self, logits: Tensor, positions: np.ndarray, canvas: Canvas, d: Decoding) -> Candidates:
+        sampling, reads = d.request.sampling, d.commit.reads
+        return candidates(logits, positions, canvas, sampling, self._banned, None, self._scores, reads)
+
+    def _standing(self, logits: Tensor, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each drafted token: how many tokens are more probable, and its probability over that of the first."""
+        scores = logits[: len(drafted)].clone()
+        scores[:, list(self._banned)] = -torch.inf
+        mine = scores.gather(-1, torch.from_numpy(drafted).to(scores.device)[:, None])
+        rank = (scores > mine).sum(-1)
+        relative = (mine[:, 0] - scores.amax(-1)).exp()
+        return rank.cpu().numpy(), relative.cpu().numpy()
+
+    def _forward(self, parts: list[_Part]) -> list[Tensor]:
+        """Logits (fp32, as wide as the served model's) of the asked positions, from one pass over all ``parts``."""
+        if not parts:
+            return []
+        passes = [self._pass(part) for part in parts]
+        for part, p in zip(parts, passes, strict=True):
+            part.state.seen[p.rows[0] :] = -1  # until the pass is done; right of it, what stood there is of old
+            written = p.rows[p.rows >= part.canvas.prompt_length]
+            places = torch.from_numpy(written).to(self.model.device)
+            part.state.embeddings[places] = self._embed(part.tokens[written])
+        logits = forward(self.model, self.store, passes, self._floor)
+        for part, p in zip(parts, passes, strict=True):
+            part.state.seen[p.rows] = part.tokens[p.rows]
+            part.state.forwards += 1
+        width = self._served.decoder.config.vocab_size
+        cut = [rows.whole()[:, :width] for rows in logits]
+        return [F.pad(rows, (0, width - rows.shape[-1]), value=-torch.inf) for rows in cut]
+
+    def _pass(self, part: _Part) -> Pass:
+        wanted = part.asked - 1
+        end = int(wanted[-1]) + 1 if len(wanted) else len(part.tokens)
+        rows = np.arange(min([_valid(part), *wanted[:1]]), end)
+        state = part.state
+        return Pass(part.canvas, part.pages, state.embeddings, rows, part.asked, wanted, end, state.deep)
+
+    def _embed(self, tokens: np.ndarray) -> Tensor:
+        """Embeddings ``[n, D]``; a token that only the served model has stands as a mask."""
+        known = np.where(tokens < self.model.decoder.config.vocab_size, tokens, self.model.spec.mask_id)
+        return self.model.decoder.embed(torch.from_numpy(known).to(self.model.device))
+
+
+def _valid(part: _Part) -> int:
+    """Positions, from the left, whose K/V is of the tokens that stand there."""
+    return leading(part.state.seen[: len(part.tokens)] == part.tokens)
+
+
+def _leading_tokens(candidates: Candidates, canvas: Canvas) -> np.ndarray:
+    """Tokens (int64) of the candidates that follow one another from the first masked position on."""
+    positions = candidates.positions
+    return candidates.tokens[: leading(positions == canvas.known() + np.arange(len(positions)))]
+
+
+def _after_known(d: Decoding, state: DraftState, drafted: np.ndarray, asked: np.ndarray) -> _Part:
+    """A request's part of a pass over what is known and, after it, ``drafted``."""
+    tokens = np.concatenate([d.canvas.tokens[: d.canvas.known()], drafted])
+    return _Part(d.canvas, d.prefilled.pages, state, tokens, asked)
+
+
+def _state_of(d: Prefilling | Decoding) -> DraftState | None:
+    found = d.extension(Speculation)
+    return None if found is None else found.state

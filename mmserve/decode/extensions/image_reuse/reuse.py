@@ -1,0 +1,265 @@
+"""Reused K/V: images' K/V are put into a request's pages, and a rule says which positions are run again (``kv/reuse``).
+
+What is reused is defined, not found (``image_kv.py``): a request whose image nobody has asked about computes it first,
+so that no answer depends on what is kept.
+Shapes in names: N layers, L positions, D hidden, G key/value heads, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from mmserve_kernels.dispatch import pick
+from mmserve_kernels.rope_scatter import rotate
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack, Encoded, Past
+from mmserve.core.request import Request
+from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
+from mmserve.decode.extensions.image_reuse.checks import reusable, reused
+from mmserve.decode.extensions.image_reuse.image_kv import ImageKV
+from mmserve.decode.extensions.image_reuse.selective import AskingRows, RowWatcher, SelectiveRecompute
+from mmserve.decode.forward import Pass
+from mmserve.encode.cache import TensorCache
+from mmserve.encode.embedding import deep_rows
+from mmserve.kv.reuse import Reuse, reuse_of
+from mmserve.kv.store import KVStore
+from mmserve.models.alone import kv_alone
+from mmserve.models.attended import column_sums
+from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.decoder import DecoderLayer
+
+
+@dataclass
+class ReusedKV:
+    """Which positions of a request have reused K/V: plain data."""
+
+    positions: np.ndarray  # bool [canvas]: those whose K/V stay as they were put there; no policy runs them
+    selective: SelectiveRecompute | None = None  # where some of them are run again while the answer is decoded
+
+    def absorb(self, seen: AskingRows) -> None:
+        """Take over what a pass showed, now that it is done; what it ran is the prompt's own from here on."""
+        if self.selective is None:
+            raise ValueError("nothing was to be noted of this pass")
+        self.selective.absorb(seen)
+        self.positions[seen.rows] = False
+
+
+#: K/V on their way into a request's pages: how many positions each piece of that work has run through a layer, and in
+#: the end what came of it.
+Making = Generator[int, None, ReusedKV]
+
+
+def in_one_go(making: Making) -> ReusedKV:
+    """What comes of ``making``, with nothing else done in between."""
+    while True:
+        try:
+            next(making)
+        except StopIteration as ended:
+            made: ReusedKV = ended.value
+            return made
+
+
+@dataclass(eq=False)
+class ReusedImages(RequestExtension):
+    """The reused K/V of one request."""
+
+    watcher: RowWatcher
+    prefix: bool  # whether the prompt does not see what follows it
+    making: Making | None = None  # until the K/V are in the request's pages
+    kv: ReusedKV | None = None  # from then on
+    _reused: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.kv is not None:
+            self._reused = int(self.kv.positions.sum())
+
+    @property
+    def reused(self) -> int:
+        return self._reused
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Not beside selective recompute: how many positions it runs goes by passes."""
+        return self.kv is None or self.kv.selective is None
+
+    def ready(self, most: int) -> bool:
+        """Go on with the making; the first pass is not due before the next call where there was anything to run and
+        ``most`` is set."""
+        ran = 0
+        while self.making is not None and (ran < most or not most):
+            try:
+                ran += next(self.making)
+            except StopIteration as ended:
+                self.making, self.kv = None, ended.value
+                self._reused = int(ended.value.positions.sum())
+        return self.making is None and not (most and ran)
+
+    def rows(self, rows: np.ndarray, *, first: bool) -> np.ndarray:
+        """Without those that are reused, but for those that are to be run again."""
+        if self.kv is None:
+            return rows
+        rows = rows[~self.kv.positions[rows]]
+        return rows if first or self.kv.selective is None else np.union1d(rows, self.kv.selective.rows())
+
+    def watch(self, p: Pass, *, first: bool) -> Pass:
+        if first or self.kv is None or self.kv.selective is None:
+            return p
+        seen = np.full(len(p.wanted), p.visible)
+        if self.prefix:
+            seen[p.wanted < p.canvas.prompt_length] = p.canvas.prompt_length
+        return replace(p, observation=self.watcher.watch(self.kv.selective, p.rows, p.wanted, seen, p.pages))
+
+    def after_forward(self, p: Pass, seconds: float) -> None:
+        if self.kv is not None and isinstance(p.observation, AskingRows):
+            self.kv.absorb(p.observation)
+
+    def snapshot(self) -> ReusedKV | None:
+        return self.kv
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the first layers show of the positions that are reused: float32 ``[n]`` each."""
+
+    deviation: np.ndarray  # what the rule chooses by
+    moved: np.ndarray  # how far the values of the last layer are off, where it weighs them
+    attended: np.ndarray  # by attention there
+
+
+class ImageKVReuse(Extension):
+    """Reuses images' K/V in one model's store, for requests with ``image_reuse`` and for questions of video streams."""
+
+    def __init__(self, model: LoadedModel, store: KVStore, cache: TensorCache) -> None:
+        self._model, self._store, self.images = model, store, ImageKV(model, cache)
+        self._watcher = RowWatcher(store, model.dtype)
+        self._causal = model.spec.causal
+        self._scores = pick("attention_scores", model.device, model.dtype, model.decoder.config.head_dim).run
+
+    def keys(self, encoded: Encoded, cache: str = "") -> tuple[bytes, ...]:
+        """As of ``ImageKV.keys``."""
+        return self.images.keys(encoded, cache)
+
+    def attach(self, o: Opening) -> ReusedImages | None:
+        prefix = self._model.spec.attention is Attention.PREFIX
+        if o.encoded.past is not None:
+            return ReusedImages(self._watcher, prefix, kv=self.place(o.encoded.past, o.canvas, o.pages))
+        policy = reuse_of(o.request)
+        if policy is None:
+            return None
+        making = self.make(policy, o.encoded, o.canvas, o.embeddings, o.deep, o.pages)
+        return ReusedImages(self._watcher, prefix, making=making)
+
+    def restore(self, request: Request, canvas: Canvas, snapshot: object) -> ReusedImages | None:
+        if not isinstance(snapshot, ReusedKV):
+            return None
+        return ReusedImages(self._watcher, self._model.spec.attention is Attention.PREFIX, kv=snapshot)
+
+    def make(
+        self,
+        policy: Reuse,
+        encoded: Encoded,
+        canvas: Canvas,
+        embeddings: Tensor,
+        deep: DeepStack | None,
+        pages: np.ndarray,
+    ) -> Making:
+        """Write the K/V of the prompt's images into its ``pages``; which positions of the canvas prefill need not run.
+
+        A piece of that work is a layer of an image alone, or of the prompt that is looked at. ``encoded``
+        has the ``keys`` of its spans; ``embeddings [canvas, D]`` and ``deep`` are the request's own.
+        """
+        kept = np.zeros(canvas.size, dtype=bool)
+        sizes = reusable(encoded)
+        if not reused(policy, encoded):
+            return ReusedKV(kept)
+        rows = np.concatenate([span.start + np.arange(n) for span, n in zip(encoded.spans, sizes, strict=True)])
+        reused_NLGK = yield from self.images.found(encoded, sizes)
+        seen = None
+        if policy.layers and (policy.count(sizes) or policy.each_step):
+            end = self._looked_at(policy, rows, canvas)
+            seen = yield from self._look(policy, reused_NLGK, rows, canvas, embeddings[:end], deep)
+        self._write(reused_NLGK, rows, canvas, pages)
+        kept[rows] = True
+        again = policy.choose(sizes, np.zeros(0) if seen is None else seen.deviation)
+        kept[rows[again]] = False
+        if seen is None or not policy.each_step:
+            return ReusedKV(kept)
+        layer = min(policy.layers, len(self._model.decoder.layers)) - 1
+        left = (np.delete(of_each, again) for of_each in (rows, seen.moved, seen.attended))
+        return ReusedKV(kept, SelectiveRecompute(policy.each_step, layer, *left))
+
+    def place(self, past: Past, canvas: Canvas, pages: np.ndarray) -> ReusedKV:
+        """Write the K/V of ``past`` into a request's ``pages``; no pass runs its rows."""
+        self._write([past.keys, past.values], past.rows, canvas, pages)
+        kept = np.zeros(canvas.size, dtype=bool)
+        kept[past.rows] = True
+        return ReusedKV(kept)
+
+    def _looked_at(self, policy: Reuse, rows: np.ndarray, canvas: Canvas) -> int:
+        """How much of the canvas, from the left, the K/V of ``rows`` depend on, or the policy's weights."""
+        if self._model.spec.attention is Attention.FULL:
+            return canvas.size
+        if policy.weighed or self._model.spec.attention is Attention.PREFIX:
+            return canvas.prompt_length
+        return int(rows[-1]) + 1
+
+    def _look(
+        self,
+        policy: Reuse,
+        reused_NLGK: list[Tensor],
+        rows: np.ndarray,
+        canvas: Canvas,
+        x_LD: Tensor,
+        deep: DeepStack | None,
+    ) -> Generator[int, None, _Look]:
+        """How far the K/V of ``rows`` at the last of the policy's layers are from what they are in this prompt.
+
+        ``x_LD``: its embeddings, up to where the policy looks. To know that, the K/V of all these layers were computed:
+        they replace the reused ones.
+        """
+        decoder, device = self._model.decoder, self._model.device
+        layers = min(policy.layers, len(decoder.layers))
+        before = np.arange(len(x_LD))
+        positions, at = self._positions(canvas, before), torch.from_numpy(rows).to(device)
+        squared, moved, attended = (torch.zeros(len(rows), device=device) for _ in range(3))
+
+        def onlook(layer: DecoderLayer, before_LD: Tensor) -> None:
+            cos, sin = decoder.rotary(positions)
+            q_LHK, k_LGK = (rotate(x, cos, sin) for x in layer.queries_and_keys(before_LD, slice(None)))
+            seen = torch.arange(1, len(before_LD) + 1, device=device) if self._causal else None
+            attended.copy_(column_sums(self._scores, q_LHK, k_LGK, seen)[at].sum(1))
+
+        added, watch = deep_rows([(before, deep)]), onlook if policy.weighed else None
+        fresh = kv_alone(decoder, x_LD, positions, causal=self._causal, layers=layers, deep=added, onlook=watch)
+        for layer, of_layer in enumerate(fresh):
+            for reused_LGK, found in zip(reused_NLGK, of_layer, strict=True):
+                own = found[at]
+                if layer == layers - 1:
+                    moved = (own.float() - reused_LGK[layer].float()).flatten(1)  # of keys, and in the end of values
+                    squared += moved.square().sum(1)
+                reused_LGK[layer] = own
+            yield len(before)
+        moved = moved.abs().sum(1)
+        deviation = moved * attended if policy.weighed else squared
+        return _Look(*(x.cpu().numpy() for x in (deviation, moved, attended)))
+
+    def _write(self, reused_NLGK: list[Tensor], rows: np.ndarray, canvas: Canvas, pages: np.ndarray) -> None:
+        size = self._store.page_size
+        slots = torch.from_numpy(pages[rows // size] * size + rows % size).to(self._model.device)
+        cos, sin = self._model.decoder.rotary(self._positions(canvas, rows))
+        keys_NLGK, values_NLGK = reused_NLGK
+        for layer, (keys, values) in enumerate(zip(self._store.keys, self._store.values, strict=True)):
+            keys.flatten(0, 1)[slots] = rotate(keys_NLGK[layer], cos, sin)
+            values.flatten(0, 1)[slots] = values_NLGK[layer]
+
+    def _positions(self, canvas: Canvas, rows: np.ndarray) -> Tensor:
+        """Rotary positions of ``rows``, on each of the model's axes."""
+        places, axes = canvas.rotary_positions(rows), self._model.position_axes
+        if axes > 1:
+            places = np.broadcast_to(places, (axes, places.shape[-1])).copy()
+        return torch.from_numpy(places).to(self._model.device)

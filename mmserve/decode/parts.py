@@ -1,0 +1,64 @@
+"""What prefill and decode of a masked diffusion or next-token model share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mmserve.decode.extensions.base import Extension
+from mmserve.decode.graphs import Graphs
+from mmserve.decode.passes import Passes
+from mmserve.decode.policies import Offered
+from mmserve.decode.propose import Proposer
+from mmserve.decode.runner import Runner
+from mmserve.decode.scores import scores_for
+from mmserve.kv.sparse import Sparse
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+E = TypeVar("E", bound=Extension)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One model over one K/V store, and what runs its passes; holds no state of any request.
+
+    ``extensions`` are called in their order.
+    """
+
+    model: LoadedModel
+    store: KVStore
+    extensions: tuple[Extension, ...]
+    offered: Offered
+    passes: Passes
+    runner: Runner
+    proposer: Proposer
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel,
+        store: KVStore,
+        extensions: Sequence[Extension] = (),
+        *,
+        chunk: int = 0,
+        offered: Offered | None = None,
+        sparse: Sparse | None = None,
+        graphs: Graphs | None = None,
+        runs_ahead: bool = True,
+    ) -> Parts:
+        """The parts for ``model`` over ``store``.
+
+        ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``offered``:
+        what policies may ask for; None = what the model offers by itself. ``sparse``, ``graphs``: as of ``Runner``.
+        ``runs_ahead``: what a constraint forces may be run in one pass.
+        """
+        passes = Passes(model, store.page_size, chunk, runs_ahead)
+        runner = Runner(model, store, sparse=sparse, graphs=graphs)
+        proposer = Proposer(model.spec, scores_for(model, store))
+        return cls(model, store, tuple(extensions), offered or Offered.by(model), passes, runner, proposer)
+
+    def extension(self, kind: type[E]) -> E | None:
+        """The extension of this kind, if the decoder has one."""
+        return next((each for each in self.extensions if isinstance(each, kind)), None)

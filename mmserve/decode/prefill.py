@@ -1,0 +1,65 @@
+"""Prefill of masked diffusion and next-token models: step 0, in which prompt and masked canvas run together."""
+
+from __future__ import annotations
+
+import torch
+
+from mmserve.core.encoded import Encoded
+from mmserve.core.request import Request
+from mmserve.decode.begin import begin
+from mmserve.decode.constrained.admission import Admitted
+from mmserve.decode.extensions.base import watched
+from mmserve.decode.parts import Parts
+from mmserve.decode.state import Prefilled, Prefilling
+from mmserve.kv.table import PageTable
+
+
+class Prefill:
+    """Prefill with the ``parts`` that decode has too; holds no state of any request."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @torch.inference_mode()
+    def begin(
+        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+    ) -> Prefilling:
+        """As of ``Decoder.begin``."""
+        return begin(self._parts, request, encoded, pages, admitted)
+
+    @torch.inference_mode()
+    def ready(self, begun: Prefilling) -> bool:
+        """As of ``Decoder.ready``."""
+        most = self._parts.passes.chunk * len(self._parts.model.decoder.layers)
+        return all(extension.ready(most) for extension in begun.extensions)
+
+    @torch.inference_mode()
+    def run(self, batch: list[tuple[Request, Prefilling]]) -> list[Prefilled | None]:
+        """One pass over all requests: canvas with pages and candidates out, None where some of the prompt is left.
+
+        Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
+        """
+        parts = self._parts
+        passes = [watched(parts.passes.first(begun), begun.extensions, first=True) for _request, begun in batch]
+        guided = [(p, begun.guidance) for p, (_request, begun) in zip(passes, batch, strict=True)]
+        logits, seconds = parts.runner.run("prefill", guided)
+        proposed = [
+            parts.proposer.propose(request, begun.commit, begun.extensions, p, rows) if len(p.targets) else None
+            for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
+        ]
+        for extension in parts.extensions:
+            extension.after_prefill([(begun, p.rows) for (_request, begun), p in zip(batch, passes, strict=True)])
+        results: list[Prefilled | None] = []
+        for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
+            begun.run = p.visible
+            for each in begun.extensions:
+                each.after_forward(p, seconds)
+            if found is None:
+                results.append(None)
+                continue
+            p.canvas.count_forward()
+            reused = begun.reused + sum(each.reused for each in begun.extensions)
+            run = begun.run - reused + (p.visible if begun.guidance is not None else 0)
+            rest = begun.extensions, begun.deep, begun.guidance
+            results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *rest))
+        return results

@@ -1,0 +1,90 @@
+"""From a pass's logits to a request's candidates: by the sampler, or by a commit policy that makes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Request
+from mmserve.decode.commit import Candidates, Commit
+from mmserve.decode.commit.base import Partial, is_partial, is_proposing
+from mmserve.decode.constrained.best import Notes
+from mmserve.decode.extensions.base import RequestExtension
+from mmserve.decode.forward import Pass
+from mmserve.decode.logits import RowLogits
+from mmserve.decode.sampler import Shared, candidates, judged_mask
+from mmserve.decode.scores import Scores
+from mmserve.decode.together import Member, share
+from mmserve.models.base import ModelSpec
+
+Extensions = tuple[RequestExtension, ...]
+
+
+class Proposer:
+    """Makes the candidates of one model's requests; ``scores`` does so in one pass over the logits where it can."""
+
+    def __init__(self, spec: ModelSpec, scores: Scores | None) -> None:
+        self._spec, self.scores = spec, scores
+
+    def share(self, members: Sequence[Member]) -> list[RowLogits | Shared]:
+        """The logits of a batch, some of whose requests share one call of the sampler (``decode/together.py``)."""
+        return share(members, self._spec, self.scores)
+
+    def propose(
+        self, request: Request, commit: Commit, extensions: Extensions, p: Pass, logits: RowLogits | Shared
+    ) -> Candidates:
+        """The candidates of a pass; what observes its logits is shown them."""
+        spec, sampling = self._spec, request.sampling
+        if isinstance(logits, Shared):
+            return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids)
+        reads = commit.reads
+        if is_partial(commit):
+            return self._in_part(commit, reads, request, extensions, p, logits)
+        notes = _observer(extensions, p.canvas, p.targets)
+        if is_proposing(commit):
+            return commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, notes)
+        return self._sampled(request, p.canvas, p.targets, logits, notes, reads)
+
+    def _sampled(
+        self,
+        request: Request,
+        canvas: Canvas,
+        positions: np.ndarray,
+        logits: RowLogits,
+        notes: Notes | None,
+        reads: frozenset[str],
+    ) -> Candidates:
+        """The sampler's candidates for ``positions``, from their logits."""
+        spec, sampling = self._spec, request.sampling
+        mask_id = judged_mask(spec)
+        return candidates(logits, positions, canvas, sampling, spec.banned_ids, notes, self.scores, reads, mask_id)
+
+    def _in_part(
+        self,
+        commit: Partial,
+        reads: frozenset[str],
+        request: Request,
+        extensions: Extensions,
+        p: Pass,
+        logits: RowLogits,
+    ) -> Candidates:
+        """The candidates that the policy looks at, and the others only where it would choose of them."""
+        needed, counted = commit.needed(p.canvas, p.targets), replace(p.canvas, step=p.canvas.step + 1)
+
+        def of(which: np.ndarray) -> Candidates:
+            targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
+            notes = _observer(extensions, p.canvas, targets)
+            return self._sampled(request, p.canvas, targets, rows, notes, reads)
+
+        found = of(needed)
+        if not needed.all() and not commit.enough(counted, found):
+            found = found.and_then(of(~needed))
+        return found.where(np.argsort(found.positions))
+
+
+def _observer(extensions: Extensions, canvas: Canvas, positions: np.ndarray) -> Notes | None:
+    """What notes the logits of ``positions``: that of the one extension that observes them, if there is one."""
+    return next((e.observe(canvas, positions) for e in extensions if e.observes), None)

@@ -1,0 +1,77 @@
+"""Forward passes of one model over one K/V store: guidance, sparse attention and recorded graphs included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from mmserve.decode.forward import Pass, Watch, forward, row_floor, value_changes
+from mmserve.decode.graphs import Graphs
+from mmserve.decode.guidance import combined, spread
+from mmserve.decode.logits import RowLogits
+from mmserve.decode.state import Guidance
+from mmserve.kv.sparse import Sparse
+from mmserve.kv.store import KVStore
+from mmserve.models.base import LoadedModel
+
+Stage = Literal["prefill", "decode"]
+
+
+class Runner:
+    """Runs the passes of a batch; holds no state of any request.
+
+    ``sparse`` chooses what passes look at; None = everything. ``graphs`` run passes of decode where they can; None =
+    none do.
+    """
+
+    def __init__(
+        self, model: LoadedModel, store: KVStore, *, sparse: Sparse | None = None, graphs: Graphs | None = None
+    ) -> None:
+        self.graphs = graphs
+        #: The number of rows, a multiple of which a pass runs (see ``row_floor``).
+        self.floor = row_floor(model)
+        self.ways: dict[str, Callable[[], None]] = {}
+        self._model, self._store, self._sparse = model, store, sparse
+        model.decoder.set_row_floor(self.floor)
+
+    def took(self, pages: np.ndarray, positions: int) -> None:
+        """Take note of ``pages`` (int64) that no pass wrote: the first ``positions`` of them hold keys now."""
+        if self._sparse is not None:
+            self._sparse.took(pages, positions)
+
+    def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
+        """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
+        self.ways = {"prefill": prefill, "decode": decode}
+
+    def run(self, stage: Stage, batch: list[tuple[Pass, Guidance | None]]) -> tuple[list[RowLogits], float]:
+        """One forward pass of the ragged batch: each request's logits, and the processor time that the pass took
+        (seconds)."""
+        begun, given, way = time.thread_time(), 0.0, self.ways.get(stage)
+
+        def between() -> None:
+            nonlocal given
+            if way is not None:
+                since = time.thread_time()
+                way()
+                given += time.thread_time() - since
+
+        sparse, first = self._sparse, stage == "prefill"
+        selection = None if sparse is None else sparse.prefill if first else sparse.decode
+        logits = forward(
+            self._model,
+            self._store,
+            spread(batch, first=first),
+            self.floor,
+            sparse=sparse,
+            selection=selection,
+            graphs=None if first else self.graphs,
+            between=between,
+        )
+        return combined(batch, logits), time.thread_time() - begun - given
+
+    def changes(self, batch: list[Watch]) -> list[np.ndarray]:
+        """How far watched positions have moved (``value_changes``)."""
+        return value_changes(self._model, self._store, batch, self.floor, sparse=self._sparse)

@@ -1,0 +1,1 @@
+"""Uniform-state diffusion: models that denoise canvases of random tokens."""

@@ -1,0 +1,86 @@
+"""What a request to a uniform-state diffusion model has in prefill and in decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Request
+from mmserve.decode.extensions.base import RequestExtension
+from mmserve.decode.text import TextStream
+from mmserve.decode.uniform_state.constraint import CanvasConstraint
+from mmserve.decode.uniform_state.samplers import CanvasSampler, Step, quiet
+from mmserve.models.base import Renoising
+
+
+@dataclass
+class CanvasPrefilled:
+    """A request whose prompt is read, and what the network keeps of it."""
+
+    canvas: Canvas
+    features: Tensor | None  # visual tokens [n, D] of the prompt's images
+    constraint: CanvasConstraint | None = None
+    past: object | None = None
+    run: int = 0  # positions read
+
+    @property
+    def embeddings(self) -> None:
+        """None: the network embeds."""
+
+
+@dataclass
+class CanvasDecoding:
+    """A request in decode: its canvases, the noise that the open one holds, and what the last step said of it."""
+
+    request: Request
+    canvas: Canvas
+    features: Tensor | None  # visual tokens [n, D] of the prompt's images
+    past: object | None
+    read: int  # positions that ``past`` holds
+    text: TextStream
+    renoising: Renoising
+    sampler: CanvasSampler
+    log_probabilities: np.ndarray  # float32 [N], of the final tokens of the answer
+    recomputed: int
+    constraint: CanvasConstraint | None = None
+    logits_LV: Tensor | None = None  # of the latest pass, until they are used
+    step: Step | None = None  # the latest of the open canvas; None = it is still all noise
+    still: int = 0  # steps in a row that predicted what the one before did
+    forwards: int = 0
+    edits: int = 0  # never: what is final stays
+
+    @property
+    def extensions(self) -> tuple[RequestExtension, ...]:
+        """Its constraint, if it has one: its network keeps its K/V to itself, and nothing drafts canvases of noise."""
+        return () if self.constraint is None else (self.constraint,)
+
+    @property
+    def held(self) -> int:
+        """Positions with K/V, which the network keeps itself."""
+        return self.read
+
+    @property
+    def noise(self) -> Tensor:
+        """Int64 ``[L]``: the tokens of the open canvas."""
+        return torch.from_numpy(self.canvas.tokens[self.canvas.block()])
+
+    def came_to_rest(self, step: Step) -> bool:
+        """Take in the latest ``step``; whether the canvas is final by it: enough steps in a row predicted the same, and
+        this one is sure."""
+        same = self.step is not None and bool(torch.equal(step.predicted_L, self.step.predicted_L))
+        self.still = self.still + 1 if same else 0
+        self.step = step
+        return self.still >= self.renoising.stable and quiet(step, self.renoising)
+
+    def shown(self) -> Canvas:
+        """The canvas as it would be if it were final now; what is right of it is masked."""
+        size = self.canvas.prompt_length + self.request.sampling.max_new_tokens
+        tokens, final = self.canvas.tokens.copy(), self.canvas.committed_at.copy()
+        if self.step is not None:
+            tokens[self.canvas.block()] = self.step.predicted_L.cpu().numpy()
+            final[self.canvas.block()] = self.canvas.step
+        return replace(self.canvas, tokens=tokens[:size], committed_at=final[:size])

@@ -402,9 +402,8 @@ class Engine:
     def _encoded(self, record: Record, prompt: EncodedPrompt) -> None:
         """A prompt is what it will be, or the decoder looks at it first: then it comes here again, from prefill."""
         record.usage, record.keys, record.looks = prompt.usage, prompt.keys, prompt.looks
-        wanted = record.pages_wanted(self.config.page_size)
-        if wanted > self.config.pages:
-            self._fail_record(record, _too_large(record, wanted, self.config))
+        if (refusal := record.too_large(self.config)) is not None:
+            self._fail_record(record, refusal)
             return
         self._advance(record, Stage.ENCODED)
         if not prompt.looks:
@@ -535,15 +534,6 @@ class Engine:
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""
         return min(30.0, max(0.1, self._seconds * self._queued / self.config.max_running))
-
-
-def _too_large(record: Record, wanted: int, config: EngineConfig) -> InvalidArgument:
-    """Why a request that needs so many pages is refused: it would wait for them for good."""
-    why = (
-        f"{record.tokens} positions of {record.request.sequences} sequences need {wanted} K/V pages, and there are "
-        f"{config.pages}: leave out cfg_scale, or shorten the prompt or max_new_tokens"
-    )
-    return InvalidArgument.of("diffusion.cfg_scale", why)
 
 
 def _typed(error: BaseException, record: Record) -> MMServeError:

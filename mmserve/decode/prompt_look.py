@@ -14,7 +14,7 @@ from torch import Tensor
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request
 from mmserve.encode.embedding import deep_rows, embedded
-from mmserve.encode.encoder import check_length
+from mmserve.encode.lengths import check_length
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
 from mmserve.prune import pruner_of

@@ -17,6 +17,7 @@ from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Check, Decoders
+from mmserve.encode.lengths import check_length
 from mmserve.encode.visual import Loaded, Media, Viewer, Visual
 from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
@@ -271,22 +272,6 @@ class Encoder:
         positions = min(model.spec.max_tokens for model in self._models(request))
         check_length(request, prompt, self.max_tokens)
         check_length(request, before, positions, pruned=before > prompt)
-
-
-def check_length(request: Request, prompt: int, limit: int, *, pruned: bool = False) -> None:
-    """``InvalidArgument`` where a ``prompt`` of so many positions, and the answer, are more than ``limit``.
-
-    ``pruned``: whether fewer are left of them.
-    """
-    new = request.sampling.max_new_tokens
-    if prompt + new > limit:
-        field = "sampling.max_new_tokens" if prompt < limit else "messages"
-        before = " (before pruning)" if pruned else ""
-        raise InvalidArgument.of(
-            field,
-            f"a prompt of {prompt} tokens{before} and {new} new ones exceed the limit of {limit}; "
-            "shorten the prompt or lower max_new_tokens",
-        )
 
 
 @dataclass(frozen=True)

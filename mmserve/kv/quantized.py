@@ -9,9 +9,8 @@ asks attention itself; a page that is shared has no one request's attention to a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
@@ -48,7 +47,7 @@ class QuantizedStore(KVStore):
             self._layers = [self._blank(pages) for _ in range(config.num_layers)]
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        """As ``KVStore._stored``; places of salient tokens count from those of their page (``read_pages``)."""
+        """As ``KVStore._stored``; places of salient tokens count from those of their page in ``read_pages``."""
         for layer, pair in enumerate(self._layers):
             for name, pages in zip(("keys", "values"), pair, strict=True):
                 assert pages.low is not None, "integers have a lowest value"
@@ -60,24 +59,17 @@ class QuantizedStore(KVStore):
             if pair[0].kept_at is not None:
                 yield f"kept_at.{layer}", pair[0].kept_at
 
-    def read_pages(self, pages: np.ndarray) -> dict[str, Tensor]:
-        """As ``KVStore.read_pages``."""
-        return {name: self._moved(name, x, -self._first(pages)) for name, x in super().read_pages(pages).items()}
+    def _relative(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        return self._moved(name, held, -pages)
 
-    def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor]) -> None:
-        """As ``KVStore.write_pages``."""
-        first = self._first(pages)
-        super().write_pages(pages, {name: self._moved(name, x, first[: len(x)]) for name, x in held.items()})
+    def _absolute(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        return self._moved(name, held, pages)
 
-    def _first(self, pages: np.ndarray) -> Tensor:
-        """Where the salient tokens of each of ``pages`` begin among those of all: int64 ``[n, 1]``."""
-        return self._tensor(pages)[:, None] * self._kept
-
-    def _moved(self, name: str, x: Tensor, by: Tensor) -> Tensor:
-        """``x``; where it holds places of salient tokens, those ``by`` as much farther."""
+    def _moved(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        """``held``; where it says which salient tokens are whose, those ``pages`` farther."""
         if not name.startswith("kept_at"):
-            return x
-        return torch.where(x < 0, x, x + by.to(x.device)).to(x.dtype)
+            return held
+        return torch.where(held < 0, held, held + pages[:, None] * self._kept).to(held.dtype)
 
     @property
     def bytes(self) -> int:

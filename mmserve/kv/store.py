@@ -149,7 +149,7 @@ class KVStore:
     def read_pages(self, pages: np.ndarray) -> dict[str, Tensor]:
         """A copy of what ``pages`` (int64) hold, in their order, layer by layer: what ``write_pages`` takes."""
         at = self._tensor(pages)
-        return {name: stored.index_select(0, at) for name, stored in self._stored()}
+        return {name: self._relative(name, stored.index_select(0, at), at) for name, stored in self._stored()}
 
     def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor]) -> None:
         """Fill ``pages`` (int64) with what ``read_pages`` of another store gave for as many.
@@ -159,13 +159,21 @@ class KVStore:
         at, stored = self._tensor(pages), dict(self._stored())
         check_form({name: (len(at), *into.shape[1:], into.dtype) for name, into in stored.items()}, held)
         for name, into in stored.items():
-            into[at] = held[name].to(into.device)
+            into[at] = self._absolute(name, held[name].to(into.device), at)
 
     def _stored(self) -> Iterator[tuple[str, Tensor]]:
         """All that the store holds of pages, by name: ``[pages, …]`` each."""
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             yield f"keys.{layer}", keys
             yield f"values.{layer}", values
+
+    def _relative(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        """What of ``pages`` is ``held`` under ``name``, whatever pages they are: here the same."""
+        return held
+
+    def _absolute(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        """The inverse of ``_relative``."""
+        return held
 
     def values_at(self, layer: int, ragged: Ragged) -> Tensor:
         """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""

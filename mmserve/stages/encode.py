@@ -93,7 +93,10 @@ class EncodeStage:
         outcomes = [outcome for each in batches for outcome in run_isolated(self._encoded, each)]
         for request in batch:
             self._unload(request.id)
-        return [self._send(r, o) if isinstance(o, Encoded) else o for r, o in zip(batch, outcomes, strict=True)]
+        sent: list[EncodedPrompt | BaseException] = []
+        for request, outcome in zip(batch, outcomes, strict=True):
+            sent += [outcome] if isinstance(outcome, BaseException) else run_isolated(self._sent, [(request, outcome)])
+        return sent
 
     def release(self, request: RequestId) -> None:
         """Forget a request; not while a worker runs it."""
@@ -146,6 +149,9 @@ class EncodeStage:
         found = self._loaded.pop(request, None)
         if found is not None:
             found[0].close()
+
+    def _sent(self, batch: list[tuple[Request, Encoded]]) -> list[EncodedPrompt]:
+        return [self._send(request, encoded) for request, encoded in batch]
 
     def _send(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         """To prefill, once for each sample; once for all where the decoder is to look at the prompt first."""

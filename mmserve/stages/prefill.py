@@ -75,8 +75,7 @@ class PrefillStage:
             else:
                 del self.begun[request.id]
                 self._arriving.pop(request.id, None)
-                self._hand_over(request, outcome)
-                outcomes.append(None)
+                outcomes += run_isolated(self._handed_over, [(request, outcome)])
         return outcomes
 
     def forget(self, request: RequestId) -> None:
@@ -91,10 +90,11 @@ class PrefillStage:
         """Requests of which anything is kept here."""
         return len(self._prompts) + len(self.begun) + len(self._arriving)
 
-    def _hand_over(self, request: Request, prefilled: Any) -> None:
-        if not self._to_decode.in_process:
-            prefilled = self._decoder.payload(prefilled)
-        self._to_decode.send(request.id, prefilled)
+    def _handed_over(self, batch: list[tuple[Request, Any]]) -> list[None]:
+        for request, prefilled in batch:
+            live = self._to_decode.in_process
+            self._to_decode.send(request.id, prefilled if live else self._decoder.payload(prefilled))
+        return [None] * len(batch)
 
     def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any] | EncodedPrompt | None]:
         """The prefill state of each request; None where something comes before its first pass, and is not yet done."""

@@ -11,8 +11,10 @@ from apart import ENGINE, ENGINES, Apart, cases, load
 from gemma_checkpoints import save_gemma
 from harness import Bench
 
+from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Finished
 from mmserve.core.request import Request
+from mmserve.errors import Unimplemented
 
 Make = Callable[..., Bench]
 CASES = cases()
@@ -66,6 +68,14 @@ def test_three_processes_answer_as_one(apart: Apart, together: dict[str, Finishe
         check(done, reason, answer)
         usage = dataclasses.replace(done.usage, completion_tokens=0, kv_positions=0)
         assert prompt.usage == usage, request.id
+
+
+def test_samples_that_learn_from_each_other_stay_in_one_process(apart: Apart) -> None:
+    drawn = next(request for request in CASES["causal"] if request.id == "causal.awrs")
+    assert drawn.constraint is not None
+    asap = dataclasses.replace(drawn.constraint, sampling=ConstraintSampling.ASAP)
+    with pytest.raises(Unimplemented, match="in one process; use 'awrs'"):
+        apart.ask("encode", "encode", "causal", dataclasses.replace(drawn, constraint=asap))
 
 
 def moving() -> list[tuple[str, Request]]:

@@ -77,6 +77,11 @@ class PrefilledPayload:
     draft_kv: KVState | None = None
     extensions: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def prefilled(self) -> PrefilledPayload:
+        """Itself: as of ``CanvasPayload``."""
+        return self
+
 
 @dataclass(frozen=True)
 class TextState:

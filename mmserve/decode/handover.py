@@ -73,6 +73,7 @@ def prefilled_of(
     if session is not None:
         extensions.append(Constraint(session, parts.model.spec.causal))
     found = None if payload.candidates is None else _candidates(payload.candidates)
+    assert payload.embeddings is not None, "models with pages have embeddings"
     none = Candidates(ids[:0], ids[:0], np.zeros(0, np.float32), None, None)
     return Prefilled(
         payload.canvas,

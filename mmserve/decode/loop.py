@@ -63,11 +63,10 @@ class DiffusionDecoder:
         session: Constrained | None = None,
     ) -> Decoding:
         """As of ``Decoder.restored``."""
-        live = isinstance(payload, CanvasPayload)
-        state, candidates = prefilled_of(self.parts, request, payload.prefilled if live else payload, pages, session)
+        state, candidates = prefilled_of(self.parts, request, payload.prefilled, pages, session)
         d = self.open(request, state)
         d.candidates = candidates
-        if live:
+        if isinstance(payload, CanvasPayload):
             d.text = TextStream.restored(self.parts.model.tokenizer, request.sampling.stop, payload.text)
             d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
             d.forwards, d.edits = payload.forwards, payload.edits

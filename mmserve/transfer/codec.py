@@ -84,7 +84,8 @@ class Kinds:
             return items if isinstance(value, tuple) else {"list": items}
         if isinstance(value, (np.ndarray, Tensor)):
             key, of_numpy = f"{len(tensors)}", isinstance(value, np.ndarray)
-            made = torch.from_numpy(np.ascontiguousarray(value)) if of_numpy else value.detach().contiguous()
+            tensor = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
+            made = tensor.detach().contiguous()
             taken = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
             tensors[key] = made.clone() if made.untyped_storage().data_ptr() in taken else made  # none overlap
             return {"array" if of_numpy else "tensor": key}
@@ -95,7 +96,8 @@ class Kinds:
         name = type(value).__name__
         if self._classes.get(name) is not type(value):
             raise TypeError(f"{type(value).__qualname__} is no plain data")
-        found = {field.name: self._plain(getattr(value, field.name), tensors) for field in fields(value) if field.init}
+        named = [field.name for field in fields(type(value)) if field.init]
+        found = {field: self._plain(getattr(value, field), tensors) for field in named}
         return {"is": name, "of": found}
 
     def _built(self, plain: Any, tensor: Callable[[str], Tensor], device: torch.device) -> Any:

@@ -111,9 +111,10 @@ class UniformStateDecoder:
         session: Constrained | None = None,
     ) -> CanvasDecoding:
         """As of ``Decoder.restored``."""
-        live = isinstance(payload, CanvasPayload)
-        begun = prefilled_of(self.model, payload.prefilled if live else payload, session)
-        return go_on(self._opened(request, begun), payload) if live else self.open(request, begun)
+        begun = prefilled_of(self.model, payload.prefilled, session)
+        if isinstance(payload, CanvasPayload):
+            return go_on(self._opened(request, begun), payload)
+        return self.open(request, begun)
 
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:

@@ -14,25 +14,25 @@ from mmserve.models.base import CanvasModel
 
 def payload_of(model: CanvasModel, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
     """A request that goes on in another process; the network's K/V are not in pages (``page_size`` 0)."""
-    decoding = isinstance(state, CanvasDecoding)
-    past = {} if state.past is None else model.network.held(state.past)
-    prefilled = PrefilledPayload(
-        canvas=state.canvas,
-        kv=KVState(state.read if decoding else state.run, 0, past),
-        recomputed=state.recomputed if decoding else state.run,
-        constraint=None if state.constraint is None else constraint_state(state.constraint.session),
-        features=state.features,
-    )
-    if not decoding:
-        return prefilled
+    if isinstance(state, CanvasPrefilled):
+        return _prefilled(model, state, state.run, state.run)
     return CanvasPayload(
-        prefilled,
+        _prefilled(model, state, state.read, state.recomputed),
         state.text.state(),
         state.log_probabilities,
         state.forwards,
         step=None if state.step is None else vars(state.step),
         still=state.still,
     )
+
+
+def _prefilled(
+    model: CanvasModel, state: CanvasPrefilled | CanvasDecoding, read: int, recomputed: int
+) -> PrefilledPayload:
+    past = {} if state.past is None else model.network.held(state.past)
+    constraint = None if state.constraint is None else constraint_state(state.constraint.session)
+    kv = KVState(read, 0, past)
+    return PrefilledPayload(state.canvas, kv, recomputed, constraint=constraint, features=state.features)
 
 
 def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Constrained | None) -> CanvasPrefilled:

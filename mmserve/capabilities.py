@@ -13,7 +13,7 @@ from mmserve.decode.commit import (
     FILTERED,
     RENOISING_COMMIT,
 )
-from mmserve.decode.constrained.sampling import check_sampling
+from mmserve.decode.constraint_sampling import check_sampling
 from mmserve.decode.extensions.image_reuse.checks import check_reuse, no_reuse
 from mmserve.decode.guidance import check_guidance
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmserve.decode.paths.vocabulary import spell
+from mmserve.constraint.search.vocabulary import spell
 from mmserve.models.base import LoadedModel
 
 #: What a position may be mad about, of the bytes of a token.
@@ -52,7 +52,7 @@ def adversarial(model: LoadedModel) -> LoadedModel:
 
 
 def near_misses(text: str, rng: random.Random, count: int) -> list[str]:
-    """Texts a small change away from ``text``, a JSON document: of its value, or of its bytes."""
+    """DistinctTexts a small change away from ``text``, a JSON document: of its value, or of its bytes."""
     found = []
     for _ in range(count):
         if rng.random() < 0.7:

@@ -35,7 +35,7 @@ from mmserve.transfer.base import Transport
 from mmserve.transfer.pipe import PipeTransport
 
 #: Seconds for an answer of a process: far more than any takes, but on a busy machine its first one.
-PATIENCE = 120
+PATIENCE = 240
 LAST, BLOCK = Policy(name="last"), Policy(name="block")
 ENGINE: dict[str, Any] = {"max_tokens": 160, "torch_threads": 1, "page_size": 8, "max_running": 4}
 #: What else the engine of a model has.

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import mmserve
-from mmserve.constraint.attempts import Grammar
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.grammar import grammar_of
+from mmserve.constraint.compile.vocabulary import BYTES, Vocabulary, trie_of
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.vocabulary import BYTES, Vocabulary, trie_of
 from mmserve.core.constraint import ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema
 
 STRICT = ConstraintMode.STRICT

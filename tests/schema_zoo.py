@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from mmserve.constraint.formats import FORMATS
+from mmserve.constraint.compile.formats import FORMATS
 
 Schema = dict[str, Any]
 

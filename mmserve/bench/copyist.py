@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from mmserve.decode.constraint.witness import Outcome, Witness, choose, follow, improve
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Places
-
-#: For one search; so long that a busy machine changes nothing.
-SECONDS = 60.0
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.witness import Witness
+from mmserve.constraint.session.choice import known_tokens
+from mmserve.constraint.session.session import Session
+from mmserve.core.candidates import Candidates
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Sampling
+from mmserve.decode.commit.threshold import Threshold
+from mmserve.decode.sampler import candidates
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,38 @@ class Copyist:
         return TopK(positions, np.array(tokens, np.int64), np.array(scores, np.float32))
 
 
+def observed(session: Session, canvas: Canvas, top: TopK) -> Candidates:
+    """The candidates of a pass whose logits say what ``top`` says of masked positions, and nothing of other tokens;
+    ``session`` observes them."""
+    logits = torch.full((len(top.positions), len(session.answer.lexicon.spelled)), -torch.inf)
+    logits.scatter_(1, torch.from_numpy(top.tokens), torch.from_numpy(top.log_probabilities))
+    targets = canvas.prompt_length + top.positions
+    observer = session.observe(canvas, targets)
+    found = candidates(logits, targets, canvas, Sampling(), (), observer, reads=frozenset())
+    canvas.count_forward()
+    return found
+
+
+def blank(session: Session, block: int) -> Canvas:
+    """A canvas for all of the session's answer, every position masked, behind a prompt of one token."""
+    size, vocabulary = len(session.answer.witness.tokens), len(session.answer.lexicon.spelled)
+    return Canvas.create(np.zeros(1), new_tokens=size, block_length=block, mask_id=vocabulary)
+
+
 @dataclass
 class Decoded:
     """What a decoding came to."""
 
-    known: np.ndarray
-    witness: Witness
-    outcomes: list[Outcome] = field(default_factory=list)
+    tokens: list[int]  # of the answer, without its end
     commits: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def text(self, lexicon: Lexicon) -> str:
-        return lexicon.text(self.known[: self.witness.length].tolist()).decode()
+        return lexicon.text(self.tokens).decode()
 
 
 def decode(
-    witness: Witness,
-    lexicon: Lexicon,
+    session: Session,
     model: Copyist,
     *,
     block: int = 32,
@@ -79,26 +98,23 @@ def decode(
     clock: Callable[[], float] | None = None,
     check: Callable[[Witness, np.ndarray], None] = lambda witness, known: None,
 ) -> Decoded:
-    """Fill a canvas block by block, committing above a confidence; ``check`` sees every witness."""
-    size = len(witness.tokens)
-    known = np.full(size, -1, np.int64)
-    result, places = Decoded(known, witness), witness.places or Places(lexicon, witness.kinds)
-    for begin in range(0, size, block):
-        end = min(begin + block, size)
-        while (known[begin:end] < 0).any() and result.witness.known < result.witness.length + 1:
-            positions = begin + np.flatnonzero(known[begin:end] < 0)
-            top = model.candidates(known, positions)
-            started = clock() if clock else 0.0
-            grown, outcome = improve(result.witness, known, top, end, lexicon, places=places, seconds=SECONDS)
-            wanted = top.log_probabilities[:, 0] > np.log(threshold)
-            chosen = choose(grown, positions, top.tokens[:, 0], wanted, top)
-            known[positions[chosen]] = grown.tokens[positions[chosen]]
-            result.witness = follow(grown, known)
-            if clock:
-                result.seconds.append(clock() - started)
-            result.outcomes.append(outcome)
-            result.commits.append(int(chosen.sum()))
-            check(result.witness, known)
+    """Fill a canvas block by block by ``Session.choose`` and the commit policy ``threshold``.
+
+    ``clock`` times what a server does of each step besides reading logits; ``check`` sees every witness.
+    """
+    canvas, commit, result = blank(session, block), Threshold(threshold), Decoded([])
+    while not canvas.answer(session.answer.witness.ends)[1]:
+        top = model.candidates(known_tokens(canvas), canvas.block_masked() - canvas.prompt_length)
+        proposed = observed(session, canvas, top)
+        started = clock() if clock else 0.0
+        final = session.choose(canvas, proposed, commit)
+        canvas.commit(final.positions, final.tokens)
+        session.sync(canvas)
+        if clock:
+            result.seconds.append(clock() - started)
+        result.commits.append(len(final.positions))
+        check(session.answer.witness, known_tokens(canvas))
+    result.tokens = canvas.answer(session.answer.witness.ends)[0].tolist()
     return result
 
 

@@ -21,12 +21,12 @@ import jsonschema_rs
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.bench import suites
-from mmserve.constraint.attempts import Grammar
-from mmserve.constraint.canonical import Orders
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.canonical import Orders
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.vocabulary import BYTES, trie_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import COMPILE_SECONDS, PARSER_LIMITS
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES, trie_of
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import ConfigError
 

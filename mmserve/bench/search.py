@@ -18,16 +18,18 @@ from llguidance import LLParserLimits
 
 from mmserve.bench.copyist import Copyist, decode, written
 from mmserve.bench.schemas import SCHEMAS, Wanted
-from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search.first_witness import find_first
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import ParserStateCache
+from mmserve.constraint.search.shared import SharedParserStates
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import start_witness
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.session import Session
 from mmserve.core.constraint import ConstraintSpec, JsonSchema
-from mmserve.decode.constrained.first import look
-from mmserve.decode.constrained.shared import SharedPlaces
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Outcome, begun
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Places
-from mmserve.decode.paths.vocabulary import Vocabulary
 from mmserve.settle import settle
 
 #: Rows of LLaDA's logits.
@@ -74,7 +76,7 @@ class _Taken:
     compiling: list[float] = field(default_factory=list)
     admission: list[float] = field(default_factory=list)
     readmission: list[float] = field(default_factory=list)  # of a grammar that was admitted before
-    outcomes: list[Outcome] = field(default_factory=list)
+    fallbacks: int = 0
     commits: int = 0
     exact: list[bool] = field(default_factory=list)
 
@@ -112,7 +114,7 @@ def run(
     """
     language = made_up(tokens)
     settle()
-    shared = SharedPlaces(language.lexicon)
+    shared = SharedParserStates(language.lexicon)
     taken = _Taken()
     for wanted in schemas:
         progress(f"search: {wanted.name}")
@@ -127,7 +129,7 @@ def run(
         "block_length": BLOCK,
         "steps": len(taken.steps),
         "step_ms": _figures(taken.steps),
-        "fallback_share": round(statistics.mean(o is not Outcome.FOUND for o in taken.outcomes), 4),
+        "fallback_share": round(taken.fallbacks / len(taken.steps), 4),
         "exact_share": round(statistics.mean(taken.exact), 4),
         "tokens_per_step": round(taken.commits / len(taken.steps), 2),
         "mask_us_mean": round(1e6 * statistics.mean(taken.masks), 1),
@@ -170,17 +172,18 @@ def _masks(grammar: Grammar, document: Any, language: Language, taken: _Taken) -
 
 
 def _decoded(
-    grammar: Grammar, document: Any, language: Language, places: Places, rng: random.Random, taken: _Taken
+    grammar: Grammar, document: Any, language: Language, states: ParserStateCache, rng: random.Random, taken: _Taken
 ) -> None:
     ids = language.lexicon.cover(written(document).encode()) or []
     size, first = (len(ids) // BLOCK + 2) * BLOCK, None
     for times in (taken.admission, taken.readmission):
         started = time.thread_time()
-        first = first or look(grammar, language.lexicon, size)
-        witness = begun(grammar, size, first.close(size), places)
+        first = first or find_first(grammar, language.lexicon, size)
+        witness = start_witness(grammar, size, first.close(size), states)
         times.append(time.thread_time() - started)
-    done = decode(witness, language.lexicon, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)
+    session = Session(ConstrainedAnswer(witness, language.lexicon))
+    done = decode(session, Copyist(ids, _END, rng), block=BLOCK, clock=time.thread_time)
     taken.steps += done.seconds
-    taken.outcomes += done.outcomes
+    taken.fallbacks += session.stats.report().fallbacks
     taken.commits += sum(done.commits)
     taken.exact.append(json.loads(done.text(language.lexicon)) == document)

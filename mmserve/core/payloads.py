@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mmserve.core.candidates import Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.core.constraint_state import ConstraintState
 from mmserve.core.encoded import DeepStack, Encoded
@@ -37,17 +38,6 @@ class KVState:
 
 
 @dataclass(frozen=True)
-class CandidatesState:
-    """Candidates that are not chosen from yet: as ``Candidates``."""
-
-    positions: np.ndarray  # int64 [n]
-    tokens: np.ndarray  # int64 [n]
-    confidence: np.ndarray  # float32 [n]
-    gap: np.ndarray | None  # float32 [n]
-    entropy: np.ndarray | None  # float32 [n]
-
-
-@dataclass(frozen=True)
 class GuidanceState:
     """The sequence of a guided request whose prompt is masks: as ``Guidance``."""
 
@@ -68,7 +58,7 @@ class PrefilledPayload:
     canvas: Canvas
     kv: KVState
     recomputed: int  # token positions run through the model so far
-    candidates: CandidatesState | None = None
+    candidates: Candidates | None = None  # that are not chosen from yet
     constraint: ConstraintState | None = None
     embeddings: Tensor | None = None  # [N, D], current at every position
     features: Tensor | None = None  # [n, D]

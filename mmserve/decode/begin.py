@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
-from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.extensions.base import Opening, RequestExtension
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.guidance import guidance_of
@@ -21,10 +21,10 @@ from mmserve.models.base import Attention
 
 
 def begin(
-    parts: Parts, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+    parts: Parts, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None
 ) -> Prefilling:
     """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, of which the first may be filled
-    already: it begins after those. ``admitted``: its constraint, if it has one.
+    already: it begins after those. ``session``: its constraint, if it has one.
 
     A constraint comes last of the request's extensions: it chooses among what the others leave.
     """
@@ -38,8 +38,8 @@ def begin(
         places=encoded.places,
         logit_shift=spec.logit_shift,
     )
-    constraint = Constraint(admitted.begun(request), spec.causal) if admitted is not None else None
-    read = canvas.tokens if constraint is None else constraint.prepare(canvas, spec.mask_id)
+    constraint = None if session is None else Constraint(session)
+    read = canvas.tokens if constraint is None else constraint.session.prepare(canvas, spec.mask_id)
     embeddings, deep = embedded(model, read, encoded)
     own_pages, guidance = guidance_of(request, model, canvas, embeddings, np.asarray(pages.ids, dtype=np.int64))
     if guidance is not None and encoded.past is not None:

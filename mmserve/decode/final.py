@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from mmserve.core.candidates import Chosen
 from mmserve.core.canvas import Canvas, among
 from mmserve.decode.commit import Candidates
-from mmserve.decode.constrained.step import Chosen
 from mmserve.decode.state import Decoding
 from mmserve.models.base import ModelSpec
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from mmserve.constraint.restored import session_state
+from mmserve.constraint.session.session import Session
 from mmserve.core.encoded import DeepStack
-from mmserve.core.payloads import CandidatesState, CanvasPayload, GuidanceState, KVState, PrefilledPayload
+from mmserve.core.payloads import CanvasPayload, GuidanceState, KVState, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Verdict
-from mmserve.decode.constrained.restored import constraint_state
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.extensions.draft_model import DraftModel, DraftState
@@ -49,7 +49,7 @@ def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | 
 
 
 def prefilled_of(
-    parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Constrained | None
+    parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Session | None
 ) -> tuple[Prefilled, Candidates | None]:
     """The state of ``request`` over ``pages`` of this store, which are its own, and the candidates of its next step
     where they are there. ``session``: its constraint.
@@ -71,8 +71,8 @@ def prefilled_of(
             raise TransferError("a canvas came with the K/V of a draft model, and this server has none")
         _fill(draft_model.store, ids, payload.draft_kv)
     if session is not None:
-        extensions.append(Constraint(session, parts.model.spec.causal))
-    found = None if payload.candidates is None else _candidates(payload.candidates)
+        extensions.append(Constraint(session))
+    found = payload.candidates
     assert payload.embeddings is not None, "models with pages have embeddings"
     none = Candidates(ids[:0], ids[:0], np.zeros(0, np.float32), None, None)
     return Prefilled(
@@ -96,8 +96,8 @@ def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None) ->
         canvas=state.canvas,
         kv=_kv(parts.store, state.pages, state.held),
         recomputed=state.recomputed,
-        candidates=None if candidates is None else _candidates_state(candidates),
-        constraint=None if constraint is None else constraint_state(constraint.session),
+        candidates=candidates,
+        constraint=None if constraint is None else session_state(constraint.session),
         embeddings=state.embeddings,
         deep=state.deep,
         guidance=None
@@ -159,11 +159,3 @@ def _live(plain: Any) -> Any:
         return _BY_NAME[str(name)](**{key: _live(value) for key, value in plain.items() if key != _KIND})
     except (KeyError, TypeError) as error:
         raise TransferError(f"a canvas came with the state {name!r}, which this server does not know") from error
-
-
-def _candidates_state(found: Candidates) -> CandidatesState:
-    return CandidatesState(found.positions, found.tokens, found.confidence, found.gap, found.entropy)
-
-
-def _candidates(state: CandidatesState) -> Candidates:
-    return Candidates(state.positions, state.tokens, state.confidence, state.gap, state.entropy)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.emit import advanced, answer_of, snapshot_of
 from mmserve.decode.extensions.base import watched
 from mmserve.decode.final import final_tokens
@@ -60,7 +60,7 @@ class DiffusionDecoder:
         request: Request,
         payload: PrefilledPayload | CanvasPayload,
         pages: PageTable,
-        session: Constrained | None = None,
+        session: Session | None = None,
     ) -> Decoding:
         """As of ``Decoder.restored``."""
         state, candidates = prefilled_of(self.parts, request, payload.prefilled, pages, session)

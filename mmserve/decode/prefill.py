@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
 from mmserve.decode.begin import begin
-from mmserve.decode.constrained.admission import Admitted
 from mmserve.decode.extensions.base import watched
 from mmserve.decode.parts import Parts
 from mmserve.decode.state import Prefilled, Prefilling
@@ -21,11 +21,9 @@ class Prefill:
         self._parts = parts
 
     @torch.inference_mode()
-    def begin(
-        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
-    ) -> Prefilling:
+    def begin(self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None) -> Prefilling:
         """As of ``Decoder.begin``."""
-        return begin(self._parts, request, encoded, pages, admitted)
+        return begin(self._parts, request, encoded, pages, session)
 
     @torch.inference_mode()
     def ready(self, begun: Prefilling) -> bool:

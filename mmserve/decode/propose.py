@@ -10,8 +10,7 @@ import numpy as np
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
-from mmserve.decode.commit.base import Partial, is_partial, is_proposing
-from mmserve.decode.constrained.best import Notes
+from mmserve.decode.commit.base import LogitsObserver, Partial, is_partial, is_proposing
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.forward import Pass
 from mmserve.decode.logits import RowLogits
@@ -43,10 +42,10 @@ class Proposer:
         reads = commit.reads
         if is_partial(commit):
             return self._in_part(commit, reads, request, extensions, p, logits)
-        notes = _observer(extensions, p.canvas, p.targets)
+        observer = _observer(extensions, p.canvas, p.targets)
         if is_proposing(commit):
-            return commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, notes)
-        return self._sampled(request, p.canvas, p.targets, logits, notes, reads)
+            return commit.propose(logits.whole(), p.canvas, sampling, spec.mask_id, spec.banned_ids, observer)
+        return self._sampled(request, p.canvas, p.targets, logits, observer, reads)
 
     def _sampled(
         self,
@@ -54,13 +53,13 @@ class Proposer:
         canvas: Canvas,
         positions: np.ndarray,
         logits: RowLogits,
-        notes: Notes | None,
+        observer: LogitsObserver | None,
         reads: frozenset[str],
     ) -> Candidates:
         """The sampler's candidates for ``positions``, from their logits."""
         spec, sampling = self._spec, request.sampling
         mask_id = judged_mask(spec)
-        return candidates(logits, positions, canvas, sampling, spec.banned_ids, notes, self.scores, reads, mask_id)
+        return candidates(logits, positions, canvas, sampling, spec.banned_ids, observer, self.scores, reads, mask_id)
 
     def _in_part(
         self,
@@ -74,17 +73,19 @@ class Proposer:
         """The candidates that the policy looks at, and the others only where it would choose of them."""
         needed, counted = commit.needed(p.canvas, p.targets), replace(p.canvas, step=p.canvas.step + 1)
 
-        def of(which: np.ndarray) -> Candidates:
+        def of(which: np.ndarray, *, more: bool = False) -> Candidates:
             targets, rows = p.targets[which], logits.only(np.flatnonzero(which))
-            notes = _observer(extensions, p.canvas, targets)
-            return self._sampled(request, p.canvas, targets, rows, notes, reads)
+            observer = _observer(extensions, p.canvas, targets, more=more)
+            return self._sampled(request, p.canvas, targets, rows, observer, reads)
 
         found = of(needed)
         if not needed.all() and not commit.enough(counted, found):
-            found = found.and_then(of(~needed))
+            found = found.and_then(of(~needed, more=True))
         return found.where(np.argsort(found.positions))
 
 
-def _observer(extensions: Extensions, canvas: Canvas, positions: np.ndarray) -> Notes | None:
-    """What notes the logits of ``positions``: that of the one extension that observes them, if there is one."""
-    return next((e.observe(canvas, positions) for e in extensions if e.observes), None)
+def _observer(
+    extensions: Extensions, canvas: Canvas, positions: np.ndarray, *, more: bool = False
+) -> LogitsObserver | None:
+    """What observes the logits of ``positions``: that of the one extension that observes them, if there is one."""
+    return next((e.observe(canvas, positions, more=more) for e in extensions if e.observes), None)

@@ -13,8 +13,7 @@ from torch import Tensor
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
-from mmserve.decode.commit.base import ENTROPY, EVERY_FIGURE, GAP
-from mmserve.decode.constrained.best import Notes
+from mmserve.decode.commit.base import ENTROPY, EVERY_FIGURE, GAP, LogitsObserver
 from mmserve.decode.logits import RowLogits, slices
 from mmserve.decode.scores import CountedNoise, Scores, scored
 from mmserve.models.base import ModelSpec
@@ -40,7 +39,7 @@ def candidates(
     canvas: Canvas,
     sampling: Sampling,
     banned: tuple[int, ...],
-    best: Notes | None = None,
+    best: LogitsObserver | None = None,
     scores: Scores | None = None,
     reads: frozenset[str] = EVERY_FIGURE,
     mask_id: int | None = None,

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
-from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.state import Answer, Live, Stepped
 from mmserve.kv.table import PageTable
 
@@ -26,8 +25,8 @@ D = TypeVar("D", bound=Live)  # a request in decode
 class Decoder(Protocol[P, H, D]):
     """Prefill and decode of one model; holds no state of any request."""
 
-    def begin(self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None) -> P:
-        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, ``admitted`` its constraint."""
+    def begin(self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None) -> P:
+        """The prefill state of a request: ``encoded`` its prompt, ``pages`` its pages, ``session`` its constraint."""
         ...
 
     def ready(self, begun: P) -> bool:
@@ -52,7 +51,7 @@ class Decoder(Protocol[P, H, D]):
         request: Request,
         payload: PrefilledPayload | CanvasPayload,
         pages: PageTable,
-        session: Constrained | None = None,
+        session: Session | None = None,
     ) -> D:
         """A request that goes on here, over ``pages`` of this store; ``session``: its constraint.
 

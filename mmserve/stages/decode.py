@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmserve.constraint.restored import Restorer
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request, RequestId
-from mmserve.decode.constrained.restored import Restorer
 from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.state import Answer, Stepped, extension_of
 from mmserve.decode.step import step
@@ -35,8 +35,8 @@ class DecodeStage:
         payload = self._to_decode.receive(request.id)
         assert isinstance(payload, PrefilledPayload | CanvasPayload), "live states come with pages of this store"
         constraint = payload.constraint
-        restored = None if constraint is None else self._restorer.restored(request, constraint).begun(request)
-        self.live[request.id] = self._decoder.restored(request, payload, pages, restored)
+        session = None if constraint is None else self._restorer.restored(request, constraint)
+        self.live[request.id] = self._decoder.restored(request, payload, pages, session)
 
     def move(self, request: RequestId, to: Transport) -> None:
         """Send a canvas on as it is between two steps, and forget it here; its pages are for others to take back."""
@@ -61,7 +61,7 @@ class DecodeStage:
         ended = self.live.pop(request, None)
         constraint = None if ended is None else extension_of(ended.extensions, Constraint)
         if constraint is not None:
-            took = constraint.session.meter.stats()
+            took = constraint.session.stats.report()
             self.constraint_steps += took.steps
             self.constraint_fallbacks += took.fallbacks
             self.constraint_late += took.late

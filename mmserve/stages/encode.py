@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import closing
 
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.constraint.admission import Admission
+from mmserve.constraint.restored import session_state
+from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
@@ -13,8 +16,6 @@ from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
-from mmserve.decode.constrained.admission import Admission, Admitted
-from mmserve.decode.constrained.restored import constraint_state
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
@@ -49,7 +50,7 @@ class EncodeStage:
         self.encoder = Encoder(model, media, max_tokens=max_tokens, cache=cache, decoders=decoders)
         self.admission = Admission(model)
         self._prefill_rows = engine.prefill_tokens
-        self._admitted: dict[RequestId, list[Admitted]] = {}  # for each sample of a request that waits
+        self._admitted: dict[RequestId, list[Session]] = {}  # for each sample of a request that waits
         self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
         self._given: dict[RequestId, Encoded] = {}  # prompts that came encoded
 
@@ -121,10 +122,13 @@ class EncodeStage:
         for request in batch:
             assert request.constraint is not None
             sampling = request.sampling
-            admitted = self.admission.admit(
-                request.constraint, sampling.max_new_tokens, sampling.n, request.tenant.cache
+            self._admitted[request.id] = self.admission.admit(
+                request.constraint,
+                sampling.max_new_tokens,
+                sampling.n,
+                request.tenant.cache,
+                speculates=sampling.repetition_penalty == 1,
             )
-            self._admitted[request.id] = admitted
         return [None] * len(batch)
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
@@ -155,21 +159,20 @@ class EncodeStage:
 
     def _send(self, request: Request, encoded: Encoded) -> EncodedPrompt:
         """To prefill, once for each sample; once for all where the decoder is to look at the prompt first."""
-        admitted = self._admitted.pop(request.id, [])
-        each = samples(request)
+        sessions = self._admitted.pop(request.id, [])
         if encoded.grids:
-            self._hand_over(request, encoded, list(zip(each, admitted, strict=False)))
+            self._hand_over(request.id, encoded, sessions)
         else:
-            for i, sample in enumerate(each):  # what stands in the prompt is read, never changed
-                self._hand_over(sample, encoded, [(sample, one) for one in admitted[i : i + 1]])
+            for i, sample in enumerate(samples(request)):  # what is in the prompt is read, never changed
+                self._hand_over(sample.id, encoded, sessions[i : i + 1])
         return self.summaries.of(request, encoded)
 
-    def _hand_over(self, request: Request, encoded: Encoded, admitted: list[tuple[Request, Admitted]]) -> None:
+    def _hand_over(self, request: RequestId, encoded: Encoded, sessions: list[Session]) -> None:
         if self._to_prefill.in_process:
-            self._to_prefill.send(request.id, Prompt(encoded, tuple(one for _sample, one in admitted)))
+            self._to_prefill.send(request, Prompt(encoded, sessions))
         else:
-            states = tuple(constraint_state(one.begun(sample)) for sample, one in admitted)
-            self._to_prefill.send(request.id, EncodedPayload(encoded, states))
+            states = tuple(session_state(session) for session in sessions)
+            self._to_prefill.send(request, EncodedPayload(encoded, states))
 
     def _overlaps(self, request: Request) -> bool:
         """Whether the prompt may be prefilled while its clip is read: nothing in it depends on what comes later."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from mmserve.constraint.restored import Restorer
 from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
 from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.core.samples import samples
-from mmserve.decode.constrained.restored import Restorer
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.prompt_look import PromptLook
@@ -107,10 +107,8 @@ class PrefillStage:
                 return self._looked(request, prompt)
             if prompt.arriving is not None:
                 self._arriving[request.id] = prompt.arriving
-            constraint = next(iter(prompt.constraints), None)
-            self.begun[request.id] = self._decoder.begin(
-                request, self._keyed(request, prompt.encoded), pages, constraint
-            )
+            session = next(iter(prompt.constraints), None)
+            self.begun[request.id] = self._decoder.begin(request, self._keyed(request, prompt.encoded), pages, session)
         state = self.begun[request.id]
         self._place_new(request.id, state)
         return (request, state) if self._decoder.ready(state) else None

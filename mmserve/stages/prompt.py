@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from mmserve.config import EngineConfig
+from mmserve.constraint.session.session import Session
 from mmserve.core.encoded import Encoded
 from mmserve.core.events import Usage
 from mmserve.core.request import Request
-from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.restored import Restored
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.encode.arriving import Arriving
@@ -42,7 +41,7 @@ class Prompt:
     """
 
     encoded: Encoded
-    constraints: Sequence[Admitted | Restored] = ()
+    constraints: Sequence[Session] = ()
     arriving: Arriving | None = None
 
 

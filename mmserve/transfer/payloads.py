@@ -5,6 +5,7 @@ A version goes up with any change of what a kind holds: an older or newer server
 
 from __future__ import annotations
 
+from mmserve.core.candidates import Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.core.constraint_state import (
     ConstraintState,
@@ -19,7 +20,6 @@ from mmserve.core.constraint_state import (
 )
 from mmserve.core.encoded import DeepStack, Encoded, Past, Span
 from mmserve.core.payloads import (
-    CandidatesState,
     CanvasPayload,
     EncodedPayload,
     GuidanceState,
@@ -32,7 +32,7 @@ from mmserve.transfer.codec import Kinds
 PAYLOADS = Kinds(
     {EncodedPayload: 1, PrefilledPayload: 1, CanvasPayload: 1},
     (
-        *(Canvas, CandidatesState, DeepStack, Encoded, GuidanceState, KVState, Past, Span, TextState),
+        *(Candidates, Canvas, DeepStack, Encoded, GuidanceState, KVState, Past, Span, TextState),
         *(ConstraintState, GapState, LanguageState, MeterState, MetState, RankedState, RunState, SampledState),
         WitnessState,
     ),

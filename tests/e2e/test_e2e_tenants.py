@@ -13,8 +13,8 @@ from helpers import picture
 from mmserve.assembly import BackgroundServer
 from mmserve.client import Blend, Client
 from mmserve.config import ModelConfig
-from mmserve.constraint.begun import Begun
-from mmserve.constraint.process import Compiler
+from mmserve.constraint.compile.begun import Begun
+from mmserve.constraint.compile.process import Compiler
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.core.request import ImagePart, Message, TextPart
 from mmserve.engine import Engine

@@ -15,6 +15,9 @@ from helpers import ask, threshold, tiny_model
 from test_constrained import BLOCK, LAST, constrained, like, of
 from test_policies import policy
 
+from mmserve.constraint.admission import Admission
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.session.answer import ConstrainedAnswer
 from mmserve.core.canvas import GIVEN
 from mmserve.core.constraint import (
     Choice,
@@ -28,9 +31,6 @@ from mmserve.core.constraint import (
 )
 from mmserve.core.request import Policy
 from mmserve.decode import sampler
-from mmserve.decode.constrained.admission import Admission
-from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.paths.field import TopK
 from mmserve.models.base import Attention, LoadedModel
 
 Make = Callable[..., Bench]
@@ -176,9 +176,9 @@ def test_every_option_comes_in_whichever_tokens(bench: Make, models: dict[str, L
     asked = [constrained(ask(f"{i}", temperature=5.0, seed=i, max_new_tokens=32), COLORS) for i in range(24)]
     assert {call.finished().text for call in made.submit(*asked)} == set(COLORS.options)
     admission = Admission(models["full"])
-    [admitted] = admission.admit(ConstraintSpec(COLORS), 32)
+    [session] = admission.admit(ConstraintSpec(COLORS), 32)
     admission.close()
-    state, byte_ids = admitted.begun(asked[0]), admitted.lexicon.ids
+    state, byte_ids = session.answer, session.answer.lexicon.ids
     spelled = np.array([byte_ids[bytes([byte])] for byte in b"green"])
     likely = TopK(np.arange(5), spelled[:, None], np.zeros((5, 1), np.float32))
     state.search(np.where(state.given < 0, -1, state.given), likely, 32)
@@ -188,9 +188,9 @@ def test_every_option_comes_in_whichever_tokens(bench: Make, models: dict[str, L
 def test_models_that_cannot_see_it_and_draws_that_are_true_are_left_alone(models: dict[str, LoadedModel]) -> None:
     def given(model: LoadedModel, sampling: ConstraintSampling) -> np.ndarray:
         admission = Admission(model)
-        [admitted] = admission.admit(ConstraintSpec(COLORS, sampling=sampling), 32)
+        [session] = admission.admit(ConstraintSpec(COLORS, sampling=sampling), 32)
         admission.close()
-        return admitted.begun(ask("any")).given
+        return session.answer.given
 
     assert (given(models["full"], ConstraintSampling.MASK)[5:] >= 0).all()
     assert (given(models["full"], ConstraintSampling.AWRS) < 0).all()
@@ -214,9 +214,9 @@ SENTENCES = Choice(("It is a circle.", "There is a red square.", "No shape at al
 def test_what_can_read_in_one_way_only_is_final_at_once(
     bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decided, told = Constrained.decided, list[int]()
+    decided, told = ConstrainedAnswer.decided, list[int]()
 
-    def checked(state: Constrained, known: np.ndarray) -> np.ndarray:
+    def checked(state: ConstrainedAnswer, known: np.ndarray) -> np.ndarray:
         found = decided(state, known)
         begun = state.read(known[: int(np.argmin(known))].tolist()) if (known < 0).any() else ""
         ways = [option for option in SENTENCES.options if option.startswith(begun)]
@@ -225,7 +225,7 @@ def test_what_can_read_in_one_way_only_is_final_at_once(
         return found
 
     def passes(ask_whether: Callable[..., np.ndarray], **options: Any) -> int:
-        monkeypatch.setattr(Constrained, "decided", ask_whether)
+        monkeypatch.setattr(ConstrainedAnswer, "decided", ask_whether)
         made = bench(models["full"])
         asked = [constrained(ask(f"{seed}", max_new_tokens=40, seed=seed, **options), SENTENCES) for seed in range(3)]
         done = [call.finished() for call in made.submit(*asked)]
@@ -240,19 +240,19 @@ def test_what_can_read_in_one_way_only_is_final_at_once(
 def test_to_ask_of_a_frontier_again_finds_nothing_more(
     bench: Make, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decided, looked = Constrained.decided, Constrained._decided
+    decided, looked = ConstrainedAnswer.decided, ConstrainedAnswer._decided
     asked = [0]
 
-    def counted(state: Constrained, known: np.ndarray) -> np.ndarray:
+    def counted(state: ConstrainedAnswer, known: np.ndarray) -> np.ndarray:
         asked[0] += 1
         return looked(state, known)
 
-    def again(state: Constrained, known: np.ndarray) -> np.ndarray:
+    def again(state: ConstrainedAnswer, known: np.ndarray) -> np.ndarray:
         state.asked = -1
         return decided(state, known)
 
     def run(ask_whether: Callable[..., np.ndarray]) -> tuple[list[Any], int]:
-        monkeypatch.setattr(Constrained, "decided", ask_whether)
+        monkeypatch.setattr(ConstrainedAnswer, "decided", ask_whether)
         asked[0] = 0
         made = bench(models["full"])
         requests = [
@@ -262,7 +262,7 @@ def test_to_ask_of_a_frontier_again_finds_nothing_more(
         done = [call.finished() for call in made.submit(*requests)]
         return [(each.text, each.forwards) for each in done], asked[0]
 
-    monkeypatch.setattr(Constrained, "_decided", counted)
+    monkeypatch.setattr(ConstrainedAnswer, "_decided", counted)
     (once, few), (always, many) = run(decided), run(again)
     assert once == always and 0 < few < many
 

@@ -19,7 +19,9 @@ from harness import Bench, Call
 from helpers import ask, sure_above, tiny_model
 from test_policies import COMMITS, RECOMPUTES, policy
 
+from mmserve.constraint import admission
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.session import answer as answer_module
 from mmserve.core.constraint import (
     Choice,
     ConstraintKind,
@@ -32,8 +34,6 @@ from mmserve.core.constraint import (
 from mmserve.core.events import Finished
 from mmserve.core.request import Policy, Request
 from mmserve.core.samples import sample_seed
-from mmserve.decode.constrained import admission
-from mmserve.decode.constrained import state as state_module
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument
 from mmserve.models.base import Attention, LoadedModel
 
@@ -287,7 +287,7 @@ def test_a_parser_that_fails_leaves_the_witness(
     class Panic(BaseException):
         """As native code's panics are."""
 
-    improve, left = state_module.improve, [3]
+    improve, left = answer_module.improve, [3]
 
     def failing(*args: Any, **options: Any) -> Any:
         left[0] -= 1
@@ -295,7 +295,7 @@ def test_a_parser_that_fails_leaves_the_witness(
             raise Panic
         return improve(*args, **options)
 
-    monkeypatch.setattr(state_module, "improve", failing)
+    monkeypatch.setattr(answer_module, "improve", failing)
     for model, recompute in ((full, None), (causal, LAST)):
         left[0] = 3
         b = bench(model)
@@ -324,7 +324,7 @@ def test_what_a_constraint_takes_is_told_and_counted(
             took.fallbacks,
             0,
         )
-    monkeypatch.setattr(state_module, "SECONDS", 0.0)
+    monkeypatch.setattr(answer_module, "SECONDS", 0.0)
     b = bench(full)
     [call] = b.submit(constrained(ask("late", max_new_tokens=40), SCHEMAS[0]))
     check(call, SCHEMAS[0])

@@ -17,10 +17,12 @@ from helpers import tokenizer
 from test_constrained import SCHEMAS, check, constrained
 
 from mmserve.config import SchedulerConfig
+from mmserve.constraint.session.session import Projected
 from mmserve.core.constraint import Choice, ConstraintSpec, Hole, Regex, Template
 from mmserve.core.request import Policy, Request
-from mmserve.decode import renoise
 from mmserve.decode.schedulers import load_schedulers
+from mmserve.decode.uniform_state import constraint
+from mmserve.decode.uniform_state.samplers import Step
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import CanvasModel, OpenCanvas
 
@@ -145,13 +147,11 @@ def everything_obeys(bench: Bench, pairs: list[tuple[Request, dict[str, Any]]], 
 @pytest.fixture
 def projections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many canvases were looked at: where a step is sure a canvas holds the witness, and in the end everywhere."""
-    seen, real = list[int](), renoise.projected
+    seen, real = list[int](), constraint.projected
 
-    def looked(state: Any, canvas: Any, logits: torch.Tensor, step: Any) -> Any:
-        made = real(state, canvas, logits, step)
-        inside = min(LENGTH, canvas.prompt_length + len(state.witness.tokens) - canvas.block_start)
-        start = canvas.block_start - canvas.prompt_length
-        witness = torch.from_numpy(state.witness.tokens[start : start + inside])
+    def looked(step: Step, found: Projected) -> Step:
+        made, inside = real(step, found), len(found.tokens)
+        witness = torch.from_numpy(found.tokens)
         sure = made.sure_L[:inside]
         assert torch.equal(made.noise_L[:inside][sure], witness[sure])
         assert torch.equal(made.noise_L[~made.sure_L], step.noise_L[~step.sure_L])
@@ -159,7 +159,7 @@ def projections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(int(sure.sum()))
         return made
 
-    monkeypatch.setattr(renoise, "projected", looked)
+    monkeypatch.setattr(constraint, "projected", looked)
     return seen
 
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mmserve"
 KERNELS = ROOT / "kernels"
 
 PROTOBUF = ("google.protobuf", "google.rpc", "grpc_status", "mmserve.v1")
-POLICIES = ("prune", "kv/reduction", "kv/reuse", "decode/recompute", "decode/commit", "decode/constraint")
+POLICIES = ("prune", "kv/reduction", "kv/reuse", "decode/recompute", "decode/commit")
 #: Files of a policy package that are not policies: the protocol, and the table of names.
 SHARED = ("base.py", "__init__.py")
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from harness import PATIENCE, eventually
 
-from mmserve.constraint import child as child_module
-from mmserve.constraint.attempts import Grammar
-from mmserve.constraint.child import Child
+from mmserve.constraint.compile import child as child_module
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.child import Child
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.vocabulary import BYTES
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintSpec, JsonSchema, Regex
 from mmserve.errors import Unavailable
 
@@ -217,8 +217,8 @@ def test_a_child_that_has_taken_much_memory_does_not_stay(monkeypatch: pytest.Mo
 
 SERVER = """
 import sys, threading, time
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.vocabulary import BYTES
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.vocabulary import BYTES
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
 
 compiler = Compiler(BYTES, 1.0)
@@ -312,7 +312,7 @@ def test_where_no_thread_or_process_is_to_be_had_nobody_waits_for_one(
         os.kill(compiler.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(of, name, fails)
-            for _ in range(2):  # the one that stood by answers, though none takes the other's place
+            for _ in range(2):  # the one that stood by answers, though none takes the other's state
                 assert isinstance(compiler.compile(spec(Regex("b")))[0], Grammar)
 
 

@@ -10,9 +10,9 @@ import jsonschema_rs
 import pytest
 from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
 
-from mmserve.constraint import derivatives, exclusive
+from mmserve.constraint.compile import derivatives, exclusive
+from mmserve.constraint.compile.negation import Scope
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.negation import Scope
 from mmserve.core.constraint import JsonSchema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"

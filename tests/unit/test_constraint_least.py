@@ -13,17 +13,17 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.bench.search import made_up
-from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search import local_search, shortest_completion
+from mmserve.constraint.search.completion import Work, completes
+from mmserve.constraint.search.first_witness import find_first
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar, GrammarMatcher
+from mmserve.constraint.search.shortest_completion import Effort, find_completion, quick_completion
+from mmserve.constraint.search.string_completion import complete_strings
+from mmserve.constraint.search.vocabulary import Vocabulary
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
-from mmserve.decode.constrained.first import look
-from mmserve.decode.constraint.matcher import Grammar, GrammarMatcher
-from mmserve.decode.paths import least, shorter
-from mmserve.decode.paths.completion import Work, completes
-from mmserve.decode.paths.least import Effort, quick_close, shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.through import walk_through
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 TOY = [b"a", b"b", b"ab", b"bba", b"-", b""]
 BYTES = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b'{"', b'":', b'","', b'"}', b'""', b"null", b""], {262})
@@ -45,16 +45,16 @@ def test_the_exact_search_agrees_with_brute_force(pattern: str) -> None:
     vocabulary = Vocabulary.spelled(TOY, {5})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     matcher = Grammar(f"start: /{pattern}/" if pattern else 'start: ""', vocabulary).start()
-    close = shortest_close(matcher, lexicon)
+    close = find_completion(matcher, lexicon)
     assert close is not None
     assert close.exact
     assert completes(matcher, close.tokens)
     assert len(close.tokens) == oracle_least(pattern, TOY[:5], 7)
-    for token in range(5):  # and from every place one token on
+    for token in range(5):  # and from every state one token on
         if matcher.valid([token]):
             fork = matcher.fork()
             fork.consume([token])
-            rest = shortest_close(fork, lexicon)
+            rest = find_completion(fork, lexicon)
             assert rest is not None
             assert len(rest.tokens) >= len(close.tokens) - 1
 
@@ -64,8 +64,8 @@ def test_the_search_by_bytes_is_an_upper_bound(pattern: str) -> None:
     vocabulary = Vocabulary.spelled(TOY, {5})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     matcher = Grammar(f"start: /{pattern}/", vocabulary).start()
-    close = shortest_close(matcher, lexicon, Effort(exact_tokens=0, patient_tokens=0))
-    exact = shortest_close(matcher, lexicon)
+    close = find_completion(matcher, lexicon, Effort(exact_tokens=0, patient_tokens=0))
+    exact = find_completion(matcher, lexicon)
     assert close is not None and exact is not None
     assert completes(matcher, close.tokens)
     assert len(close.tokens) >= len(exact.tokens)
@@ -93,13 +93,13 @@ def of(**properties: object) -> dict[str, object]:
 def test_short_documents_are_found(schema: dict[str, object], most: int) -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
     grammar = Grammar(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}), BYTES)
-    close = shortest_close(grammar.start(), lexicon)
+    close = find_completion(grammar.start(), lexicon)
     assert close is not None
     assert len(close.tokens) <= most
     assert completes(grammar.start(), close.tokens)
     document = lexicon.text(close.tokens).decode()
     assert jsonschema_rs.is_valid(schema, json.loads(document))
-    quick = quick_close(grammar.start(), lexicon, 400)
+    quick = quick_completion(grammar.start(), lexicon, 400)
     assert quick is not None
     assert completes(grammar.start(), quick)
     assert len(quick) >= len(close.tokens)
@@ -107,7 +107,7 @@ def test_short_documents_are_found(schema: dict[str, object], most: int) -> None
 
 def test_a_rare_way_out_of_a_loop_is_found() -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
-    close = shortest_close(Grammar("start: /[a-z]*q;/", BYTES).start(), lexicon)
+    close = find_completion(Grammar("start: /[a-z]*q;/", BYTES).start(), lexicon)
     assert close is not None
     assert lexicon.text(close.tokens) == b"q;"
 
@@ -117,7 +117,7 @@ def test_a_closer_that_leads_nowhere_is_left() -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
     schema = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, "minItems": 2}
     matcher = Grammar(LLMatcher.grammar_from_json_schema(schema), BYTES).start()
-    close, quick = shortest_close(matcher, lexicon), quick_close(matcher, lexicon, 100)
+    close, quick = find_completion(matcher, lexicon), quick_completion(matcher, lexicon, 100)
     assert close is not None and quick is not None
     assert jsonschema_rs.is_valid(schema, json.loads(lexicon.text(quick)))
     assert lexicon.text(close.tokens) == b"[0.1,0.1]"
@@ -136,7 +136,7 @@ def least_of(schema: dict[str, object], vocabulary: Vocabulary) -> int:
     """Tokens of the shortest answer found, which is checked."""
     lexicon = Lexicon.of(vocabulary.token_bytes)
     text = grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text
-    close = look(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), lexicon, 1 << 20).close(1 << 20)
+    close = find_first(Grammar(text, vocabulary, LLParserLimits(**PARSER_LIMITS)), lexicon, 1 << 20).close(1 << 20)
     assert close is not None and jsonschema_rs.is_valid(schema, json.loads(lexicon.text(close.tokens)))
     return len(close.tokens)
 
@@ -166,8 +166,8 @@ def test_a_long_text_is_made_of_long_tokens() -> None:
 def test_an_empty_language_has_no_completion() -> None:
     lexicon = Lexicon.of(BYTES.token_bytes)
     endless = Grammar('start: "a" start', BYTES).start()
-    assert shortest_close(endless, lexicon, Effort(exact_tokens=50, patient_tokens=50, places=200)) is None
-    assert quick_close(endless, lexicon, 50) is None
+    assert find_completion(endless, lexicon, Effort(exact_tokens=50, patient_tokens=50, states=200)) is None
+    assert quick_completion(endless, lexicon, 50) is None
 
 
 @pytest.mark.parametrize("text", [b"", b"abba", b"bbab-a", b"aabbbaab"])
@@ -185,7 +185,7 @@ def test_cover_of_bytes_that_no_token_has() -> None:
 
 
 def test_a_cover_is_its_askers_own_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmserve.decode.paths.lexicon._KNOWN", 3)
+    monkeypatch.setattr("mmserve.constraint.search.lexicon._KNOWN", 3)
     lexicon = Lexicon.of(TOY)
     texts = [bytes(letters) for n in (1, 2, 3) for letters in product(b"ab", repeat=n)]
     first = [lexicon.cover(text) for text in texts]
@@ -199,19 +199,19 @@ def test_a_refusal_is_no_more_work_than_it_must_be(monkeypatch: pytest.MonkeyPat
     """A short constraint can ask for a long answer: whoever sends it must not keep all others waiting."""
     searches: list[int] = []
 
-    def improve(*args: Any, **options: Any) -> list[int]:
+    def shorten(*args: Any, **options: Any) -> list[int]:
         searches.append(1)
-        return shorter.improve(*args, **options)
+        return local_search.shorten(*args, **options)
 
-    monkeypatch.setattr(least, "improve", improve)
-    close = look(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).close(8)
+    monkeypatch.setattr(shortest_completion, "shorten", shorten)
+    close = find_first(Grammar("start: /[a-d]{60}/", BYTES), Lexicon.of(BYTES.token_bytes), 8).close(8)
     assert close is not None and len(close.tokens) == 60
     assert len(searches) == 1, "the search by bytes is done once, and its result kept for the exact one"
 
 
 @pytest.mark.parametrize("pattern", ["[a-d]{900}", "[\u0400-\u04ff]{900}", "((a|b){20}){20}", "([a-c]{20}-){20}"])
 def test_the_work_of_a_long_answer_is_bounded(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in tokens that the parser reads and copies of it; a bound on places alone let them be 31 million."""
+    """Counted in tokens that the parser reads and copies of it; a bound on states alone let them be 31 million."""
     work = {"reads": 0, "forks": 0}
     valid, consume, fork = GrammarMatcher.valid, GrammarMatcher.consume, GrammarMatcher.fork
 
@@ -232,9 +232,9 @@ def test_the_work_of_a_long_answer_is_bounded(pattern: str, monkeypatch: pytest.
     monkeypatch.setattr(GrammarMatcher, "consume", counted_consume)
     monkeypatch.setattr(GrammarMatcher, "fork", counted_fork)
     grammar = Grammar(f"start: /{pattern}/", BYTES)
-    close = look(grammar, Lexicon.of(BYTES.token_bytes), 8).close(8)
+    close = find_first(grammar, Lexicon.of(BYTES.token_bytes), 8).close(8)
     assert close is not None and completes(grammar.start(), close.tokens)
-    assert work["reads"] < 1.5 * Work(places=0).reads < 10_000_000
+    assert work["reads"] < 1.5 * Work(states=0).reads < 10_000_000
     assert work["forks"] < 50_000
 
 
@@ -253,7 +253,7 @@ def test_strings_that_must_hold_a_word_are_brought_to_their_end(pattern: str, te
     vocabulary = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b""], {256})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     grammar = Grammar(grammar_of(ConstraintSpec(JsonSchema(json.dumps(schema)))).text, vocabulary)
-    walked = walk_through(grammar.start(), lexicon, grammar.kinds(), Work(4000))
+    walked = complete_strings(grammar.start(), lexicon, grammar.classes(), Work(4000))
     assert walked is not None and completes(grammar.start(), walked.tokens)
     answer = json.loads(lexicon.text(walked.tokens))
     assert jsonschema_rs.is_valid(schema, answer)
@@ -264,5 +264,5 @@ def test_an_expression_that_must_hold_a_word_is_brought_to_its_end() -> None:
     vocabulary = Vocabulary.spelled([*(bytes([b]) for b in range(256)), b""], {256})
     lexicon = Lexicon.of(vocabulary.token_bytes)
     grammar = Grammar(grammar_of(ConstraintSpec(Regex(r"[\s\S]*the word[\s\S]*"))).text, vocabulary)
-    walked = walk_through(grammar.start(), lexicon, grammar.kinds(), Work(4000))
+    walked = complete_strings(grammar.start(), lexicon, grammar.classes(), Work(4000))
     assert walked is not None and lexicon.text(walked.tokens) == b"the word"

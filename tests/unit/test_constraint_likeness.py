@@ -15,25 +15,25 @@ import pytest
 from grammars import grammar, schema_matcher, sentence
 from schema_zoo import Schema, of, zoo
 
+from mmserve.constraint.compile.pattern import BadPattern
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.likeness import Kinds, Texts, kinds_of
-from mmserve.constraint.pattern import BadPattern
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses, prefix_classes
+from mmserve.constraint.search.shortest_completion import Effort, find_completion
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Infeasible, admit
 from mmserve.core.constraint import Choice, JsonSchema, Lark, Regex
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, admit
-from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.least import Effort, shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 TAILS = ['"', "0", "}", "]", ",", "a", 'b",', "00", "1.5", 'é"', '":', '"}', "\\n", "xxx", "0000", ""]
 
 
-def prefixes(kinds: Kinds, said: bytes, by_kind: dict[Hashable, list[bytes]]) -> None:
-    kind = kinds.begun()
+def prefixes(classes: PrefixClasses, said: bytes, by_kind: dict[Hashable, list[bytes]]) -> None:
+    prefix_class = classes.start()
     for i in range(len(said) + 1):
-        by_kind[kind].append(said[:i])
-        kind = kinds.after(kind, said[i : i + 1])
+        by_kind[prefix_class].append(said[:i])
+        prefix_class = classes.after(prefix_class, said[i : i + 1])
 
 
 def what_follows(at: Any, text: bytes) -> tuple[Any, ...]:
@@ -52,12 +52,12 @@ def alike_go_on_alike(schemas: list[Schema], seed: int) -> int:
             at = schema_matcher(schema)
         except Refused:
             continue
-        kinds = kinds_of(grammar(JsonSchema(json.dumps(schema))).text)
-        assert not isinstance(kinds, Texts)
+        classes = prefix_classes(grammar(JsonSchema(json.dumps(schema))).text)
+        assert not isinstance(classes, DistinctTexts)
         by_kind: dict[Hashable, list[bytes]] = defaultdict(list)
         for _ in range(10):
             if (said := sentence(at, chance)) is not None:
-                prefixes(kinds, said.encode(), by_kind)
+                prefixes(classes, said.encode(), by_kind)
         for texts in by_kind.values():
             some = chance.sample(sorted(set(texts)), min(3, len(set(texts))))
             for one, other in itertools.combinations(some, 2):
@@ -128,7 +128,7 @@ def test_the_least_number_of_tokens_is_exact(n: int) -> None:
     pieces = FEW if "string" in str(CLOSED[n]) and CLOSED[n].get("type") != "string" else PIECES
     spelled, lexicon = vocabulary(pieces)
     made = Grammar(grammar(JsonSchema(json.dumps(CLOSED[n]))).text, spelled)
-    close = shortest_close(made.start(), lexicon, kinds=made.kinds)
+    close = find_completion(made.start(), lexicon, classes=made.classes)
     assert close is not None and close.exact
     assert completes(made.start(), close.tokens)
     assert jsonschema_rs.is_valid(CLOSED[n], json.loads(lexicon.text(close.tokens)))
@@ -143,23 +143,23 @@ def test_the_least_number_of_tokens_is_exact(n: int) -> None:
 def test_the_least_number_of_tokens_of_an_expression_is_exact(pattern: str) -> None:
     spelled, lexicon = vocabulary(PIECES)
     made = Grammar(grammar(Regex(pattern)).text, spelled)
-    close = shortest_close(made.start(), lexicon, Effort(exact_tokens=0), kinds=made.kinds)
+    close = find_completion(made.start(), lexicon, Effort(exact_tokens=0), classes=made.classes)
     assert close is not None and close.exact
     assert re.fullmatch(pattern, lexicon.text(close.tokens).decode())
     assert len(close.tokens) == brute_force(made, PIECES)
 
 
 def test_only_what_is_understood_has_classes() -> None:
-    assert not isinstance(kinds_of(grammar(Choice(("ab", "é"))).text), Texts)
-    assert isinstance(kinds_of(grammar(Lark('start: "a" start | "b"')).text), Texts)
-    assert isinstance(kinds_of(grammar(Regex("[ab]c" * 3_000)).text), Texts), "too long to go through"
+    assert not isinstance(prefix_classes(grammar(Choice(("ab", "é"))).text), DistinctTexts)
+    assert isinstance(prefix_classes(grammar(Lark('start: "a" start | "b"')).text), DistinctTexts)
+    assert isinstance(prefix_classes(grammar(Regex("[ab]c" * 3_000)).text), DistinctTexts), "too long to go through"
 
 
 def test_what_cannot_be_searched_has_a_bound_that_is_enough() -> None:
     spelled, lexicon = vocabulary(PIECES)
     made = Grammar(grammar(JsonSchema(json.dumps(CLOSED[1]))).text, spelled)
     hasty = Effort(exact_tokens=5, patient_tokens=5)
-    close, exact = (shortest_close(made.start(), lexicon, e, kinds=made.kinds) for e in (hasty, Effort()))
+    close, exact = (find_completion(made.start(), lexicon, e, classes=made.classes) for e in (hasty, Effort()))
     assert close is not None and exact is not None
     assert not close.exact and completes(made.start(), close.tokens)
     assert len(close.tokens) >= len(exact.tokens)
@@ -170,6 +170,6 @@ def test_ways_that_multiply_end_the_search_and_nothing_else() -> None:
     spelled, lexicon = vocabulary(PIECES)
     made = Grammar(grammar(Regex("(a|b)*" + "(a|b)?" * 80 + "a{3}")).text, spelled)
     with pytest.raises(BadPattern):
-        made.kinds().after(made.kinds().begun(), b"a")
-    close = shortest_close(made.start(), lexicon, Effort(exact_tokens=0), kinds=made.kinds)
+        made.classes().after(made.classes().start(), b"a")
+    close = find_completion(made.start(), lexicon, Effort(exact_tokens=0), classes=made.classes)
     assert close is not None and completes(made.start(), close.tokens)

@@ -10,7 +10,7 @@ import pytest
 from grammars import accepts, grammar, matcher, schema_matcher, sentence
 from schema_zoo import zoo
 
-from mmserve.constraint import wire
+from mmserve.constraint.compile import wire
 from mmserve.constraint.findings import Refused
 from mmserve.core.constraint import Choice, Gbnf, JsonSchema, Lark, Regex
 

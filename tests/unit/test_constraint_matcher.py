@@ -9,9 +9,9 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.paths import bitmask
-from mmserve.decode.paths.vocabulary import LONGEST, Vocabulary, spell
+from mmserve.constraint.search import bitmask
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.vocabulary import LONGEST, Vocabulary, spell
 
 SCHEMA = {
     "type": "object",

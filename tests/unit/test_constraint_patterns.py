@@ -10,12 +10,12 @@ from grammars import accepts, compact, enforced, matcher, schema_matcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmserve.constraint import charsets
-from mmserve.constraint.complements import complement
-from mmserve.constraint.derivatives import matches
-from mmserve.constraint.excluded import all_but
+from mmserve.constraint.compile import charsets
+from mmserve.constraint.compile.complements import complement
+from mmserve.constraint.compile.derivatives import matches
+from mmserve.constraint.compile.excluded import all_but
+from mmserve.constraint.compile.pattern import BadPattern, searched, whole
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.pattern import BadPattern, searched, whole
 from mmserve.core.constraint import Choice, Gbnf, Lark, Regex
 
 atoms = st.sampled_from(["a", "b", "é", "\\d", "\\w", "\\s", ".", "[ab]", "[^a]", "[a-c\\d]", "\\.", "\\n", "\\u00e9"])

@@ -16,16 +16,16 @@ from llguidance import LLParserLimits
 from mmserve.bench.copyist import Copyist, written
 from mmserve.bench.schemas import SCHEMAS
 from mmserve.bench.search import Language, made_up
-from mmserve.constraint.grammar import grammar_of
+from mmserve.constraint.compile.grammar import grammar_of
 from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search.base import Matcher
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
+from mmserve.constraint.search.shared import SharedParserStates
+from mmserve.constraint.search.witness import Outcome, Witness, admit, follow, improve
 from mmserve.core.constraint import ConstraintSpec, JsonSchema, Regex
-from mmserve.decode.constrained.shared import SharedPlaces
-from mmserve.decode.constraint.base import Matcher
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Outcome, Witness, admit, choose, follow, improve
-from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.places import Place, Places
 from mmserve.memory import resident, trim
 
 SIZE = 64
@@ -44,7 +44,7 @@ def grammar(name: str) -> Grammar:
 
 
 def model(name: str, seed: int) -> Copyist:
-    """Has a document in mind that may be of another kind."""
+    """Has a document in mind that may be of another prefix_class."""
     rng = random.Random(f"{name} {seed}")
     document = rng.choice(rng.choice([each for each in SCHEMAS if seed % 2 or each.name == name]).documents)
     ids = language().lexicon.cover(written(document).encode())
@@ -59,20 +59,23 @@ def score(witness: Witness, top: TopK) -> float:
     return float(np.where(same.any(-1), listed, top.log_probabilities.min(-1) - 1).sum())
 
 
-def steps(name: str, seed: int, size: int, places: Callable[[], Places]) -> Iterator[tuple[Witness, Outcome]]:
-    """What a request of ``size`` positions finds in each step; each asks for the ``places`` it has."""
+def steps(name: str, seed: int, size: int, states: Callable[[], ParserStateCache]) -> Iterator[tuple[Witness, Outcome]]:
+    """What a request of ``size`` positions finds in each step; each asks for the ``states`` it has."""
     source, known, lexicon = model(name, seed), np.full(size, -1, np.int64), language().lexicon
     witness = admit(grammar(name), lexicon, size)
     while (known < 0).any() and witness.known <= witness.length:
         end = min((int(np.flatnonzero(known < 0)[0]) // 32 + 1) * 32, size)
         here = np.flatnonzero(known[:end] < 0)
         top = source.candidates(known, here)
-        found, outcome = improve(witness, known, top, end, lexicon, places=places(), seconds=60)
+        found, outcome = improve(witness, known, top, end, lexicon, states=states(), seconds=60)
         assert completes(grammar(name).start(), found.tokens[: found.length].tolist())
         assert score(found, top) >= score(witness, top) - 1e-3
         yield found, outcome
-        chosen = choose(found, here, top.tokens[:, 0], top.log_probabilities[:, 0] > np.log(0.9), top)
-        known[here[chosen]] = found.tokens[here[chosen]]
+        mine = np.where(top.tokens == found.tokens[here][:, None], top.log_probabilities, -20).max(-1)
+        content = here < found.length if (here < found.length).any() else np.ones(len(here), bool)
+        sure = content & (mine > np.log(0.9))
+        chosen = here[sure] if sure.any() else here[[np.where(content, mine, -np.inf).argmax()]]
+        known[chosen] = found.tokens[chosen]
         witness = follow(found, known)
 
 
@@ -80,8 +83,8 @@ def told(found: Iterable[tuple[Witness, Outcome]]) -> list[tuple[list[int], Outc
     return [(witness.tokens.tolist(), outcome) for witness, outcome in found]
 
 
-def new(name: str) -> Places:
-    return Places(language().lexicon, grammar(name).kinds)
+def new(name: str) -> ParserStateCache:
+    return ParserStateCache(language().lexicon, grammar(name).classes)
 
 
 @cache
@@ -93,57 +96,57 @@ def alone(name: str, seed: int, size: int) -> list[tuple[list[int], Outcome]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_other_searches_have_learned_changes_nothing(name: str) -> None:
     """Requests of several sizes with other documents in mind go before, and one goes on meanwhile."""
-    places = new(name)
-    assert told(steps(name, 0, SIZE, lambda: places)) == alone(name, 0, SIZE)
-    other = steps(name, 1, SIZE + 20, lambda: places)
+    states = new(name)
+    assert told(steps(name, 0, SIZE, lambda: states)) == alone(name, 0, SIZE)
+    other = steps(name, 1, SIZE + 20, lambda: states)
     again = []
-    for each in steps(name, 0, SIZE, lambda: places):
+    for each in steps(name, 0, SIZE, lambda: states):
         again.append(each)
         next(other, None)
     assert told(again) == alone(name, 0, SIZE)
-    assert told(steps(name, 1, SIZE, lambda: places)) == alone(name, 1, SIZE)
+    assert told(steps(name, 1, SIZE, lambda: states)) == alone(name, 1, SIZE)
 
 
 def test_places_that_are_too_many_are_forgotten_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    places, limit = new("payment"), 1_000_000
-    list(steps("payment", 0, SIZE, lambda: places))
-    assert places.size > limit
-    monkeypatch.setattr("mmserve.decode.paths.places.LIMIT", limit)
-    places, sizes = new("payment"), list[int]()
+    states, limit = new("payment"), 1_000_000
+    list(steps("payment", 0, SIZE, lambda: states))
+    assert states.size > limit
+    monkeypatch.setattr("mmserve.constraint.search.parser_states.LIMIT", limit)
+    states, sizes = new("payment"), list[int]()
     found = []
-    for each in steps("payment", 0, SIZE, lambda: places):
+    for each in steps("payment", 0, SIZE, lambda: states):
         found.append(each)
-        sizes.append(places.size)
+        sizes.append(states.size)
     assert told(found) == alone("payment", 0, SIZE)
     assert 0 in sizes and 0 < max(sizes) <= limit
 
 
 def test_the_parser_of_searches_is_made_once_whatever_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compile a large grammar anew takes half a second, for which all requests of a decode batch would wait."""
-    monkeypatch.setattr("mmserve.decode.paths.places.LIMIT", 200_000)
+    monkeypatch.setattr("mmserve.constraint.search.parser_states.LIMIT", 200_000)
     made, forgotten = list[int](), list[int]()
 
     def parser() -> Matcher:
         made.append(1)
         return grammar("payment").apart().start()
 
-    places = Places(language().lexicon, grammar("payment").kinds, parser)
-    forget = places._forget
+    states = ParserStateCache(language().lexicon, grammar("payment").classes, parser)
+    forget = states._forget
 
     def counted() -> None:
         forgotten.append(1)
         forget()
 
-    monkeypatch.setattr(places, "_forget", counted)
+    monkeypatch.setattr(states, "_forget", counted)
     grown = iter(range(0, 1 << 40, 20 << 20))  # as the parser of a large grammar grows in searches
-    monkeypatch.setattr("mmserve.decode.paths.places.resident", lambda: next(grown))
-    assert told(steps("payment", 0, SIZE, lambda: places)) == alone("payment", 0, SIZE)
+    monkeypatch.setattr("mmserve.constraint.search.parser_states.resident", lambda: next(grown))
+    assert told(steps("payment", 0, SIZE, lambda: states)) == alone("payment", 0, SIZE)
     assert len(forgotten) > 1
     assert len(made) == 1
 
 
 def test_threads_that_share_places_find_what_they_find_alone() -> None:
-    shared = SharedPlaces(language().lexicon)
+    shared = SharedParserStates(language().lexicon)
     with ThreadPoolExecutor(2) as threads:
         ran = list(
             threads.map(lambda seed: told(steps("account", seed, SIZE, lambda: shared.of(grammar("account")))), (0, 1))
@@ -152,13 +155,13 @@ def test_threads_that_share_places_find_what_they_find_alone() -> None:
 
 
 def test_a_search_that_fails_leaves_nothing_behind() -> None:
-    places = new("person")
-    list(steps("person", 0, SIZE, lambda: places))
-    assert places.size
-    with pytest.raises(RuntimeError, match="parser"), places.lent():
+    states = new("person")
+    list(steps("person", 0, SIZE, lambda: states))
+    assert states.size
+    with pytest.raises(RuntimeError, match="parser"), states.acquire():
         raise RuntimeError("the parser failed")
-    assert not places.size
-    assert told(steps("person", 0, SIZE, lambda: places)) == alone("person", 0, SIZE)
+    assert not states.size
+    assert told(steps("person", 0, SIZE, lambda: states)) == alone("person", 0, SIZE)
 
 
 @pytest.mark.parametrize("pattern", ["[ab]*a[ab]{20}", "([ab]*a[ab]{20})?"])
@@ -173,64 +176,64 @@ def test_a_parser_that_others_have_spent_changes_nothing(pattern: str, shared: b
     def new_grammar() -> Grammar:
         return Grammar(text, language().vocabulary, limits)
 
-    def search(of: Grammar, places: Places, wish: str = "a") -> tuple[list[int], Outcome]:
+    def search(of: Grammar, states: ParserStateCache, wish: str = "a") -> tuple[list[int], Outcome]:
         tokens = np.tile(letters if wish == "a" else letters[::-1], (30, 1))
         top = TopK(np.arange(30), tokens, np.full((30, 2), np.log([[0.9, 0.1]]), np.float32))
         witness = admit(of, lexicon, 30)
-        found, outcome = improve(witness, np.full(30, -1), top, 30, lexicon, places=places, seconds=60)
+        found, outcome = improve(witness, np.full(30, -1), top, 30, lexicon, states=states, seconds=60)
         return found.tokens.tolist(), outcome
 
-    def new_places(of: Grammar) -> Places:
-        return Places(lexicon, of.kinds, (lambda: of.apart().start()) if shared else None)
+    def new_places(of: Grammar) -> ParserStateCache:
+        return ParserStateCache(lexicon, of.classes, (lambda: of.apart().start()) if shared else None)
 
     alone = search(new_grammar(), new_places(new_grammar()))
     assert alone[1] is Outcome.FOUND
     first = new_grammar()
-    places = new_places(first)
-    assert search(first, places, "b") != alone and places.size
-    own = places.own(()) or first.start()
+    states = new_places(first)
+    assert search(first, states, "b") != alone and states.size
+    own = states.own_matcher(()) or first.start()
     while own.valid(rng.choices(letters, k=200)) == 200:
         pass
     assert not own.valid(letters[:1]), "it denies everything"
     for _ in range(2):
-        assert search(new_grammar(), places) == alone
-    assert places.size, "places of a parser that can go on are kept"
+        assert search(new_grammar(), states) == alone
+    assert states.size, "states of a parser that can go on are kept"
 
 
 def test_a_search_never_waits_for_another() -> None:
-    places = new("person")
-    with places.lent() as mine, ThreadPoolExecutor(1) as thread:
-        assert mine is places
-        ran = thread.submit(lambda: told(steps("person", 0, SIZE, lambda: places))).result(timeout=60)
+    states = new("person")
+    with states.acquire() as mine, ThreadPoolExecutor(1) as thread:
+        assert mine is states
+        ran = thread.submit(lambda: told(steps("person", 0, SIZE, lambda: states))).result(timeout=60)
     assert ran == alone("person", 0, SIZE)
-    assert not places.size, "the other search had places of its own"
+    assert not states.size, "the other search had states of its own"
 
 
 def test_a_parser_that_has_read_much_gives_way_to_one_that_has_read_little() -> None:
-    """A copy of a parser takes time for all that it has read: a long answer shall not slow those behind it."""
+    """A copy of a parser takes time for all that it has read: a long answer shall not slow those after it."""
     lexicon = language().lexicon
     free = Grammar(grammar_of(ConstraintSpec(JsonSchema('{"type": "string"}'))).text, language().vocabulary)
-    places = Places(lexicon, free.kinds)
+    states = ParserStateCache(lexicon, free.classes)
 
-    def at(text: bytes) -> Place:
+    def at(text: bytes) -> ParserState:
         matcher = free.start()
         matcher.consume(lexicon.cover(text) or [])
-        return places.behind(text, lambda: matcher)
+        return states.locate(text, lambda: matcher)
 
     quote = lexicon.ids[b'"']
-    with places.lent():
+    with states.acquire():
         long = at(b'"' + b"a" * 3000)
-        over, size = places.after(long, quote), places.size
+        over, size = states.after(long, quote), states.size
         assert over is not None and over.depth == 3002
         short = at(b'"a')
         assert short is long and short.depth == 2, "what is left of a string is the same"
-        assert places.after(short, quote) is over and over.depth == 3
-        assert places.size < size - 1_000_000
+        assert states.after(short, quote) is over and over.depth == 3
+        assert states.size < size - 1_000_000
 
 
 def test_places_are_kept_for_the_grammars_asked_for_last_and_only_so_many() -> None:
     limit = 2_000_000
-    shared = SharedPlaces(language().lexicon, limit)
+    shared = SharedParserStates(language().lexicon, limit)
     first = shared.of(grammar("person"))
     assert shared.of(grammar("person")) is first
     assert shared.of(grammar("person"), "another tenant") is not first

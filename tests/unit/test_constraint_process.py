@@ -12,17 +12,17 @@ from constraint_bombs import ALL
 from grammars import bundled_tokenizer, bundled_vocabulary
 from llguidance import LLMatcher, LLParserLimits
 
-from mmserve.constraint import worker
-from mmserve.constraint.attempts import Grammar
-from mmserve.constraint.begun import Begun, First
-from mmserve.constraint.cache import Firsts, Outcomes, key_of
+from mmserve.constraint.compile import worker
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.begun import CompileReply, FirstAnswers
+from mmserve.constraint.compile.cache import Firsts, Outcomes, key_of
+from mmserve.constraint.compile.process import Compiler
+from mmserve.constraint.compile.service import Grammars
+from mmserve.constraint.compile.vocabulary import BYTES, Vocabulary, trie_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.process import Compiler
-from mmserve.constraint.service import Grammars
-from mmserve.constraint.vocabulary import BYTES, Vocabulary, trie_of
+from mmserve.constraint.search import first_witness as first
 from mmserve.core.constraint import Choice, ConstraintKind, ConstraintMode, ConstraintSpec, JsonSchema, Lark, Regex
-from mmserve.decode.constrained import first
 from mmserve.errors import InvalidArgument
 
 PATIENCE = 20.0  # seconds; the limit itself is two, and the machine may be busy
@@ -130,7 +130,7 @@ def test_a_constraint_is_compiled_anew_for_each_part_of_the_caches(monkeypatch: 
     asked: list[ConstraintSpec] = []
     real = Compiler.begin
 
-    def counting(self: Compiler, one: ConstraintSpec, budget: int | None) -> Begun:
+    def counting(self: Compiler, one: ConstraintSpec, budget: int | None) -> CompileReply:
         asked.append(one)
         return real(self, one, budget)
 
@@ -146,19 +146,19 @@ def test_a_constraint_is_compiled_anew_for_each_part_of_the_caches(monkeypatch: 
 
 
 def test_a_search_that_ran_out_of_time_is_known_for_a_while() -> None:
-    late, firsts = First(asked=True, late=True), Firsts(2)
+    late, firsts = FirstAnswers(asked=True, late=True), Firsts(2)
     firsts.put(b"late", late, 0.05)
-    firsts.put(b"done", First(asked=True))
+    firsts.put(b"done", FirstAnswers(asked=True))
     assert firsts.get(b"late") is late
     time.sleep(0.06)
     assert firsts.get(b"late") is None and firsts.get(b"done") is not None
 
 
 def test_a_late_search_is_not_made_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Begun(Grammar("a", True, ()), First(asked=True, late=True), lasting=False)
+    late = CompileReply(Grammar("a", True, ()), FirstAnswers(asked=True, late=True), lasting=False)
     asked: list[int | None] = []
 
-    def begin(_compiler: Compiler, _spec: ConstraintSpec, budget: int | None) -> Begun:
+    def begin(_compiler: Compiler, _spec: ConstraintSpec, budget: int | None) -> CompileReply:
         asked.append(budget)
         return late
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from grammars import accepts, enforced, schema_matcher
 
+from mmserve.constraint.compile.resources import located
+from mmserve.constraint.compile.uris import resolved
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.resources import located
-from mmserve.constraint.uris import resolved
 
 DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{n}/schema#" for n in (4, 7))
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}

@@ -1,4 +1,4 @@
-"""What a place is said to need is never more than it does, mostly no less, and a search makes use of it."""
+"""What a state is said to need is never more than it does, mostly no less, and a search makes use of it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from grammars import grammar
 
-from mmserve.constraint.likeness import kinds_of
+from mmserve.constraint.search import lookahead
+from mmserve.constraint.search.beam import Beam
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.lookahead import LookaheadBound, SearchTimeout, look_ahead
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
+from mmserve.constraint.search.prefix_equivalence import prefix_classes
+from mmserve.constraint.search.shortest_completion import find_completion
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Outcome, Witness, follow, improve, start_witness
 from mmserve.core.constraint import JsonSchema
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Outcome, Witness, begun, follow, improve
-from mmserve.decode.paths import room
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.least import shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.places import Place, Places
-from mmserve.decode.paths.room import OutOfTime, Room, look_ahead
-from mmserve.decode.paths.search import Beam
-from mmserve.decode.paths.vocabulary import Vocabulary
 
 Schema = dict[str, Any]
 
@@ -47,7 +47,7 @@ TEXT, WHOLE = {"type": "string", "maxLength": 12}, {"type": "integer", "minimum"
 PERSON = of(name=TEXT, age=WHOLE, married={"type": "boolean"})
 SCHEMAS: list[Schema] = [
     PERSON,
-    of(kind={"enum": ["circle", "square"]}, at=of(row=WHOLE, column=WHOLE)),
+    of(prefix_class={"enum": ["circle", "square"]}, at=of(row=WHOLE, column=WHOLE)),
     of(items={"type": "array", "items": of(name=TEXT, count=WHOLE), "minItems": 2, "maxItems": 4}, paid=TEXT),
     of(celsius={"type": "number", "minimum": -90, "maximum": 60}, step={"type": "integer", "minimum": 120}),
     of(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, note={"type": "string", "minLength": 3}),
@@ -55,7 +55,7 @@ SCHEMAS: list[Schema] = [
     {"type": "object", "additionalProperties": WHOLE, "minProperties": 1},
     {"type": "array", "items": {"type": "integer"}, "minItems": 3},
 ]
-#: Of these, nothing is left out of what a place needs.
+#: Of these, nothing is left out of what a state needs.
 EXACT = SCHEMAS[:3]
 
 
@@ -71,9 +71,9 @@ def made(schema: Schema) -> Grammar:
     return Grammar(grammar(JsonSchema(json.dumps(schema))).text, VOCABULARY)
 
 
-def fresh(constraint: Grammar) -> tuple[Places, Place]:
-    places = Places(LEXICON, constraint.kinds)
-    return places, places.behind(b"", constraint.start)
+def fresh(constraint: Grammar) -> tuple[ParserStateCache, ParserState]:
+    states = ParserStateCache(LEXICON, constraint.classes)
+    return states, states.locate(b"", constraint.start)
 
 
 def always() -> bool:
@@ -96,18 +96,18 @@ def answer(constraint: Grammar, chance: random.Random) -> list[int] | None:
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 def test_no_answer_takes_fewer_tokens_than_a_place_on_its_way_is_said_to_need(schema: Schema) -> None:
     constraint, chance, compared = made(schema), random.Random(1), 0
-    places, root = fresh(constraint)
-    measured = Room(root, 60, places, always)
+    states, root = fresh(constraint)
+    measured = LookaheadBound(root, 60, states, always)
     for _ in range(40):
         tokens = answer(constraint, chance)
         if tokens is None or len(tokens) > 60:
             continue
-        at: Place | None = root
+        at: ParserState | None = root
         for i, token in enumerate(tokens):
             assert at is not None
             assert measured.least(at) <= len(tokens) - i, tokens[:i]
             assert measured.fits(at, i)
-            at = places.after(at, token)
+            at = states.after(at, token)
             compared += 1
         assert at is not None and measured.least(at) == 0
     assert compared > 100
@@ -116,10 +116,10 @@ def test_no_answer_takes_fewer_tokens_than_a_place_on_its_way_is_said_to_need(sc
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
 def test_the_start_needs_what_the_shortest_answer_takes(schema: Schema) -> None:
     constraint = made(schema)
-    places, root = fresh(constraint)
-    shortest = shortest_close(constraint.start(), LEXICON, kinds=constraint.kinds, room=40)
+    states, root = fresh(constraint)
+    shortest = find_completion(constraint.start(), LEXICON, classes=constraint.classes, room=40)
     assert shortest is not None
-    least = Room(root, 60, places, always).least(root)
+    least = LookaheadBound(root, 60, states, always).least(root)
     assert least == len(shortest.tokens) if schema in EXACT else 1 < least <= len(shortest.tokens)
 
 
@@ -127,13 +127,13 @@ def test_the_start_needs_what_the_shortest_answer_takes(schema: Schema) -> None:
 def test_tokens_left_out_where_there_are_many_make_no_difference(
     schema: Schema, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that lead where a shorter one leads: numbers of two digits, and quotes with letters behind them."""
+    """Those that lead where a shorter one leads: numbers of two digits, and quotes with letters after them."""
     constraint = made(schema)
 
     def needed(wide: int) -> int:
-        monkeypatch.setattr(room, "_WIDE", wide)
-        places, root = fresh(constraint)
-        return Room(root, 60, places, always).least(root)
+        monkeypatch.setattr(lookahead, "_WIDE", wide)
+        states, root = fresh(constraint)
+        return LookaheadBound(root, 60, states, always).least(root)
 
     assert needed(len(PIECES)) >= needed(64) >= needed(16) >= needed(0) == 1
     if schema in EXACT:
@@ -141,15 +141,15 @@ def test_tokens_left_out_where_there_are_many_make_no_difference(
 
 
 def test_texts_that_differ_in_spaces_alone_are_alike_behind_them() -> None:
-    kinds = kinds_of(made(of(a=WHOLE, b={"type": "array", "items": TEXT})).source)
+    classes = prefix_classes(made(of(a=WHOLE, b={"type": "array", "items": TEXT})).source)
 
-    def kind(text: str) -> Any:
-        return kinds.after(kinds.begun(), text.encode())
+    def prefix_class(text: str) -> Any:
+        return classes.after(classes.start(), text.encode())
 
-    assert kind('{"a": 1, "b"') == kind('{"a":1, "b"') == kind('{"a":1,"b"')
-    assert kind('{"a": 1, "b": ["x", "y') == kind('{"a":1,"b":["x","y')
-    assert kind('{"a": ') != kind('{"a":')  # another space may follow one of them only
-    assert kind('{"a":1, ') != kind('{"a":1,')
+    assert prefix_class('{"a": 1, "b"') == prefix_class('{"a":1, "b"') == prefix_class('{"a":1,"b"')
+    assert prefix_class('{"a": 1, "b": ["x", "y') == prefix_class('{"a":1,"b":["x","y')
+    assert prefix_class('{"a": ') != prefix_class('{"a":')  # another space may follow one of them only
+    assert prefix_class('{"a":1, ') != prefix_class('{"a":1,')
 
 
 def lost(positions: np.ndarray, chance: random.Random) -> TopK:
@@ -159,10 +159,10 @@ def lost(positions: np.ndarray, chance: random.Random) -> TopK:
 
 
 def cramped(spare: int) -> tuple[Witness, np.ndarray]:
-    """The first witness of a person, and a canvas that is committed to end ``spare`` tokens behind it."""
+    """The first witness of a person, and a canvas that is committed to end ``spare`` tokens after it."""
     constraint = made(PERSON)
-    close = shortest_close(constraint.start(), LEXICON, kinds=constraint.kinds, room=40)
-    witness = begun(constraint, 40, close, Places(LEXICON, constraint.kinds))
+    close = find_completion(constraint.start(), LEXICON, classes=constraint.classes, room=40)
+    witness = start_witness(constraint, 40, close, ParserStateCache(LEXICON, constraint.classes))
     known = np.full(40, -1, np.int64)
     known[witness.length + spare :] = END
     return follow(witness, known), known
@@ -196,14 +196,14 @@ def test_where_no_room_is_left_a_search_knows_what_it_can_not_do() -> None:
 def test_what_is_found_does_not_depend_on_a_look_ahead() -> None:
     def found(*, ahead: bool) -> list[list[int]]:
         witness, known = cramped(1)
-        places = Places(LEXICON, witness.kinds)
+        states = ParserStateCache(LEXICON, witness.classes)
         if ahead:
-            look_ahead(made(PERSON), witness.tokens[:1].tolist(), 30, places)
-            assert places.ahead
+            look_ahead(made(PERSON), witness.tokens[:1].tolist(), 30, states)
+            assert states.ahead
         chance, tokens = random.Random(5), list[list[int]]()
         for _ in range(4):
             top = lost(np.flatnonzero(known < 0), chance)
-            witness, _ = improve(witness, known, top, 40, LEXICON, places=places, seconds=60)
+            witness, _ = improve(witness, known, top, 40, LEXICON, states=states, seconds=60)
             tokens.append(witness.tokens.tolist())
         return tokens
 
@@ -211,6 +211,6 @@ def test_what_is_found_does_not_depend_on_a_look_ahead() -> None:
 
 
 def test_what_places_need_is_not_asked_when_time_is_over() -> None:
-    places, root = fresh(made(PERSON))
-    with pytest.raises(OutOfTime):
-        Room(root, 60, places, lambda: False)
+    states, root = fresh(made(PERSON))
+    with pytest.raises(SearchTimeout):
+        LookaheadBound(root, 60, states, lambda: False)

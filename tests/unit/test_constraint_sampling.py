@@ -14,17 +14,17 @@ import pytest
 import torch
 from test_constraint_toy import END, setting, valid_rows
 
+from mmserve.constraint.search.witness import admit
+from mmserve.constraint.session import rejection
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.draws import SampleState
+from mmserve.constraint.session.futures import PrefixNode, Visit, learn
+from mmserve.constraint.session.rejection import draw
+from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
 from mmserve.core.samples import sample_seed
 from mmserve.decode.commit.low_confidence import LowConfidence
-from mmserve.decode.constrained import rejection
-from mmserve.decode.constrained.draws import Sampled
-from mmserve.decode.constrained.futures import Met, Place, learn
-from mmserve.decode.constrained.rejection import draw
-from mmserve.decode.constrained.state import Constrained
-from mmserve.decode.constrained.step import chosen, settle
-from mmserve.decode.constraint.witness import admit
 from mmserve.decode.sampler import candidates
 
 Row = tuple[int, ...]
@@ -46,7 +46,7 @@ class Toy:
         return torch.from_numpy(rng.normal(size=6).astype(np.float32) * self.spread)
 
     def probability(self, row: Row) -> float:
-        """Of a canvas: an answer, its end, and nothing that the model has a part in behind it."""
+        """Of a canvas: an answer, its end, and nothing that the model has a part in after it."""
         end = row.index(END) + 1 if END in row else len(row)
         return math.prod(float(self.logits(row[:i]).double().softmax(-1)[row[i]]) for i in range(end))
 
@@ -70,23 +70,23 @@ class Toy:
                 found[row] *= p[row[i]] / sum(p[token] for token in open_ways)
         return found
 
-    def sample(self, seed: int, sampled: Sampled | None) -> Row:
+    def sample(self, seed: int, sampled: SampleState | None) -> Row:
         """A sample through the sampler and the constraint's own step."""
         grammar, lexicon = setting(self.name)
-        state = Constrained(admit(grammar, lexicon, self.size), lexicon, sampled=sampled)
+        answer = ConstrainedAnswer(admit(grammar, lexicon, self.size), lexicon, sampled=sampled)
+        session = Session(answer, causal=True)
         canvas = Canvas.create(np.zeros(1), new_tokens=self.size, block_length=1, mask_id=6)
         sampling = Sampling(temperature=1.0, seed=seed)
         while not canvas.answer({END})[1]:
             targets, before = canvas.block_masked(), tuple(canvas.tokens[1 : canvas.known()].tolist())
-            noted = state.asks(canvas, targets, causal=True)
-            proposed = candidates(self.logits(before)[None].clone(), targets, canvas, sampling, (), noted)
-            state.ranked = noted.ranked()
+            observer = session.observe(canvas, targets)
+            proposed = candidates(self.logits(before)[None].clone(), targets, canvas, sampling, (), observer)
             canvas.count_forward()
-            final = chosen(state, canvas, proposed, COMMIT, causal=True)
+            final = session.choose(canvas, proposed, COMMIT)
             canvas.commit(final.positions, final.tokens)
-            settle(state, canvas, COMMIT)
-        answer = canvas.answer({END})[0].tolist()
-        return tuple(answer + [END] * (self.size - len(answer)))
+            session.sync(canvas)
+        row = canvas.answer({END})[0].tolist()
+        return tuple(row + [END] * (self.size - len(row)))
 
     def distance(self, drawn: Sequence[tuple[Row, float]]) -> float:
         """Total variation between weighted samples and the model's distribution over valid canvases."""
@@ -109,7 +109,7 @@ def weighted(toy: Toy, count: int) -> list[tuple[Row, float]]:
     """Samples by AWRS, with their weights."""
     drawn = []
     for seed in range(count):
-        sampled = Sampled()
+        sampled = SampleState()
         row = toy.sample(seed, sampled)
         drawn.append((row, math.exp(sampled.log_weight)))
     return drawn
@@ -135,9 +135,9 @@ def test_the_mean_weight_is_the_probability_of_a_valid_answer(toy: Toy) -> None:
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
 def test_each_sample_learns_from_those_before_it(toy: Toy) -> None:
     """Without weights: the samples of one request approach the model's distribution by themselves."""
-    root, drawn, futures = Place(), list[tuple[Row, float]](), list[float]()
+    root, drawn, futures = PrefixNode(), list[tuple[Row, float]](), list[float]()
     for i in range(160):
-        drawn.append((toy.sample(sample_seed(7, i), Sampled(root)), 1.0))
+        drawn.append((toy.sample(sample_seed(7, i), SampleState(root)), 1.0))
         futures.append(root.future)
     assert toy.distance(drawn[40:]) < toy.variation(toy.masked()) / 3
     assert futures == sorted(futures, reverse=True)
@@ -148,9 +148,9 @@ def test_each_sample_learns_from_those_before_it(toy: Toy) -> None:
 def test_learning_samples_have_unbiased_weights_too() -> None:
     toy, weights = TOYS[2], []
     for request in range(30):
-        root = Place()
+        root = PrefixNode()
         for i in range(5):
-            sampled = Sampled(root)
+            sampled = SampleState(root)
             toy.sample(sample_seed(request, i), sampled)
             weights.append(math.exp(sampled.log_weight))
     by_request = np.array(weights).reshape(-1, 5).mean(1)
@@ -210,8 +210,8 @@ def test_a_model_that_can_say_no_valid_answer_leaves_the_witness_at_a_weight_of_
             return row
 
     toy = Mute("string", 5)  # nothing but a" and the end of text
-    for root in (None, Place()):
-        sampled = Sampled(root)
+    for root in (None, PrefixNode()):
+        sampled = SampleState(root)
         assert toy.sample(0, sampled) in toy.joint
         assert sampled.log_weight == -math.inf
     assert root is not None and root.future == 0.0
@@ -219,11 +219,11 @@ def test_a_model_that_can_say_no_valid_answer_leaves_the_witness_at_a_weight_of_
 
 def test_what_is_learned_is_the_expected_future() -> None:
     """A tree of two tokens, by hand."""
-    root = Place()
-    learn(root, [Met(1, 0.3, 0.9, ((2, 0.1),)), Met(4, 0.5, 0.6, ())])
+    root = PrefixNode()
+    learn(root, [Visit(1, 0.3, 0.9, ((2, 0.1),)), Visit(4, 0.5, 0.6, ())])
     assert root.next[1][1].future == pytest.approx(0.6)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.4)
     assert root.futures(np.array([0, 1, 2])).tolist() == pytest.approx([1.0, 0.6, 0.0])
-    learn(root, [Met(1, 0.3, 0.9, ()), Met(None, 0.0, 0.6, ((5, 0.1),))])
+    learn(root, [Visit(1, 0.3, 0.9, ()), Visit(None, 0.0, 0.6, ((5, 0.1),))])
     assert root.next[1][1].future == pytest.approx(0.5)
     assert root.future == pytest.approx(0.9 - 0.1 - 0.3 * 0.5)

@@ -10,8 +10,8 @@ import jsonschema_rs
 import pytest
 from grammars import accepts, compact, enforced, grammar, schema_matcher, sentence
 
+from mmserve.constraint.compile.schema import rewrite
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.schema import rewrite
 from mmserve.core.constraint import JsonSchema
 
 KINDS = {"enum": ["a", "b"]}

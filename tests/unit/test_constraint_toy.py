@@ -5,18 +5,28 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
 
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, Witness, admit, choose, follow, improve
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.search import Beam
-from mmserve.decode.paths.vocabulary import Vocabulary
+from mmserve.bench.copyist import blank, observed
+from mmserve.constraint.search.beam import Beam
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.parser_states import ParserStateCache
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Infeasible, Witness, admit, improve
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.choice import known_tokens
+from mmserve.constraint.session.session import Session
+from mmserve.core.candidates import Candidates
+from mmserve.core.canvas import Canvas
+from mmserve.decode.commit.base import BlockWise
 
 END = 5
 
@@ -60,7 +70,7 @@ def setting(name: str) -> tuple[Grammar, Lexicon]:
 
 @cache
 def valid_rows(name: str, size: int) -> np.ndarray:
-    """All valid canvases of ``size`` positions (int64 ``[n, size]``): an answer, and the end of text behind it."""
+    """All valid canvases of ``size`` positions (int64 ``[n, size]``): an answer, and the end of text after it."""
     _source, means, pieces = TOYS[name]
     rows = [
         [*row, *[END] * (size - n)]
@@ -90,6 +100,16 @@ def check(name: str, witness: Witness, known: np.ndarray) -> None:
     assert completable(name, known)
 
 
+@dataclass(frozen=True)
+class Wanted(BlockWise):
+    """A commit policy that takes what stands at given positions of the canvas, whatever it is."""
+
+    positions: frozenset[int]
+
+    def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
+        return np.isin(candidates.positions, list(self.positions))
+
+
 @pytest.mark.parametrize("name", TOYS)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_budget_is_refused_exactly_where_no_answer_fits(name: str, size: int) -> None:
@@ -117,32 +137,34 @@ def test_every_subset_of_every_witness_can_be_committed(name: str, size: int, bl
             admit(grammar, lexicon, size)
         return
     rng = random.Random(f"{name} {size}")
-    begun = follow(admit(grammar, lexicon, size), np.full(size, -1))
-    stack = [(begun, np.full(size, -1, np.int64))]
-    seen = {(tuple(stack[0][1]), tuple(begun.tokens))}
-    ended = 0
+    first = replace(admit(grammar, lexicon, size), states=ParserStateCache(lexicon, grammar.classes))
+    begun = Session(ConstrainedAnswer(first, lexicon))
+    stack = [(begun, blank(begun, block))]
+    seen = {(tuple(known_tokens(stack[0][1])), tuple(begun.answer.witness.tokens))}
+    ended, asked_for = 0, set[tuple[int, ...]]()
     while stack and len(seen) < 6000:
-        old, known = stack.pop()
-        check(name, old, known)
-        masked = np.flatnonzero(known < 0)
-        if not len(masked):
+        old, canvas = stack.pop()
+        check(name, old.answer.witness, known_tokens(canvas))
+        here = canvas.block_masked()
+        if not len(here):
             ended += 1
             continue
-        begin = int(masked[0]) // block * block
-        end = min(begin + block, size)
-        here = masked[masked < end]
         for k in (1, 3):
-            witness, _outcome = improve(old, known, drawn(rng, here, k), end, lexicon, seconds=60)
-            check(name, witness, known)
+            top = drawn(rng, here - 1, k)
             for subset in range(1, 1 << len(here)):
                 part = here[[bool(subset >> i & 1) for i in range(len(here))]]
-                grown = known.copy()
-                grown[part] = witness.tokens[part]
-                key = (tuple(grown), tuple(witness.tokens))
+                session, grown = Session(replace(old.answer)), deepcopy(canvas)
+                final = session.choose(grown, observed(session, grown, top), Wanted(frozenset(part.tolist())))
+                assert len(final.positions)
+                grown.commit(final.positions, final.tokens)
+                session.sync(grown)
+                asked_for.add(tuple(final.positions))
+                key = (tuple(known_tokens(grown)), tuple(session.answer.witness.tokens))
                 if key not in seen:
                     seen.add(key)
-                    stack.append((follow(witness, grown), grown))
+                    stack.append((session, grown))
     assert ended
+    assert len(asked_for) > size  # by far not one position a time
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -151,18 +173,17 @@ def test_whole_canvases_filled_in_any_order_end_in_the_language(name: str) -> No
     rng = random.Random(name)
     for _ in range(12):
         size = rng.randint(5, 7)
-        known = np.full(size, -1, np.int64)
-        witness = admit(grammar, lexicon, size)
-        while (known < 0).any():
-            masked = np.flatnonzero(known < 0)
-            top = drawn(rng, masked, rng.randint(1, 5))
-            witness, _outcome = improve(witness, known, top, size, lexicon, seconds=60)
-            wanted = np.array([rng.random() < 0.3 for _ in masked])
-            chosen = choose(witness, masked, top.tokens[:, 0], wanted, top)
-            assert chosen.any()
-            known[masked[chosen]] = witness.tokens[masked[chosen]]
-            witness = follow(witness, known)
-            check(name, witness, known)
+        session = Session(ConstrainedAnswer(admit(grammar, lexicon, size), lexicon))
+        canvas = blank(session, size)
+        while canvas.masked.any():
+            masked = canvas.block_masked()
+            proposed = observed(session, canvas, drawn(rng, masked - 1, rng.randint(1, 5)))
+            wanted = Wanted(frozenset(at for at in masked.tolist() if rng.random() < 0.3))
+            final = session.choose(canvas, proposed, wanted)
+            assert len(final.positions)
+            canvas.commit(final.positions, final.tokens)
+            session.sync(canvas)
+            check(name, session.answer.witness, known_tokens(canvas))
 
 
 @pytest.mark.parametrize("name", TOYS)

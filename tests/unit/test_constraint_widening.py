@@ -12,12 +12,12 @@ from constraint_bombs import SCHEMAS
 from grammars import accepts, byte_trie, enforced, schema_matcher
 from llguidance import LLMatcher, LLParserLimits
 
-from mmserve.constraint.attempts import Grammar, attempts
+from mmserve.constraint.compile.attempts import Grammar, attempts
+from mmserve.constraint.compile.service import Grammars
+from mmserve.constraint.compile.vocabulary import BYTES
+from mmserve.constraint.compile.widening import widened
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.service import Grammars
-from mmserve.constraint.vocabulary import BYTES
-from mmserve.constraint.widening import widened
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
 from mmserve.errors import InvalidArgument
 

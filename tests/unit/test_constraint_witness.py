@@ -14,28 +14,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from test_constraint_toy import Wanted
 from tokenizers import Tokenizer
 
 import mmserve
-from mmserve.bench.copyist import Copyist, decode, draw, written
-from mmserve.constraint.begun import First
-from mmserve.decode.constrained.first import look
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import (
+from mmserve.bench.copyist import Copyist, blank, decode, draw, observed, written
+from mmserve.constraint.compile.begun import FirstAnswers
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.first_witness import find_first
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.shortest_completion import Effort, find_completion
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import (
     Infeasible,
     Outcome,
     Witness,
     admit,
-    choose,
     follow,
     improve,
-    log_probabilities,
 )
-from mmserve.decode.paths.completion import completes
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.least import Effort, shortest_close
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.vocabulary import Vocabulary
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.choice import known_tokens
+from mmserve.constraint.session.session import Session
+from mmserve.decode.commit.threshold import Threshold
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 
@@ -91,11 +94,9 @@ def holds(n: int, witness: Witness, known: np.ndarray, size: int) -> None:
     assert witness.known == (np.flatnonzero(known < 0)[0] if (known < 0).any() else size)
 
 
-def nonsense(rng: random.Random, positions: np.ndarray, words: list[int]) -> TopK:
+def nonsense(rng: random.Random, positions: np.ndarray, words: list[int], size: int) -> TopK:
     """Candidates of a model that babbles in the schema's own words, or in any."""
-    tokens = [
-        [rng.choice(words) if rng.random() < 0.6 else rng.randrange(-3, 700) for _ in range(6)] for _ in positions
-    ]
+    tokens = [[rng.choice(words) if rng.random() < 0.6 else rng.randrange(size) for _ in range(6)] for _ in positions]
     scores = np.sort(np.log([[rng.random() + 1e-9 for _ in range(6)] for _ in positions]))[:, ::-1]
     return TopK(positions, np.array(tokens, np.int64), scores.astype(np.float32))
 
@@ -105,23 +106,18 @@ def babbled(n: int, size: int, block: int, seed: int) -> Any:
     _vocabulary, lexicon, tokenizer = vocabulary()
     rng = random.Random(seed)
     words = [*tokenizer.encode(json.dumps(SCHEMAS[n])).ids, END, 2]
-    witness, known = shortest(n, size), np.full(size, -1, np.int64)
-    while (known < 0).any():
-        masked = np.flatnonzero(known < 0)
-        end = min((int(masked[0]) // block + 1) * block, size)
-        here = masked[masked < end]
-        top = nonsense(rng, here, words)
-        witness, outcome = improve(witness, known, top, end, lexicon, seconds=60)
-        assert outcome is not Outcome.LATE
-        holds(n, witness, known, size)
-        wanted = np.array([rng.random() < 0.3 for _ in here])
-        chosen = wanted if rng.random() < 0.5 and wanted.any() else choose(witness, here, top.tokens[:, 0], wanted, top)
-        assert chosen.any()
-        known[here[chosen]] = witness.tokens[here[chosen]]
-        witness = follow(witness, known)
-        holds(n, witness, known, size)
-    ends = np.flatnonzero(np.isin(known, [END, 2]))
-    return json.loads(lexicon.text(known[: ends[0] if len(ends) else size].tolist()).decode())
+    session = Session(ConstrainedAnswer(shortest(n, size), lexicon))
+    canvas = blank(session, block)
+    while canvas.masked.any():
+        here = canvas.block_masked()
+        proposed = observed(session, canvas, nonsense(rng, here - 1, words, len(lexicon.spelled)))
+        final = session.choose(canvas, proposed, Wanted(frozenset(at for at in here.tolist() if rng.random() < 0.3)))
+        assert len(final.positions)
+        canvas.commit(final.positions, final.tokens)
+        session.sync(canvas)
+        holds(n, session.answer.witness, known_tokens(canvas), size)
+    assert not session.stats.report().late
+    return json.loads(lexicon.text(canvas.answer({END, 2})[0].tolist()).decode())
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 40])
@@ -153,7 +149,7 @@ def test_too_small_a_budget_is_refused_with_the_number_needed(n: int) -> None:
 def test_a_language_without_an_end_is_refused() -> None:
     endless = Grammar('start: "a" start', vocabulary()[0])
     with pytest.raises(Infeasible, match="no answer") as refused:
-        admit(endless, vocabulary()[1], 50, Effort(exact_tokens=50, patient_tokens=50, places=100))
+        admit(endless, vocabulary()[1], 50, Effort(exact_tokens=50, patient_tokens=50, states=100))
     assert refused.value.needed is None
 
 
@@ -170,28 +166,29 @@ def test_a_model_that_is_right_is_followed() -> None:
         witness, outcome = improve(shortest(n, size), known, top, size, lexicon, seconds=60)
         assert outcome is Outcome.FOUND
         assert witness.tokens.tolist() == target.tolist()
-        assert choose(witness, np.arange(size), target, np.ones(size, bool), top).all()
+        session = Session(ConstrainedAnswer(shortest(n, size), lexicon))
+        canvas = blank(session, size)
+        final = session.choose(canvas, observed(session, canvas, top), Threshold(0.5))
+        assert final.tokens.tolist() == target.tolist()
 
 
 def test_a_noisy_model_is_mostly_followed() -> None:
     """Valid always; and few steps leave the old witness because no other way could be brought to its end."""
     _vocabulary, lexicon, tokenizer = vocabulary()
     rng = random.Random(11)
-    outcomes: list[Outcome] = []
-    exact = 0
+    steps, fallbacks, exact = 0, 0, 0
     for n in (0, 1, 2, 3, 0, 1, 2, 3):
         document = draw(SCHEMAS[n], rng)
         ids = tokenizer.encode(written(document)).ids
         size = (len(ids) // 32 + 2) * 32
         model = Copyist(ids, END, rng, accuracy=0.9, slip=0.05)
-        result = decode(
-            shortest(n, size), lexicon, model, check=lambda w, known, n=n, size=size: holds(n, w, known, size)
-        )
+        session = Session(ConstrainedAnswer(shortest(n, size), lexicon))
+        result = decode(session, model, check=lambda w, known, n=n, size=size: holds(n, w, known, size))
         found = json.loads(result.text(lexicon))
         assert jsonschema_rs.is_valid(SCHEMAS[n], found)
-        outcomes += result.outcomes
+        steps, fallbacks = steps + len(result.commits), fallbacks + session.stats.report().fallbacks
         exact += found == document
-    assert outcomes.count(Outcome.KEPT) <= 0.1 * len(outcomes)
+    assert fallbacks <= 0.1 * steps
     assert exact >= 3
 
 
@@ -215,7 +212,7 @@ def test_end_tokens_to_the_right_bound_the_answer() -> None:
 def test_no_time_leaves_the_old_witness() -> None:
     size = least(1) + 20
     known, begun = np.full(size, -1, np.int64), shortest(1, size)
-    top = nonsense(random.Random(0), np.arange(size), [5, 6, 7])
+    top = nonsense(random.Random(0), np.arange(size), [5, 6, 7], 500)
     ticks = iter(range(1000))
     witness, outcome = improve(begun, known, top, size, vocabulary()[1], seconds=3, clock=lambda: float(next(ticks)))
     assert outcome is Outcome.LATE
@@ -231,43 +228,57 @@ def test_only_the_witness_can_be_committed() -> None:
 
 
 def test_the_most_likely_token_is_chosen_where_the_policy_and_the_witness_differ() -> None:
-    begun = shortest(0, least(0))
-    positions = np.array([0, 1, 2])
-    mine = begun.tokens[positions]
-    tokens = np.stack([[9, mine[0]], [9, 8], [9, mine[2]]])
-    top = TopK(positions, tokens, np.log(np.array([[0.8, 0.1], [0.9, 0.1], [0.7, 0.3]], np.float32)))
-    assert choose(begun, positions, tokens[:, 0], np.ones(3, bool), top).tolist() == [False, False, True]
-    np.testing.assert_allclose(log_probabilities(begun, top), [np.log(0.1), -20, np.log(0.3)], rtol=1e-5)
-    agreeing = np.array([9, mine[1], 9])
-    assert choose(begun, positions, agreeing, np.ones(3, bool), top).tolist() == [False, True, False]
-    assert choose(begun, positions, agreeing, np.zeros(3, bool), top).sum() == 1
+    """The model prefers a token that no answer may hold; the policy, to which the witness's are shown, takes none."""
+    mine = shortest(0, least(0)).tokens[:3]
+    wrong = vocabulary()[1].ids[b"\x00"]
+    tokens = np.stack([[wrong, mine[0]], [wrong, mine[1]], [wrong, mine[2]]])
+    scores = np.log(np.array([[0.8, 0.2], [0.9, 0.1], [0.6, 0.4]], np.float32))
+
+    def chosen(policy: Wanted | Threshold) -> list[int]:
+        session = Session(ConstrainedAnswer(shortest(0, least(0)), vocabulary()[1]))
+        canvas = blank(session, 3)
+        final = session.choose(canvas, observed(session, canvas, TopK(np.arange(3), tokens, scores)), policy)
+        assert (final.tokens == mine[final.positions - 1]).all()
+        return list(final.positions)
+
+    assert chosen(Wanted(frozenset({2}))) == [2]
+    assert chosen(Wanted(frozenset())) == [1]  # what no other token may hold is sure
+    assert 1 in chosen(Threshold(0.9))
 
 
 def test_end_tokens_wait_for_the_answer() -> None:
-    begun = shortest(0, least(0) + 3)
-    positions = np.arange(least(0) + 3)
-    top = TopK(positions, begun.tokens[:, None], np.full((len(positions), 1), -0.1, np.float32))
-    ends, every = positions >= least(0), np.ones(len(positions), bool)
-    assert choose(begun, positions, begun.tokens, every, top).all()
-    assert choose(begun, positions, begun.tokens, ends, top).tolist() == (positions == 0).tolist()
-    behind = TopK(positions[ends], top.tokens[ends], top.log_probabilities[ends])
-    assert choose(begun, positions[ends], begun.tokens[ends], ~every[ends], behind).tolist() == [True, False, False]
+    """Those that the model does not mean: it would go on, and the witness is padded to its budget."""
+    size = least(0) + 3
+    begun = shortest(0, size)
+    other = vocabulary()[1].ids[b"\x00"]
+    meant = np.where(np.arange(size) < least(0), begun.tokens, other)
+    top = TopK(np.arange(size), np.stack([meant, begun.tokens], 1), np.log(np.tile(np.float32([0.9, 0.1]), (size, 1))))
+
+    def chosen(wanted: range) -> list[int]:
+        session = Session(ConstrainedAnswer(begun, vocabulary()[1]))
+        canvas = blank(session, size)
+        return list(session.choose(canvas, observed(session, canvas, top), Wanted(frozenset(wanted))).positions)
+
+    assert chosen(range(1, size + 1)) == [*range(1, size + 1)]
+    early = chosen(range(least(0) + 1, size + 1))
+    assert early and max(early) <= least(0)
+    assert chosen(range(1, least(0) + 1))[: least(0)] == [*range(1, least(0) + 1)]
 
 
 def test_the_shortest_answer_is_the_same_whatever_was_asked_before() -> None:
     lexicon, budgets = vocabulary()[1], (1, 8, 500)
     looked_for = {
-        (n, budget): shortest_close(grammar(n).start(), lexicon, kinds=grammar(n).kinds, room=budget)
+        (n, budget): find_completion(grammar(n).start(), lexicon, classes=grammar(n).classes, room=budget)
         for n in (0, 2, 4, 7)
         for budget in budgets
     }
     for order in (budgets, budgets[::-1]):
-        known: dict[int, First] = {}
+        known: dict[int, FirstAnswers] = {}
         for _again in range(2):
             for n in (0, 2, 4, 7):
                 found = []
                 for budget in order:
                     if n not in known or not known[n].covers(budget):
-                        known[n] = look(grammar(n), lexicon, budget)
+                        known[n] = find_first(grammar(n), lexicon, budget)
                     found.append(known[n].close(budget))
                 assert found == [looked_for[n, budget] for budget in order]

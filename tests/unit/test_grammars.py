@@ -13,17 +13,17 @@ from gbnf_judge import Judge
 from grammars import accepts, bundled_vocabulary, grammar, matcher
 from llguidance import LLParserLimits
 
-from mmserve.constraint.common import COMMON
-from mmserve.constraint.derivation import derivations
+from mmserve.constraint.admission import failures
+from mmserve.constraint.compile.common import COMMON
+from mmserve.constraint.compile.derivation import derivations
+from mmserve.constraint.compile.gbnf import read_gbnf
+from mmserve.constraint.compile.pattern import whole
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.gbnf import read_gbnf
 from mmserve.constraint.limits import MAX_CHOICE_BYTES, PARSER_LIMITS
-from mmserve.constraint.pattern import whole
+from mmserve.constraint.search import matcher as engine
+from mmserve.constraint.search.first_witness import Searching, find_first
+from mmserve.constraint.search.witness import Infeasible
 from mmserve.core.constraint import Choice, ConstraintKind, Gbnf, Lark, Regex
-from mmserve.decode.constrained.admission import failures
-from mmserve.decode.constrained.first import Searching, look
-from mmserve.decode.constraint import matcher as engine
-from mmserve.decode.constraint.witness import Infeasible
 from mmserve.errors import InvalidArgument, Unimplemented
 
 
@@ -36,7 +36,7 @@ def first(searching: Searching, kind: ConstraintKind, budget: int = 64) -> str |
     """The first answer found."""
     made = grammar(kind)
     compiled = engine.Grammar(made.text, searching._tokens, LLParserLimits(**PARSER_LIMITS))
-    close = look(compiled, searching._lexicon, budget, sketch=made.sketch).close(budget)
+    close = find_first(compiled, searching._lexicon, budget, sketch=made.sketch).close(budget)
     return None if close is None else searching._lexicon.text(close.tokens).decode()
 
 

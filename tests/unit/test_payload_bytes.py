@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from mmserve.core.candidates import Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack, Encoded, Span
-from mmserve.core.payloads import CandidatesState, EncodedPayload, KVState, PrefilledPayload
+from mmserve.core.payloads import EncodedPayload, KVState, PrefilledPayload
 from mmserve.errors import TransferError
 from mmserve.transfer.codec import Kinds
 from mmserve.transfer.local import LocalTransport
@@ -32,7 +33,7 @@ def prefilled() -> PrefilledPayload:
     canvas = Canvas.create(np.arange(5), new_tokens=3, block_length=2, mask_id=9)
     canvas.commit(np.array([5]), np.array([7]))
     held = {"keys.0": torch.randn(2, 4, 1, 3), "values.0": torch.randn(2, 4, 1, 3)}
-    candidates = CandidatesState(np.array([6]), np.array([1]), np.array([0.5], np.float32), None, None)
+    candidates = Candidates(np.array([6]), np.array([1]), np.array([0.5], np.float32), None, None)
     row = torch.randn(4, 6)
     return PrefilledPayload(
         canvas,

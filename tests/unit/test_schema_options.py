@@ -15,12 +15,12 @@ from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.client import Hole
 from mmserve.client.outgoing import build_request
-from mmserve.constraint.attempts import Grammar
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.grammar import grammar_of
+from mmserve.constraint.compile.wire import from_spec, to_spec
 from mmserve.constraint.findings import Refused
-from mmserve.constraint.grammar import grammar_of
-from mmserve.constraint.judging import judge_of
 from mmserve.constraint.limits import PARSER_LIMITS
-from mmserve.constraint.wire import from_spec, to_spec
+from mmserve.constraint.session.judge import judge_of
 from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint

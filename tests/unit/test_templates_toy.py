@@ -9,13 +9,17 @@ from itertools import product
 
 import numpy as np
 import pytest
+from test_constraint_toy import Wanted
 
-from mmserve.decode.constraint.concatenation import Bounded, Concatenation
-from mmserve.decode.constraint.matcher import Grammar
-from mmserve.decode.constraint.witness import Infeasible, admit, choose, follow, improve
-from mmserve.decode.paths.field import TopK
-from mmserve.decode.paths.lexicon import Lexicon
-from mmserve.decode.paths.vocabulary import Vocabulary
+from mmserve.bench.copyist import blank, observed
+from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Grammar
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Infeasible, admit
+from mmserve.constraint.session.answer import ConstrainedAnswer
+from mmserve.constraint.session.session import Session
 
 END = 5
 PIECES = ("a", "b", "c", "ab", "cc")
@@ -40,7 +44,7 @@ TOYS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, int], ...]]] = {
 def setting(name: str) -> tuple[Concatenation, Lexicon]:
     texts, holes = TOYS[name]
     vocabulary = Vocabulary.spelled([*(piece.encode() for piece in PIECES), b""], {END})
-    bounded = tuple(Bounded(Grammar(f"start: /{pattern}/", vocabulary), most) for pattern, most in holes)
+    bounded = tuple(BoundedHole(Grammar(f"start: /{pattern}/", vocabulary), most) for pattern, most in holes)
     made = Concatenation(tuple(text.encode() for text in texts), bounded, vocabulary)
     return made, Lexicon.of(vocabulary.token_bytes)
 
@@ -50,7 +54,7 @@ def spelled(tokens: tuple[int, ...]) -> str:
 
 
 def read(name: str, tokens: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """What fills each hole; None if ``tokens`` are no whole answer. Each hole ends where the text behind it is first
+    """What fills each hole; None if ``tokens`` are no whole answer. Each hole ends where the text after it is first
     complete."""
     texts, holes = TOYS[name]
     at = next((n for n in range(len(tokens) + 1) if spelled(tokens[:n]) == texts[0]), -1)
@@ -121,16 +125,16 @@ def test_whole_canvases_filled_in_any_order_end_in_the_language(name: str) -> No
             assert refused.needed is not None and answers(name, refused.needed)
             assert not answers(name, refused.needed - 1)
             continue
-        known = np.full(size, -1, np.int64)
-        while (known < 0).any():
-            masked = np.flatnonzero(known < 0)
+        session = Session(ConstrainedAnswer(witness, lexicon))
+        canvas = blank(session, size)
+        while canvas.masked.any():
+            masked = canvas.block_masked()
             tokens = np.array([rng.sample(range(6), 4) for _ in masked])
-            top = TopK(masked, tokens, np.full(tokens.shape, -1.0, np.float32) - np.arange(4, dtype=np.float32))
-            witness, _outcome = improve(witness, known, top, size, lexicon, seconds=60)
-            wanted = np.array([rng.random() < 0.3 for _ in masked])
-            chosen = choose(witness, masked, tokens[:, 0], wanted, top)
-            known[masked[chosen]] = witness.tokens[masked[chosen]]
-            witness = follow(witness, known)
+            top = TopK(masked - 1, tokens, np.full(tokens.shape, -1.0, np.float32) - np.arange(4, dtype=np.float32))
+            wanted = Wanted(frozenset(at for at in masked.tolist() if rng.random() < 0.3))
+            final = session.choose(canvas, observed(session, canvas, top), wanted)
+            canvas.commit(final.positions, final.tokens)
+            session.sync(canvas)
+            witness = session.answer.witness
             assert tuple(witness.tokens[: witness.length].tolist()) in valid
-        ends = np.flatnonzero(known == END)
-        assert tuple(known[: ends[0] if len(ends) else size].tolist()) in valid
+        assert tuple(canvas.answer({END})[0].tolist()) in valid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeGuard, runtime_checkable
@@ -10,69 +9,37 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from mmserve.core.candidates import ENTROPY as ENTROPY
+from mmserve.core.candidates import EVERY_FIGURE as EVERY_FIGURE
+from mmserve.core.candidates import GAP as GAP
+from mmserve.core.candidates import Candidates as Candidates
+from mmserve.core.candidates import leading as leading
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
-from mmserve.decode.constrained.best import Notes
-
-#: Figures of a candidate that take another pass over its logits, by name: they are made where a policy reads them.
-GAP, ENTROPY = "gap", "entropy"
-EVERY_FIGURE = frozenset({GAP, ENTROPY})
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """One proposed token for each masked position that was asked for, and what the model's logits say of it.
+class LogitsObserver(Protocol):
+    """Reads a request's logits row by row while the sampler makes candidates of them."""
 
-    ``gap`` and ``entropy`` are None where no policy in use reads them (``Commit.reads``).
-    """
+    def restrict(self, logits: Tensor) -> None:
+        """Rule out, in place, the tokens not allowed in the next rows ``logits [n, V]``."""
+        ...
 
-    positions: np.ndarray  # int64 [n], ascending
-    tokens: np.ndarray  # int64 [n]
-    confidence: np.ndarray  # float32 [n], untempered softmax probability of the token
-    gap: np.ndarray | None  # float32 [n], highest logit minus the second highest
-    entropy: np.ndarray | None  # float32 [n], of the untempered softmax, in nats
+    def take(
+        self,
+        logits: Tensor,
+        log_z: Tensor,
+        tempered: Tensor | None,
+        noised: Tensor | None,
+        masks: Tensor | None = None,
+    ) -> None:
+        """Read the rows that were just restricted.
 
-    def where(self, kept: np.ndarray | slice) -> Candidates:
-        """The candidates where bool ``kept [n]``, or of a slice."""
-        gap = None if self.gap is None else self.gap[kept]
-        entropy = None if self.entropy is None else self.entropy[kept]
-        return Candidates(self.positions[kept], self.tokens[kept], self.confidence[kept], gap, entropy)
-
-    def split(self, counts: Sequence[int]) -> list[Candidates]:
-        """The first ``counts[0]`` candidates, those that follow, and so on."""
-        made, start = [], 0
-        for count in counts:
-            made.append(self.where(slice(start, start + count)))
-            start += count
-        return made
-
-    def and_then(self, other: Candidates) -> Candidates:
-        """These and, behind them, ``other``."""
-        return Candidates(
-            np.concatenate([self.positions, other.positions]),
-            np.concatenate([self.tokens, other.tokens]),
-            np.concatenate([self.confidence, other.confidence]),
-            _joined(self.gap, other.gap),
-            _joined(self.entropy, other.entropy),
-        )
-
-    def read_gap(self) -> np.ndarray:
-        """``gap``; ``ValueError`` where it was not made."""
-        return _made(self.gap, GAP)
-
-    def read_entropy(self) -> np.ndarray:
-        """``entropy``; ``ValueError`` where it was not made."""
-        return _made(self.entropy, ENTROPY)
-
-
-def _joined(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
-    return None if one is None or other is None else np.concatenate([one, other])
-
-
-def _made(figure: np.ndarray | None, name: str) -> np.ndarray:
-    if figure is None:
-        raise ValueError(f"the policy reads {name!r} of candidates, but does not name it in `reads`")
-    return figure
+        ``log_z [n]``: log of the sum of their exponentials. ``tempered [n, V]``: filtered and tempered logits,
+        ``noised [n, V]``: these and Gumbel noise; None = greedy. ``masks [n]``: the mask token's logits, where it is
+        part of the distribution though it is not among ``logits``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -171,7 +138,7 @@ class Proposing(Protocol):
         sampling: Sampling,
         mask_id: int,
         banned: tuple[int, ...],
-        best: Notes | None = None,
+        best: LogitsObserver | None = None,
     ) -> Candidates:
         """Candidates for positions of the current block, from the logits ``[block, V]`` of all of them.
 
@@ -211,6 +178,11 @@ def is_proposing(commit: Commit) -> TypeGuard[Proposing]:
 def is_verified(commit: Commit) -> bool:
     """Whether a draft or verifier model has a say in its candidates."""
     return _follows(type(commit), Judged) or _follows(type(commit), Drafted)
+
+
+def is_judged(commit: Commit) -> bool:
+    """Whether the policy is ``Judged``; as ``is_proposing``."""
+    return _follows(type(commit), Judged)
 
 
 def is_partial(commit: Commit) -> TypeGuard[Partial]:
@@ -269,8 +241,3 @@ def first(values: np.ndarray, count: int) -> np.ndarray:
     chosen = np.zeros(len(values), dtype=bool)
     chosen[np.argsort(values, kind="stable")[:count]] = True
     return chosen
-
-
-def leading(agreed: np.ndarray) -> int:
-    """How many of bool ``agreed [n]`` are true before the first that is not."""
-    return len(agreed) if agreed.all() else int(np.argmin(agreed))

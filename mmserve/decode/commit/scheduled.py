@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
-from mmserve.decode.commit.base import BlockWise, Candidates
-from mmserve.decode.constrained.best import Notes
+from mmserve.decode.commit.base import BlockWise, Candidates, LogitsObserver
 from mmserve.decode.pace import steps_of_whole_block
 from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.schedulers import Discrete
@@ -55,7 +54,7 @@ class Scheduled(BlockWise):
         sampling: Sampling,
         mask_id: int,
         banned: tuple[int, ...],
-        best: Notes | None = None,
+        best: LogitsObserver | None = None,
     ) -> Candidates:
         """Where and by what the scheduler changes the block, from the logits of all of its positions."""
         logits = logits_nV.float().clone()

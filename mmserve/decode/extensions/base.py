@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from mmserve.core.candidates import Chosen
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import DeepStack, Encoded
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
-from mmserve.decode.constrained.best import Notes
-from mmserve.decode.constrained.step import Chosen
+from mmserve.decode.commit.base import LogitsObserver
 from mmserve.decode.forward import Pass
 
 if TYPE_CHECKING:
@@ -78,8 +78,11 @@ class RequestExtension:
         """``p`` with what is to be observed in it; ``first``: a pass of prefill."""
         return p
 
-    def observe(self, canvas: Canvas, positions: np.ndarray) -> Notes | None:
-        """What notes the logits of ``positions`` (int64, ascending) while they become candidates."""
+    def observe(self, canvas: Canvas, positions: np.ndarray, *, more: bool) -> LogitsObserver | None:
+        """What observes the logits of ``positions`` (int64, ascending) while they become candidates.
+
+        ``more``: others of the same pass were observed before.
+        """
         return None
 
     def after_forward(self, p: Pass, seconds: float) -> None:

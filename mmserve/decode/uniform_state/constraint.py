@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import replace
 
+import torch
+
+from mmserve.constraint.session.session import Projected
 from mmserve.core.canvas import Canvas
-from mmserve.decode.constrained.renoised import begun, projected, settle
 from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.logits import slices
 from mmserve.decode.uniform_state.samplers import Step
 
 
@@ -15,12 +18,27 @@ class CanvasConstraint(Constraint):
 
     def begin_canvas(self, canvas: Canvas) -> bool:
         """Put onto an open canvas of noise what is there from the start; whether that is all of it."""
-        return begun(self.session, canvas)
+        return self.session.prepare_block(canvas)
 
-    def project(self, canvas: Canvas, logits_LV: Tensor, step: Step) -> Step:
-        """``step`` with the witness's tokens where it is sure; ``logits_LV`` (fp32) are of the open canvas."""
-        return projected(self.session, canvas, logits_LV, step)
+    def project(self, canvas: Canvas, logits_LV: torch.Tensor, step: Step) -> Step:
+        """``step`` under the constraint; ``logits_LV`` (fp32) are of the open canvas."""
+        return projected(step, self.session.project(canvas, slices(logits_LV)))
 
     def sync(self, canvas: Canvas) -> None:
-        """Take note of a canvas that became final."""
-        settle(self.session, canvas)
+        """Follow a canvas that became final."""
+        self.session.sync_block(canvas)
+
+
+def projected(step: Step, found: Projected) -> Step:
+    """``step`` with the witness's tokens in place of the drawn and predicted ones: a constrained canvas shows them
+    wherever a step is sure, so that the model sees what its answer may become."""
+    inside, after = slice(0, len(found.tokens)), slice(len(found.tokens), None)
+    witness = torch.from_numpy(found.tokens).to(step.noise_L.device)
+    noise, predicted, sure = step.noise_L.clone(), step.predicted_L.clone(), step.sure_L.clone()
+    sure[inside] |= torch.from_numpy(found.given).to(sure.device)
+    noise[inside] = torch.where(sure[inside], witness, noise[inside])
+    predicted[inside] = witness
+    if found.padding is not None:
+        noise[after] = predicted[after] = found.padding
+        sure[after] = True
+    return replace(step, noise_L=noise, sure_L=sure, predicted_L=predicted, last_L=predicted)

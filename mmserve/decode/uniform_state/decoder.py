@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.commit.scheduled import Scheduled
-from mmserve.decode.constrained.admission import Admitted
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.emit import advanced, answer_of, snapshot_of
 from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
@@ -47,7 +46,7 @@ class UniformStateDecoder:
         model.network.set_row_floor(floor_of(model.network.products(), model.dtype, model.device))
 
     def begin(
-        self, request: Request, encoded: Encoded, pages: PageTable, admitted: Admitted | None = None
+        self, request: Request, encoded: Encoded, pages: PageTable, session: Session | None = None
     ) -> CanvasPrefilled:
         """The prefill state of a request; its pages bound how much is held, the network keeps it."""
         length = self.model.spec.block_length()
@@ -55,9 +54,9 @@ class UniformStateDecoder:
         canvas = Canvas.create(
             encoded.ids, new_tokens=canvases * length, block_length=length, mask_id=self.model.spec.mask_id
         )
-        constraint = None if admitted is None else CanvasConstraint(admitted.begun(request), causal=False)
+        constraint = None if session is None else CanvasConstraint(session)
         if constraint is not None:
-            canvas.padded = constraint.session.padded
+            canvas.padded = constraint.session.answer.padded
         return CanvasPrefilled(canvas, encoded.features, constraint)
 
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
@@ -108,7 +107,7 @@ class UniformStateDecoder:
         request: Request,
         payload: PrefilledPayload | CanvasPayload,
         pages: PageTable,
-        session: Constrained | None = None,
+        session: Session | None = None,
     ) -> CanvasDecoding:
         """As of ``Decoder.restored``."""
         begun = prefilled_of(self.model, payload.prefilled, session)

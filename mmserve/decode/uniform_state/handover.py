@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mmserve.constraint.restored import session_state
+from mmserve.constraint.session.session import Session
 from mmserve.core.payloads import CanvasPayload, KVState, PrefilledPayload
-from mmserve.decode.constrained.restored import constraint_state
-from mmserve.decode.constrained.state import Constrained
 from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
 from mmserve.decode.uniform_state.samplers import Step
@@ -30,16 +30,16 @@ def _prefilled(
     model: CanvasModel, state: CanvasPrefilled | CanvasDecoding, read: int, recomputed: int
 ) -> PrefilledPayload:
     past = {} if state.past is None else model.network.held(state.past)
-    constraint = None if state.constraint is None else constraint_state(state.constraint.session)
+    constraint = None if state.constraint is None else session_state(state.constraint.session)
     kv = KVState(read, 0, past)
     return PrefilledPayload(state.canvas, kv, recomputed, constraint=constraint, features=state.features)
 
 
-def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Constrained | None) -> CanvasPrefilled:
+def prefilled_of(model: CanvasModel, payload: PrefilledPayload, session: Session | None) -> CanvasPrefilled:
     """The state of a request whose prompt is read; raises ``TransferError`` where its K/V do not fit ``model``."""
     kv = payload.kv
     past = model.network.past_of(kv.tensors, kv.positions) if kv.tensors else None
-    constraint = None if session is None else CanvasConstraint(session, causal=False)
+    constraint = None if session is None else CanvasConstraint(session)
     return CanvasPrefilled(payload.canvas, payload.features, constraint, past, kv.positions)
 
 

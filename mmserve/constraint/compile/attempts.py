@@ -1,0 +1,170 @@
+"""Grammars for one JSON schema, in the order in which they are tried: exact ones first, then wider and wider ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import jsonschema_rs
+
+from mmserve.constraint.compile import longest, shortest
+from mmserve.constraint.compile.canonical import canonical
+from mmserve.constraint.compile.cfg import Sketch
+from mmserve.constraint.compile.options import read
+from mmserve.constraint.compile.schema import Rewritten, rewrite
+from mmserve.constraint.compile.widening import widened
+from mmserve.constraint.findings import Finding, Refused
+from mmserve.core.constraint import ConstraintMode, JsonSchema, SchemaOption
+
+#: How documents are spaced: one space after a comma or a colon, or none. White space without end would let an answer
+#: go on forever. Escapes leave \\u out: with it, llguidance lets a named property come again under an escaped name.
+JSON_LAYOUT: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
+
+#: White space between any two parts, as much as a document needs that is indented by a few levels.
+_WHITE_SPACE = "[ \\t\\n\\r]{0,32}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents are written."""
+
+    white_space: bool = False
+    exponents: bool = False
+
+    @classmethod
+    def of(cls, options: Iterable[SchemaOption]) -> Layout:
+        """The layout that ``options`` ask for."""
+        return cls(SchemaOption.WHITE_SPACE in options, SchemaOption.EXPONENTS in options)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The layout as llguidance takes it."""
+        if not self.white_space:
+            return JSON_LAYOUT
+        escapes = JSON_LAYOUT["json_allowed_escapes"]
+        return {"whitespace_pattern": _WHITE_SPACE, "json_allowed_escapes": escapes}
+
+
+_DONE = {
+    ConstraintMode.VALIDATE: "is checked when the answer is complete",
+    ConstraintMode.LENIENT: "is not enforced",
+}
+
+
+#: Keywords that cannot be enforced directly, but maybe in the canonical form. What readers differ about, such as
+#: references and patterns, is not among them: that form would decide it in one way.
+_SAID_OTHERWISE = frozenset({"not", "oneOf", "if", "contains", "maxContains", "uniqueItems", "propertyNames"})
+_SAID_OTHERWISE |= {"minProperties", "maxProperties", "minimum", "maximum", "multipleOf"}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """``text`` is what llguidance's ``LLMatcher`` takes, under ``limits.PARSER_LIMITS``.
+
+    ``exact`` is False where finished answers must still be checked against the constraint itself: only in the modes
+    ``validate`` (the engine must check) and ``lenient`` (nobody does). ``warnings`` are for the client. ``longest``:
+    no sentence has more bytes; None where no bound is known. ``shortest``: none has fewer. ``sketch``: a sentence of a
+    context-free grammar.
+    """
+
+    text: str
+    exact: bool
+    warnings: tuple[str, ...]
+    longest: int | None = None
+    shortest: int = 0
+    sketch: Sketch | None = None
+
+
+def attempts(kind: JsonSchema, mode: ConstraintMode) -> Iterator[Grammar]:
+    """Grammars of ``kind`` to be compiled until one is taken, or ``Refused``, for the first reason.
+
+    In the mode ``strict`` each is exact. In the others, wider ones follow, so that the last one is always taken.
+    """
+    root, warnings = read(kind)
+    for grammar in _attempts(root, mode, Layout.of(kind.options)):
+        yield replace(grammar, warnings=(*warnings, *grammar.warnings))
+
+
+def _attempts(root: Any, mode: ConstraintMode, layout: Layout) -> Iterator[Grammar]:
+    strict = mode is ConstraintMode.STRICT
+    refusal: Refused | None = None
+    plain: Rewritten | None = None
+    try:
+        plain = rewrite(root, exponents=layout.exponents)
+        if plain.loose:
+            refusal = Refused(*plain.loose)
+    except Refused as refused:
+        refusal = refused
+    if plain is not None and not plain.loose:
+        yield _grammar(layout, plain.schema, _told(plain.warnings))
+    other = (
+        _canonical(root, layout) if plain is not None and {f.keyword for f in plain.loose} <= _SAID_OTHERWISE else None
+    )
+    if other is not None:
+        yield _grammar(layout, other.schema, _told(other.warnings, " of the canonical form"))
+    if strict:
+        if refusal is not None:
+            raise refusal
+        return
+    yield from _wider(root, mode, refusal, layout)
+
+
+def widest(kind: JsonSchema, mode: ConstraintMode, failed: int) -> Iterator[Grammar]:
+    """Grammars of ``kind`` after compiling others of it has ended ``failed`` processes; only for modes that widen."""
+    if failed == 1:
+        yield from list(_wider(read(kind)[0], mode, None, Layout.of(kind.options)))[1:]
+    else:
+        yield _grammar(Layout(), True, [f": the schema cannot be compiled; all of it {_DONE[mode]}"], exact=False)
+
+
+def _canonical(root: Any, layout: Layout) -> Rewritten | None:
+    """The canonical form of ``root`` rewritten, if all of it can be enforced."""
+    form = canonical(root)
+    if form is None:
+        return None
+    try:
+        found = rewrite(form, exponents=layout.exponents)
+    except Refused:
+        return None
+    return None if found.loose else found
+
+
+def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Layout) -> Iterator[Grammar]:
+    if refusal is not None and not _well_formed(root):
+        raise refusal
+    done = _DONE[mode]
+    loose = rewrite(root, strict=False, exponents=layout.exponents)
+    warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in loose.loose] + _told(loose.warnings)
+    yield _grammar(layout, loose.schema, warnings, exact=False)
+    left: list[str] = []
+    for schema, without in widened(loose.schema):
+        left.append(without)
+        said = f": the schema is more than the grammar engine can take; the rest {done}: {', '.join(left)}"
+        yield _grammar(layout, schema, [said, *warnings], exact=False)
+
+
+def _well_formed(root: Any) -> bool:
+    try:
+        return jsonschema_rs.meta.is_valid(root)
+    except (ValueError, jsonschema_rs.ReferencingError):
+        return True  # of an unknown dialect
+
+
+def _told(findings: Iterable[Finding], where: str = "") -> list[str]:
+    return [f"{f.pointer}{where}: {f.keyword} {f.reason}" for f in findings]
+
+
+def _grammar(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Grammar:
+    body = {} if schema is True else schema
+    text = json.dumps({"grammars": [{"json_schema": {**body, "x-guidance": layout.engine}}]}, ensure_ascii=False)
+    most = inf if layout.white_space else longest.of_schema(schema)
+    return Grammar(text, exact, tuple(warnings), None if most == inf else int(most), shortest.of_schema(schema))

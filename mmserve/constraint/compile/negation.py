@@ -1,0 +1,210 @@
+"""The schema of everything that another schema refuses, where one can be written without ``not``.
+
+``not``, the negative side of ``if`` and the exclusiveness of ``oneOf`` are all made of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mmserve.constraint.compile.complements import complement as without
+from mmserve.constraint.compile.draft import modern
+from mmserve.constraint.compile.excluded import all_but
+from mmserve.constraint.compile.pattern import BadPattern, searched
+from mmserve.constraint.compile.shapes import ANNOTATIONS, is_number, misshapen
+from mmserve.constraint.compile.values import ALL, distinct, finite, names_of, type_of
+from mmserve.constraint.limits import MAX_INTEGER, MAX_REPEAT
+
+_MOST_EXCLUDED = 200  # strings an automaton excludes at once
+_LONGEST_EXCLUDED = 48  # characters of such a string: each nests a group
+_DEPTH = 8  # references looked through
+
+
+class Negation(NamedTuple):
+    """``schema``: valid for nothing that the negated one is valid for; where ``exact``, for everything else."""
+
+    schema: Any
+    exact: bool
+
+
+UNKNOWN = Negation(False, False)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What negations of a document's schemas need to know: its draft, and what its references name."""
+
+    draft: int
+    resolve: Callable[[str], Any]
+
+
+def complement(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL) -> Any | None:
+    """A schema valid for exactly the values that ``node`` is not valid for, or None where none is known.
+
+    Only values of the types ``within`` (of ``types_of``) count; what is said of others is arbitrary. ``pointer``
+    is where ``node`` stands, for refusals of what is malformed in it.
+    """
+    found = negation(node, scope, pointer, within)
+    return found.schema if found.exact else None
+
+
+def negation(node: Any, scope: Scope, pointer: str, within: frozenset[str] = ALL, depth: int = _DEPTH) -> Negation:
+    """As much as is known of the complement of ``node``, as alternatives."""
+    if isinstance(node, bool):
+        return Negation(not node, True)
+    node = modern(node, scope.draft, pointer)
+    if depth == 0 or any(misshapen(node, pointer)):
+        return UNKNOWN
+    said = [(keyword, value) for keyword, value in node.items() if keyword not in ANNOTATIONS]
+    return _any(_of_keyword(keyword, value, scope, pointer, within, depth) for keyword, value in said)
+
+
+def either(schemas: Sequence[Any]) -> Any:
+    """``anyOf`` of ``schemas``, shorter where it can be; false for none."""
+    if any(schema is True for schema in schemas):
+        return True
+    kept = [schema for schema in schemas if schema is not False]
+    if not kept:
+        return False
+    return kept[0] if len(kept) == 1 else {"anyOf": kept}
+
+
+def both(*schemas: Any) -> Any:
+    """``allOf`` of ``schemas``, shorter where it can be."""
+    if any(schema is False for schema in schemas):
+        return False
+    kept = [schema for schema in schemas if schema is not True]
+    if not kept:
+        return True
+    return kept[0] if len(kept) == 1 else {"allOf": kept}
+
+
+def _any(parts: Iterable[Negation]) -> Negation:
+    found = list(parts)
+    return Negation(either([part.schema for part in found]), all(part.exact for part in found))
+
+
+def _all(parts: Iterable[Negation]) -> Negation:
+    found = list(parts)
+    return Negation(both(*(part.schema for part in found)), all(part.exact for part in found))
+
+
+def _of_keyword(keyword: str, value: Any, scope: Scope, pointer: str, within: frozenset[str], depth: int) -> Negation:
+    def of(part: Any) -> Negation:
+        return negation(part, scope, pointer, within, depth - 1)
+
+    match keyword:
+        case "type":
+            return _other_types(value if isinstance(value, list) else [value], within)
+        case "const":
+            return _known(_other_values([value]))
+        case "enum":
+            return _known(_other_values(distinct(value)))
+        case "required":
+            return Negation(
+                either([{"type": "object", "properties": {name: False}} for name in dict.fromkeys(value)]), True
+            )
+        case "properties":
+            return _any(_other_property(name, schema, scope, pointer, depth) for name, schema in value.items())
+        case "not":
+            return Negation(value, True)
+        case "allOf":
+            return _any(map(of, value))
+        case "anyOf":
+            return _all(map(of, value))
+        case "pattern":
+            return _known(_other_text(value))
+        case "propertyNames":
+            return _known(_other_name(value, scope, pointer, depth))
+        case "oneOf":
+            return Negation(_all(map(of, value)).schema, False)  # two of them may hold as well
+        case "$ref":
+            return of(scope.resolve(value))
+    return _known(_of_bound(keyword, value))
+
+
+def _known(schema: Any | None) -> Negation:
+    return UNKNOWN if schema is None else Negation(schema, True)
+
+
+def _other_property(name: str, schema: Any, scope: Scope, pointer: str, depth: int) -> Negation:
+    """The property is there and is not what it should be."""
+    other, exact = negation(schema, scope, pointer, ALL, depth - 1)
+    if other is False:
+        return Negation(False, exact)
+    return Negation({"type": "object", "required": [name], "properties": {name: other}}, exact)
+
+
+def _other_text(pattern: str) -> Any | None:
+    """Strings in which ``pattern`` is not found."""
+    try:
+        other = without(searched(pattern))
+    except BadPattern:
+        return None
+    return None if other is None else {"type": "string", "pattern": other}
+
+
+def _other_name(names: Any, scope: Scope, pointer: str, depth: int) -> Any | None:
+    """Objects with a member whose name is not one of ``names``, if those are all but a few."""
+    other = negation(names, scope, pointer, frozenset({"string"}), depth - 1)
+    barred = [] if other.schema is False else finite(other.schema)
+    if not other.exact or barred is None:
+        return None
+    return either([{"type": "object", "required": [name]} for name in barred if isinstance(name, str)])
+
+
+def _of_bound(keyword: str, value: Any) -> Any | None:
+    if is_number(value) and abs(value) > (MAX_INTEGER if "imum" in keyword else MAX_REPEAT - 1):
+        return None  # what is beyond such a bound cannot be told apart, or does not come
+    match keyword:
+        case "minimum":
+            return {"type": "number", "exclusiveMaximum": value}
+        case "maximum":
+            return {"type": "number", "exclusiveMinimum": value}
+        case "exclusiveMinimum" if is_number(value):
+            return {"type": "number", "maximum": value}
+        case "exclusiveMaximum" if is_number(value):
+            return {"type": "number", "minimum": value}
+        case "minLength" | "minItems" | "minProperties":
+            kind = {"minLength": "string", "minItems": "array", "minProperties": "object"}[keyword]
+            return {"type": kind, keyword.replace("min", "max"): value - 1} if value > 0 else False
+        case "maxLength" | "maxItems":
+            kind = {"maxLength": "string", "maxItems": "array"}[keyword]
+            return {"type": kind, keyword.replace("max", "min"): value + 1}
+    return None
+
+
+def _other_types(given: list[str], within: frozenset[str]) -> Negation:
+    fractions = "integer" in given and "number" not in given and "number" in within  # no keyword says just those
+    rest = within - set(given) - ({"integer"} if "number" in given else {"number"} if fractions else set())
+    return Negation({"type": names_of(rest)} if rest else False, not fractions)
+
+
+def _other_values(values: list[Any]) -> Any | None:
+    """Everything but ``values``; None if one is an array or object."""
+    kinds = {type_of(value) for value in values}
+    if kinds & {"array", "object"}:
+        return None
+    untouched = ALL - kinds - ({"number", "integer"} if kinds & {"number", "integer"} else set())
+    parts: list[Any] = [{"type": names_of(untouched)}]
+    flags = [value for value in (True, False) if not any(given is value for given in values)]
+    if "boolean" in kinds and flags:
+        parts.append({"enum": flags})
+    numbers = sorted(value for value in values if is_number(value))
+    if numbers:
+        edges = [None, *numbers, None]
+        parts += [_between(low, high) for low, high in itertools.pairwise(edges)]
+    strings = [value for value in values if isinstance(value, str)]
+    if len(strings) > _MOST_EXCLUDED or any(len(text) > _LONGEST_EXCLUDED for text in strings):
+        return None
+    if strings:
+        parts.append({"type": "string", "pattern": all_but(strings)})
+    return either(parts)
+
+
+def _between(low: Any, high: Any) -> Any:
+    bounds = {} if low is None else {"exclusiveMinimum": low}
+    return {"type": "number", **bounds, **({} if high is None else {"exclusiveMaximum": high})}

@@ -1,0 +1,212 @@
+"""Keywords of objects: what llguidance enforces exactly, and the rest written in terms of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from math import comb
+from typing import Any
+
+from mmserve.constraint.compile.complements import complement
+from mmserve.constraint.compile.derivatives import disjoint, matches
+from mmserve.constraint.compile.excluded import all_but
+from mmserve.constraint.compile.notes import Notes
+from mmserve.constraint.compile.pattern import BadPattern, searched
+from mmserve.constraint.compile.scalars import anchored
+from mmserve.constraint.compile.shapes import ANNOTATIONS, IN_PLACE, misshapen
+from mmserve.constraint.limits import MAX_REPEAT
+
+Schema = dict[str, Any]
+_MOST_CASES = 64
+_MOST_STATES = 200  # of two patterns together
+_MOST_REFERENCES = 8  # one after another
+
+
+def evaluated(node: Schema, pointer: str, notes: Notes) -> Schema:
+    """``node`` with ``unevaluatedProperties`` and ``unevaluatedItems`` as ``additionalProperties`` and ``items``.
+
+    Beside keywords that judge the same value through other schemas, they depend on those: then they are left out.
+    """
+    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if keyword not in node:
+            continue
+        node = dict(node)
+        rest = node.pop(keyword)
+        if plain in node or rest is True or rest == {}:
+            continue
+        if set(node) & IN_PLACE or (plain == "items" and "contains" in node):
+            notes.cannot(pointer, keyword, f"use {plain}: what other schemas evaluate is not followed")
+        else:
+            node[plain] = rest
+    return node
+
+
+def named(node: Schema, pointer: str, notes: Notes, resolve: Callable[[str], Any]) -> Schema:
+    """``node`` with ``propertyNames`` as ``patternProperties`` and ``properties``."""
+    if "propertyNames" not in node:
+        return node
+    node = dict(node)
+    names = _names(node.pop("propertyNames"), resolve)
+    if names is True or names == {}:
+        return node
+    if names is False:
+        return {**node, "maxProperties": 0}
+    allowed = names.get("enum", [names["const"]] if "const" in names else None)
+    if names.keys() in ({"enum"}, {"const"}) and not node.get("patternProperties") and isinstance(allowed, list):
+        return _only(node, [name for name in allowed if isinstance(name, str)])
+    pattern = _pattern_of(names)
+    if pattern is not None and (made := _matching(node, pattern)) is not None:
+        return made
+    notes.cannot(pointer, "propertyNames", "only a pattern, a length, or an enum of names, can be enforced")
+    return node
+
+
+def _names(names: Any, resolve: Callable[[str], Any]) -> Any:
+    """What is said of names beyond that they are strings, references followed."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(names, dict):
+            return names
+        string = names.get("type") == "string" or (isinstance(names.get("type"), list) and "string" in names["type"])
+        names = {
+            name: value for name, value in names.items() if name not in ANNOTATIONS | ({"type"} if string else set())
+        }
+        if names.keys() != {"$ref"}:
+            return names
+        names = resolve(names["$ref"])
+    return {"$ref": ""}
+
+
+def _pattern_of(names: Schema) -> str | None:
+    """An expression that is found in just the names that obey ``names``."""
+    if any(misshapen(names, "")):
+        return None
+    if names.keys() == {"pattern"}:
+        pattern: str = names["pattern"]
+        return pattern
+    if names.keys() <= {"minLength", "maxLength"} and max(names.values()) <= MAX_REPEAT:
+        return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    if names.keys() == {"not"} and isinstance(other := names["not"], dict) and other.keys() <= {"enum", "pattern"}:
+        if any(misshapen(other, "")) or len(other) != 1:
+            return None
+        if "pattern" in other:
+            return _without(other["pattern"])
+        return all_but(value for value in other["enum"] if isinstance(value, str))
+    return None
+
+
+def _without(pattern: str) -> str | None:
+    """A pattern that is found where ``pattern`` is not; None where there is none."""
+    try:
+        return complement(searched(pattern))
+    except BadPattern:
+        return None
+
+
+def _among(patterns: Iterable[str], pattern: str) -> bool:
+    """True only if ``pattern`` is found wherever one of ``patterns`` is."""
+    try:
+        other = _without(pattern)
+        return other is not None and all(disjoint(searched(each), searched(other), _MOST_STATES) for each in patterns)
+    except BadPattern:
+        return False
+
+
+def _matching(node: Schema, pattern: str) -> Schema | None:
+    """``node`` where ``pattern`` is found in all names; None where its keywords cannot say that."""
+    rest, properties = node.get("additionalProperties", True), node.get("properties", {})
+    patterns = node.get("patternProperties")
+    if isinstance(patterns, dict) and _among(patterns, pattern):
+        if rest is not False and not any(_among([pattern], each) for each in patterns):
+            return None
+        node = {**node, "additionalProperties": False}
+        try:
+            kept = {name: matches(searched(pattern), name) and schema for name, schema in properties.items()}
+        except BadPattern:
+            return None
+        return {**node, **({"properties": kept} if kept else {})}
+    if patterns or not (rest is True or rest is False or not properties):
+        return None  # a property would come under both its own schema and that of the pattern
+    try:
+        expression = searched(pattern)
+        kept = {name: matches(expression, name) and schema for name, schema in properties.items()}
+    except BadPattern:
+        return None
+    others: Schema = {} if rest is False else {"patternProperties": {pattern: rest}}
+    return {**node, **({"properties": kept} if kept else {}), **others, "additionalProperties": False}
+
+
+def _only(node: Schema, names: list[str]) -> Schema:
+    rest = node.get("additionalProperties", True)
+    properties = node.get("properties", {})
+    kept = {name: schema for name, schema in properties.items() if name in names}
+    forbidden = {name: False for name in (*properties, *node.get("required", ())) if name not in names}
+    added = {name: rest for name in names if name not in kept}
+    return {**node, "properties": {**kept, **added, **forbidden}, "additionalProperties": False}
+
+
+def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[str, list[Any]] | None:
+    """The schemas of ``patternProperties`` by the expression that whole names match; None if one is not supported."""
+    found: dict[str, list[Any]] = {}
+    for pattern, schema in patterns.items():
+        try:
+            found.setdefault(anchored(searched(pattern)), []).append(schema)
+        except BadPattern as error:
+            notes.cannot(pointer, "patternProperties", f"{pattern[:60]!r}: {error}")
+            return None
+    return found
+
+
+def counted(node: Schema, pointer: str, notes: Notes) -> tuple[Schema, list[Schema]]:
+    """``minProperties`` and ``maxProperties`` of ``node``: what llguidance may be given, and cases that all hold.
+
+    llguidance counts members that repeat a name, so it is never asked for more than one unnamed member.
+    """
+    required = list(dict.fromkeys(node.get("required", ())))
+    least, most = node.get("minProperties", 0), node.get("maxProperties")
+    if most is not None:
+        most = min(most, MAX_REPEAT)
+    if least <= len(required):
+        least = 0
+    properties = [name for name, schema in node.get("properties", {}).items() if schema is not False]
+    optional = [name for name in properties if name not in required]
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    if closed and most is not None and most >= len({*required, *properties}):
+        most = None
+    if not least and most is None:
+        return {}, []
+    if closed:
+        return {}, _cases(node, required, optional, least, most, pointer, notes)
+    if least == len(required) + 1 and most is None and 0 < len(optional) < _MOST_CASES:
+        other = {"properties": dict.fromkeys(optional, False), "required": required, "minProperties": least}
+        return {}, [{"anyOf": [*({"required": [name]} for name in optional), other]}]
+    if optional or least > len(required) + 1:
+        keyword = "minProperties" if least else "maxProperties"
+        notes.cannot(pointer, keyword, "can be enforced only where all properties are named, or none is optional")
+        return {}, []
+    part: Schema = {"minProperties": least} if least else {}
+    return {**part, **({"maxProperties": most} if most is not None else {})}, []
+
+
+def _cases(
+    node: Schema, required: list[str], optional: list[str], least: int, most: int | None, pointer: str, notes: Notes
+) -> list[Schema]:
+    """At least so many of the optional names are there, and at least so many are not."""
+    cases = []
+    if least:
+        cases.append(_some(optional, least - len(required), "minProperties", pointer, notes, required=True))
+    if most is not None:
+        absent = len(optional) - (most - len(required))
+        cases.append(_some(optional, absent, "maxProperties", pointer, notes, required=False))
+    return [{"anyOf": found} for found in cases if found is not None]
+
+
+def _some(
+    names: list[str], count: int, keyword: str, pointer: str, notes: Notes, *, required: bool
+) -> list[Schema] | None:
+    if comb(len(names), max(count, 0)) > _MOST_CASES:
+        notes.cannot(pointer, keyword, f"makes more than {_MOST_CASES} cases of the optional properties")
+        return None
+    chosen = combinations(names, max(count, 0))
+    if required:
+        return [{"type": "object", "required": list(some)} for some in chosen] or [{"not": {}}]
+    return [{"type": "object", "properties": dict.fromkeys(some, False)} for some in chosen] or [{"not": {}}]

@@ -1,0 +1,192 @@
+"""Values that a schema leaves open: any JSON, but for numbers that readers take for an infinity, such as ``1e999``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, product
+from math import prod
+from typing import Any
+
+from mmserve.constraint.compile.negation import both, either
+from mmserve.constraint.compile.notes import Notes
+from mmserve.constraint.compile.values import ALL, names_of, types_of
+from mmserve.constraint.findings import Refused
+from mmserve.constraint.limits import LARGEST
+
+Schema = dict[str, Any]
+FINITE: Schema = {"minimum": -LARGEST, "maximum": LARGEST}
+_NAME = "any"  # other definitions are named r0, r1, …
+_REFERENCE: Schema = {"$ref": f"#/$defs/{_NAME}"}
+_ANY: Schema = {"type": names_of(ALL), **FINITE, "items": _REFERENCE, "additionalProperties": _REFERENCE}
+_ALONE = ("anyOf", "$ref")
+_MOST_CASES = 64  # of several anyOf that all hold
+
+
+def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False) -> Any:
+    """``schema``, of ``mmserve.constraint.compile.recursion``, whose open values have numbers within ±``LARGEST``.
+
+    Where schemas are joined, all of it is joined with a schema that says no more than that. llguidance cannot join two
+    definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open.
+
+    With ``exponents``, what says nothing of a number's size stays as it is. Raises ``Refused`` where nothing is left.
+    """
+    if exponents:
+        return schema
+    definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
+    recurring = _recurring(definitions)
+    if not recurring and any(_joins(node) for node in _subschemas(schema)):
+        return {"allOf": [root, _REFERENCE], "$defs": {**definitions, _NAME: _ANY}}
+    narrower = _Narrower({name: each for name, each in definitions.items() if name not in recurring})
+    opened = {name: narrower.of(each) for name, each in definitions.items()}
+    narrowed = narrower.of(root)
+    if narrower.gave_up:
+        notes.cannot("", "$ref", "a schema that refers to itself joins too many others to bound their numbers")
+    if not isinstance(narrowed, dict):
+        raise Refused.at("", "schema", "has no value")
+    return {**narrowed, "$defs": {**opened, _NAME: _ANY}}
+
+
+def _subschemas(schema: Any) -> Iterator[Schema]:
+    """``schema`` and all within it, but for true and false."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword in ("properties", "patternProperties", "$defs"):
+        for each in schema.get(keyword, {}).values():
+            yield from _subschemas(each)
+    for keyword in ("anyOf", "allOf", "prefixItems"):
+        for each in schema.get(keyword, ()):
+            yield from _subschemas(each)
+    for keyword in ("items", "additionalProperties"):
+        yield from _subschemas(schema.get(keyword))
+
+
+def _recurring(definitions: dict[str, Any]) -> set[str]:
+    """The definitions that come to themselves by references, and those that come to these."""
+    left = {name: _referred(each) for name, each in definitions.items()}
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    return set(left)
+
+
+def _referred(schema: Any) -> set[str]:
+    """The definitions that ``schema`` refers to."""
+    return {_target(node) for node in _subschemas(schema) if "$ref" in node}
+
+
+def _target(node: Schema) -> str:
+    name: str = node["$ref"].rpartition("/")[2]
+    return name
+
+
+def _joins(node: Schema) -> bool:
+    return "allOf" in node or any(keyword in node and node.keys() - {keyword, "$defs"} for keyword in _ALONE)
+
+
+class _Narrower:
+    """Narrows what schemas leave open; ``plain``: the definitions that do not come to themselves."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self._plain = plain
+        self.gave_up = False  # whether something is left open
+
+    def of(self, node: Any) -> Any:
+        """``node`` with numbers within bounds wherever it leaves them open."""
+        if node is True or node == {}:
+            return _REFERENCE
+        if node is False or "enum" in node or ("$ref" in node and not _joins(node)):
+            return node
+        if "anyOf" in node and not _joins(node):
+            return {"anyOf": [self.of(each) for each in node["anyOf"]]}
+        if _joins(node):
+            return self._together(list(self._parts(node)))
+        kinds, made = types_of(node), dict(node)
+        if "integer" in kinds:  # which comes with "number", too
+            made = {**FINITE, **made}
+        for keyword in ("properties", "patternProperties"):
+            if keyword in made:
+                made[keyword] = {name: self.of(each) for name, each in made[keyword].items()}
+        if "prefixItems" in made:
+            made["prefixItems"] = [self.of(each) for each in made["prefixItems"]]
+        if "array" in kinds:
+            made["items"] = self.of(made.get("items", True))
+        if "object" in kinds:
+            made["additionalProperties"] = self.of(made.get("additionalProperties", True))
+        return made
+
+    def _parts(self, node: Any, seen: set[str] | None = None) -> Iterator[Any]:
+        """Schemas that all hold where ``node`` does: each a reference to one that recurs, ``anyOf``, or plain.
+
+        ``seen``: definitions that are among them already; a definition counts once, however often it is referred to.
+        """
+        seen = set() if seen is None else seen
+        if not isinstance(node, dict):
+            yield node
+            return
+        body = {name: value for name, value in node.items() if name not in ("allOf", "anyOf", "$ref")}
+        if body:
+            yield body
+        for part in node.get("allOf", ()):
+            yield from self._parts(part, seen)
+        if "anyOf" in node:
+            yield {"anyOf": node["anyOf"]}
+        if "$ref" in node and _target(node) in self._plain:
+            if _target(node) not in seen:
+                seen.add(_target(node))
+                yield from self._parts(self._plain[_target(node)], seen)
+        elif "$ref" in node:
+            yield {"$ref": node["$ref"]}
+
+    def _together(self, parts: list[Any]) -> Any:
+        """``parts``, which all hold, narrowed: at each place by one of them only, since two that come to themselves
+        cannot be joined."""
+        groups = [part["anyOf"] for part in parts if isinstance(part, dict) and "anyOf" in part]
+        plain = [part for part in parts if not isinstance(part, dict) or "anyOf" not in part]
+        if groups and prod(map(len, groups)) > _MOST_CASES:
+            self.gave_up = True
+            return both(*parts)
+        if groups:
+            cases = (chain(plain, *map(self._parts, chosen)) for chosen in product(*groups))
+            return either([self._together(list(case)) for case in cases])
+        if any(part is False or (part is not True and part.keys() & {"enum", "$ref"}) for part in plain):
+            return both(*plain)  # one of them leaves nothing open
+        return both(*self._of_plain([part for part in plain if part is not True]))
+
+    def _of_plain(self, parts: list[Schema]) -> list[Schema]:
+        parts = [dict(part) for part in parts]
+        rest: Schema = dict(FINITE)
+        for keyword in ("properties", "patternProperties"):
+            names = dict.fromkeys(name for part in parts for name in part.get(keyword, ()))
+            moved = {name: [part[keyword][name] for part in parts if name in part.get(keyword, ())] for name in names}
+            for part in parts:
+                if keyword in part:
+                    part[keyword] = dict.fromkeys(part[keyword], True)
+            if moved:
+                rest[keyword] = {name: self._joined(each) for name, each in moved.items()}
+        rest["additionalProperties"] = self._only(parts, "additionalProperties")
+        if sum(bool(part.keys() & {"items", "prefixItems"}) for part in parts) > 1:
+            self.gave_up = True
+        elif found := [part for part in parts if part.keys() & {"items", "prefixItems"}]:
+            row = found[0].pop("prefixItems", None)
+            if row is not None:
+                rest["prefixItems"] = [self.of(each) for each in row]
+            rest["items"] = self.of(found[0].pop("items", True))
+        else:
+            rest["items"] = _REFERENCE
+        return [part for part in parts if part] + [rest]
+
+    def _only(self, parts: list[Schema], keyword: str) -> Any:
+        """What the one of ``parts`` that has ``keyword`` says by it, narrowed, and where none does what is open."""
+        found = [part for part in parts if part.get(keyword, True) is not True]
+        if not found:
+            return _REFERENCE
+        found[0][keyword] = self.of(found[0][keyword])
+        return True
+
+    def _joined(self, schemas: list[Any]) -> Any:
+        said = [each for each in schemas if each is not True and each != {}]
+        if len(said) < 2:
+            return self.of(said[0] if said else True)
+        return self._together([part for each in said for part in self._parts(each)])

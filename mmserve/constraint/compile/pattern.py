@@ -1,0 +1,418 @@
+"""Regular expressions of users, read as ECMAScript and written again in the part of Rust's syntax that has one meaning.
+
+The two dialects differ in what ``\\d``, ``\\w``, ``\\s``, ``.`` and ``$`` match, and llguidance searches or matches
+depending on where a pattern stands. So every class is written out as ranges, and anchors are gone: what comes out is
+always matched against the whole string. Look-around and back-references are no regular language's: they are refused.
+Beside ECMAScript's syntax, that of Python and Rust is read where it can mean nothing else: ``(?P<name>…)``,
+``\\p{…}``, and the flags ``i`` (letters in either case), ``s`` (``.`` is any character) and ``u`` (no effect), as
+``(?i)`` up to the end of a group or as ``(?i:…)``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mmserve.constraint.compile import charsets
+from mmserve.constraint.compile.charsets import Ranges
+from mmserve.constraint.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_REPEAT
+
+_ANY = r"(?s:.)*"
+_CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
+_FLAGGED = re.compile(r"([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
+_PROPERTY = 60  # characters of the name of a Unicode property, at most
+_SYNTAX = frozenset("^$\\.*+?()[]{}|/-")
+
+
+class BadPattern(ValueError):
+    """A pattern that is malformed, or outside what a grammar can enforce; the message says where and why."""
+
+
+def _hashed(item: Item) -> int:
+    """As of any frozen dataclass, but found once: what is left of an expression is mostly what it was before."""
+    parts = vars(item)
+    found: int | None = parts.get("hash")
+    if found is None:
+        found = parts["hash"] = hash((type(item), *parts.values()))
+    return found
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set."""
+
+    ranges: Ranges
+
+    __hash__ = _hashed
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """``^`` or ``$``."""
+
+    sign: str
+
+    __hash__ = _hashed
+
+
+@dataclass(frozen=True)
+class Group:
+    """Alternatives, each a row of items."""
+
+    branches: tuple[tuple[Item, ...], ...]
+
+    __hash__ = _hashed
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """``item`` from ``low`` to ``high`` times; None = without end."""
+
+    item: Item
+    low: int
+    high: int | None
+
+    __hash__ = _hashed
+
+
+Item = Chars | Anchor | Group | Repeat
+
+
+def whole(pattern: str) -> str:
+    """The expression that matches what ``pattern`` matches whole; ``^`` and ``$`` at its ends change nothing.
+
+    Raises ``BadPattern``.
+    """
+    return _text(matched(pattern))
+
+
+def matched(pattern: str) -> Group:
+    """The parts of ``whole``: there are no anchors among them. Raises ``BadPattern``."""
+    found = _unanchored(parsed(pattern))
+    _text(found)  # anchors that are left are refused
+    return found
+
+
+def terminal(pattern: str, flags: str = "") -> Group:
+    """The parts of an expression with Python's ``flags`` that matches within a text: anchors are refused as well.
+
+    Raises ``BadPattern``.
+    """
+    found = parsed(pattern, frozenset(flags))
+    _text(found)
+    return found
+
+
+def searched(pattern: str) -> str:
+    """The expression that matches every string in which ``pattern`` is found somewhere. Raises ``BadPattern``."""
+    return _alternatives(parsed(pattern), search=True)
+
+
+def literal(text: str) -> str:
+    """The expression that matches ``text`` and nothing else."""
+    return "".join(charsets.text_of(charsets.single(ord(char))) for char in text)
+
+
+def literal_of(text: str, *, folded: bool = False) -> Group:
+    """The parts of the expression that matches ``text``, or, if ``folded``, ``text`` in either case."""
+    sets = (charsets.single(ord(char)) for char in text)
+    return Group((tuple(Chars(charsets.folded(each) if folded else each) for each in sets),))
+
+
+def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
+    """The expression's parts. Raises ``BadPattern``."""
+    if len(pattern.encode()) > MAX_REGEX_BYTES:
+        raise BadPattern(f"must be at most {MAX_REGEX_BYTES} bytes")
+    parser = _Parser(pattern, flags)
+    group = parser.group(0)
+    if parser.at < len(pattern):
+        raise BadPattern(f"unmatched ')' at character {parser.at}")
+    if size_of(group) > MAX_REPEAT:
+        raise BadPattern(f"repeats more than {MAX_REPEAT} characters, written out")
+    return group
+
+
+def written(expression: str) -> Group:
+    """The parts of an ``expression`` that ``whole``, ``searched`` or ``literal`` gave. Raises ``BadPattern``."""
+    return parsed(expression)
+
+
+def text_of(item: Item) -> str:
+    """The expression that ``item``, which has no anchors, is."""
+    return _text(item)
+
+
+def _unanchored(group: Group) -> Group:
+    """``group`` without the anchors at the ends of its alternatives, which every text that is matched whole has."""
+    return Group(tuple(_row(branch) for branch in group.branches))
+
+
+def _row(branch: tuple[Item, ...]) -> tuple[Item, ...]:
+    started = bool(branch) and branch[0] == Anchor("^")
+    inner = branch[1:] if started else branch
+    ended = bool(inner) and inner[-1] == Anchor("$")
+    inner = inner[:-1] if ended else inner
+    if len(inner) == 1 and isinstance(inner[0], Group) and started == ended:
+        return (_unanchored(inner[0]),)
+    return inner
+
+
+def _alternatives(group: Group, *, search: bool) -> str:
+    return "(?:" + "|".join(_branch(branch, search=search) for branch in group.branches) + ")"
+
+
+def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
+    """One top-level alternative, free of anchors; a group that is all of it may hold anchors itself."""
+    if len(branch) == 1 and isinstance(branch[0], Group):
+        return _alternatives(branch[0], search=search)
+    started = bool(branch) and branch[0] == Anchor("^")
+    inner = branch[1:] if started else branch
+    ended = bool(inner) and inner[-1] == Anchor("$")
+    inner = inner[:-1] if ended else inner
+    if started and ended and len(inner) == 1 and isinstance(inner[0], Group):
+        return _alternatives(inner[0], search=False)
+    body = "".join(_text(item) for item in inner)
+    return f"{'' if started or not search else _ANY}{body}{'' if ended or not search else _ANY}"
+
+
+def _text(item: Item) -> str:
+    match item:
+        case Chars(ranges):
+            return charsets.text_of(ranges)
+        case Group(branches):
+            return "(?:" + "|".join("".join(map(_text, branch)) for branch in branches) + ")"
+        case Repeat(inner, low, high):
+            return f"(?:{_text(inner)}){{{low},{'' if high is None else high}}}"
+    raise BadPattern("'^' and '$' may stand only at the beginning and at the end of an alternative")
+
+
+def size_of(item: Item) -> int:
+    """Characters of ``item``, repetitions written out as often as they must be."""
+    match item:
+        case Group(branches):
+            return sum(size_of(inner) for branch in branches for inner in branch)
+        case Repeat(inner, low, high):
+            return size_of(inner) * max(1, low if high is None else high)
+    return 1
+
+
+#: Flags that are supported, and those that have no effect on what is matched.
+_FLAGS = frozenset("isu")
+
+
+class _Parser:
+    def __init__(self, text: str, flags: frozenset[str] = frozenset()) -> None:
+        self.text = text
+        self.at = 0
+        self.flags = self._supported(flags)
+
+    def group(self, depth: int) -> Group:
+        if depth > MAX_DEPTH:
+            raise BadPattern(f"more than {MAX_DEPTH} nested groups")
+        outer = self.flags
+        branches: list[tuple[Item, ...]] = []
+        row: list[Item] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            if self._take("|"):
+                branches.append(tuple(row))
+                row = []
+            elif (atom := self._atom(depth)) is not None:
+                row.append(self._repeated(atom))
+        self.flags = outer
+        return Group((*branches, tuple(row)))
+
+    def _atom(self, depth: int) -> Item | None:
+        """The next atom; None where flags are set."""
+        char = self._next()
+        match char:
+            case "(":
+                return self._parenthesis(depth)
+            case "[":
+                return Chars(self._class())
+            case ".":
+                return Chars(charsets.EVERY if "s" in self.flags else charsets.complement(charsets.LINE_ENDS))
+            case "^" | "$":
+                return Anchor(char)
+            case "\\":
+                return Chars(self._folded(self._escape(inside=False)))
+            case "*" | "+" | "?" | "{":
+                raise self._bad(f"{char!r} with nothing before it to repeat")
+        return Chars(self._folded(charsets.single(ord(char))))
+
+    def _parenthesis(self, depth: int) -> Item | None:
+        outer = self.flags
+        if self._take("?") and not self._take(":"):
+            if (self._take("P<") or self._take("<")) and self.text[self.at : self.at + 1] not in ("=", "!"):
+                self.at = self.text.find(">", self.at) + 1 or len(self.text)
+            elif self._flagged():
+                return None  # up to the end of the group that this one is in
+        inner = self.group(depth + 1)
+        self.flags = outer
+        if not self._take(")"):
+            raise self._bad("a group is not closed")
+        return inner
+
+    def _flagged(self) -> bool:
+        """Read flags; whether they are for what follows their parentheses, rather than for what is in them."""
+        found = _FLAGGED.match(self.text, self.at)
+        if found is None:
+            raise self._bad("look-around is not supported")
+        on, off, end = found.groups()
+        self.at = found.end()
+        self.flags = (self.flags | self._supported(frozenset(on))) - self._supported(frozenset(off or ""))
+        return bool(end == ")")
+
+    def _supported(self, flags: frozenset[str]) -> frozenset[str]:
+        if unknown := "".join(sorted(flags - _FLAGS)):
+            raise self._bad(f"the flag {unknown[0]!r} is not supported")
+        return flags
+
+    def _folded(self, ranges: Ranges) -> Ranges:
+        return charsets.folded(ranges) if "i" in self.flags else ranges
+
+    def _repeated(self, item: Item) -> Item:
+        bounds = self._bounds()
+        if bounds is None:
+            return item
+        if isinstance(item, Anchor):
+            raise self._bad("an anchor cannot be repeated")
+        self._take("?")  # lazy: the same language
+        if self._bounds() is not None:
+            raise self._bad("a repetition of a repetition needs a group")
+        low, high = bounds
+        if max(low, high or 0) > MAX_REPEAT:
+            raise self._bad(f"a repeat bound must be at most {MAX_REPEAT}")
+        if high is not None and high < low:
+            raise self._bad("a repeat's upper bound is below its lower one")
+        return Repeat(item, low, high)
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        if self._take("*"):
+            return 0, None
+        if self._take("+"):
+            return 1, None
+        if self._take("?"):
+            return 0, 1
+        if not self._take("{"):
+            return None
+        end = self.text.find("}", self.at)
+        low, comma, high = self.text[self.at : end].partition(",")
+        if end < 0 or end - self.at > 24 or not _number(low) or not (_number(high) or not high):
+            raise self._bad("'{' must be a repeat bound like {2,5}, or be escaped")
+        self.at = end + 1
+        return int(low), (int(high) if high else None) if comma else int(low)
+
+    def _class(self) -> Ranges:
+        negated = self._take("^")
+        if self.text.startswith("]", self.at):
+            raise self._bad("']' at the beginning of a class must be escaped: dialects read it differently")
+        parts: list[Ranges] = []
+        while not self._take("]"):
+            low = self._member()
+            if self.text[self.at : self.at + 1] == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
+                self.at += 1
+                parts.append(self._range(low, self._member()))
+            else:
+                parts.append(low)
+        chosen = self._folded(charsets.union(*parts))
+        return charsets.complement(chosen) if negated else chosen
+
+    def _range(self, low: Ranges, high: Ranges) -> Ranges:
+        if any(len(end) != 1 or end[0][0] != end[0][1] for end in (low, high)) or low > high:
+            raise self._bad("a range must go from one character up to another")
+        return charsets.union(((low[0][0], high[0][0]),))
+
+    def _member(self) -> Ranges:
+        char = self._next()
+        if char == "\\":
+            return self._escape(inside=True)
+        if char == "[":
+            raise self._bad("'[' within a class must be escaped: dialects read it differently")
+        if char == "&" and self.text[self.at : self.at + 1] == "&":
+            raise self._bad("'&&' within a class must be escaped: dialects read it differently")
+        return charsets.single(ord(char))
+
+    def _escape(self, *, inside: bool) -> Ranges:
+        char = self._next()
+        if char in charsets.CLASSES:
+            return charsets.CLASSES[char]
+        if char in _CONTROLS:
+            return charsets.single(_CONTROLS[char])
+        if char in ("p", "P"):
+            having = self._property()
+            return having if char == "p" else charsets.complement(having)
+        if char == "0" and not _number(self.text[self.at : self.at + 1]):
+            return charsets.single(0)
+        if char == "b" and inside:
+            return charsets.single(0x08)
+        if char == "x":
+            return self._code(2)
+        if char == "u":
+            return self._braced() if self._take("{") else self._utf16()
+        if char in _SYNTAX or not (char.isalnum() or char == "_"):
+            return charsets.single(ord(char))
+        raise self._bad(f"'\\{char}' is not supported")
+
+    def _property(self) -> Ranges:
+        name, end = self._next(), self.text.find("}", self.at)
+        if name == "{":
+            if not self.at < end <= self.at + _PROPERTY:
+                raise self._bad("'\\p{' must be followed by the name of a Unicode property and '}'")
+            name, self.at = self.text[self.at : end], end + 1
+        if not all(char.isascii() and (char.isalnum() or char in "_=- ") for char in name):
+            raise self._bad("'\\p' must be followed by the name of a Unicode property")
+        try:
+            return charsets.with_property(name)
+        except ValueError as error:
+            raise self._bad(str(error)) from error
+
+    def _utf16(self) -> Ranges:
+        first = self._hex(4)
+        if 0xD800 <= first <= 0xDBFF and self.text[self.at : self.at + 2] == "\\u":
+            self.at += 2
+            second = self._hex(4)
+            if 0xDC00 <= second <= 0xDFFF:
+                return charsets.single(0x10000 + ((first - 0xD800) << 10) + second - 0xDC00)
+        return self._scalar(first)
+
+    def _braced(self) -> Ranges:
+        end = self.text.find("}", self.at)
+        code = self._hex(end - self.at if 1 <= end - self.at <= 8 else 8)
+        if not self._take("}"):
+            raise self._bad("'\\u{' is not closed")
+        return self._scalar(code)
+
+    def _code(self, digits: int) -> Ranges:
+        return self._scalar(self._hex(digits))
+
+    def _scalar(self, code: int) -> Ranges:
+        found = charsets.single(code) if code <= 0x10FFFF else ()
+        if not found:
+            raise self._bad("no character has this code")
+        return found
+
+    def _hex(self, digits: int) -> int:
+        text = self.text[self.at : self.at + digits]
+        if len(text) < digits or any(c not in "0123456789abcdefABCDEF" for c in text):
+            raise self._bad(f"{digits} hexadecimal digits are needed")
+        self.at += digits
+        return int(text, 16)
+
+    def _take(self, char: str) -> bool:
+        if self.text.startswith(char, self.at):
+            self.at += 1
+            return True
+        return False
+
+    def _next(self) -> str:
+        if self.at >= len(self.text):
+            raise self._bad("it ends too early")
+        self.at += 1
+        return self.text[self.at - 1]
+
+    def _bad(self, reason: str) -> BadPattern:
+        return BadPattern(f"{reason}, at character {self.at}")
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

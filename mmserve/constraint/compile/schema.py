@@ -1,0 +1,290 @@
+"""A user's JSON schema as one that llguidance enforces exactly, and what had to be left out of it.
+
+The result uses few keywords, each in the one way that was found to be sound: types, bounds, anchored patterns,
+properties in order, ``anyOf``, ``allOf`` and references to definitions of its own. Nothing of the user's reaches
+llguidance but through here, so neither its ``x-guidance`` options nor keywords that it skips can loosen a grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmserve.constraint.compile import alternatives, containing, objects, scalars, unique
+from mmserve.constraint.compile.draft import dialect, modern
+from mmserve.constraint.compile.exclusive import Effort
+from mmserve.constraint.compile.negation import Scope, both, complement, either
+from mmserve.constraint.compile.notes import Notes
+from mmserve.constraint.compile.openings import with_finite_numbers
+from mmserve.constraint.compile.recursion import without_endless
+from mmserve.constraint.compile.references import References
+from mmserve.constraint.compile.resources import located, obscure
+from mmserve.constraint.compile.shapes import IN_PLACE, KNOWN, misshapen
+from mmserve.constraint.compile.values import ALL, finite, names_of, types_of, writable
+from mmserve.constraint.findings import Finding, Refused, child
+from mmserve.constraint.limits import MAX_REPEAT, MAX_SCHEMAS
+
+Schema = dict[str, Any]
+_Makers = tuple[Callable[["_Rewriter", Schema, str], Iterator[Any]], ...]
+_WHOLE = frozenset({"anyOf", "allOf", "$ref", "enum", "const", "type"})  # say something about values of every type
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """``schema`` for llguidance; ``loose`` is what it does not enforce, ``warnings`` what has no effect."""
+
+    schema: Any
+    loose: tuple[Finding, ...]
+    warnings: tuple[Finding, ...]
+
+
+def rewrite(root: Any, *, strict: bool = True, exponents: bool = False) -> Rewritten:
+    """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, more than that.
+
+    Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. Unless it is
+    ``strict``, a subschema that would be refused is left open, with the reason in ``loose``; the whole must have passed
+    its meta-schema. ``exponents``: whether numbers without bounds may have some, and so be of any size.
+    """
+    try:
+        writer = _Rewriter(located(root), obscure(root), strict=strict, exponents=exponents)
+    except Refused as refusal:
+        if strict:
+            raise
+        return Rewritten(True, refusal.findings, ())
+    return writer.all()
+
+
+class _Rewriter:
+    def __init__(self, root: Any, barred: frozenset[str], *, strict: bool, exponents: bool) -> None:
+        self._root, self._strict, self._exponents = root, strict, exponents
+        self._draft = dialect(root)
+        self._references = References(root, barred)
+        self._notes = Notes()
+        self._effort = Effort()
+        self._count = 0
+        self._steps: set[float] = set()  # all multipleOf so far
+        self._joins = _holds(root, IN_PLACE)  # whether schemas may come to judge the same value
+
+    def all(self) -> Rewritten:
+        schema = self._schema(self._root, "")
+        definitions: dict[str, Any] = {}
+        while missing := [(to, name) for to, name in self._references.named() if name not in definitions]:
+            for target, name in missing:
+                definitions[name] = self._schema(self._references.at(target), target)
+        schema = with_finite_numbers(without_endless(schema, definitions), self._notes, exponents=self._exponents)
+        return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
+
+    def _schema(self, node: Any, pointer: str) -> Any:
+        """``node`` for llguidance; true, unless all must be enforced, where it would be refused."""
+        try:
+            return self._of(node, pointer)
+        except Refused as refusal:
+            if self._strict:
+                raise
+            self._notes.loose += [finding for finding in refusal.findings if finding not in self._notes.loose]
+            return True
+
+    def _of(self, node: Any, pointer: str) -> Any:
+        self._count += 1
+        if self._count > MAX_SCHEMAS:
+            raise Refused.at(pointer, "schema", f"becomes more than {MAX_SCHEMAS} subschemas: its cases multiply")
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            raise Refused.at(pointer, "schema", "must be an object, true or false")
+        node = modern(node, self._draft, pointer)
+        if wrong := list(misshapen(node, pointer)):
+            raise Refused(*wrong)
+        self._warn_of_unknown(node, pointer)
+        node = objects.evaluated(node, pointer, self._notes)
+        node = objects.named(node, pointer, self._notes, self._scope(pointer).resolve)
+        own = [part for make in self._OWN for part in make(self, node, pointer)]
+        applied = [part for make in self._APPLIED for part in make(self, node, pointer)]
+        kinds = types_of({"type": node["type"]}) if "type" in node else ALL
+        return _joined(kinds if "type" in node else None, own, applied)
+
+    def _warn_of_unknown(self, node: Schema, pointer: str) -> None:
+        for keyword in node:
+            if keyword not in KNOWN:
+                self._notes.warn(pointer, keyword, "is no known keyword and has no effect")
+        if len(set(node.get("required", ()))) < len(node.get("required", ())):
+            self._notes.warn(pointer, "required", "repeats names; each counts once")
+        if self._draft == 4 and pointer and isinstance(node.get("id"), str):
+            raise Refused.at(
+                child(pointer, "id"), "id", "must stand where keywords have schemas: put it into definitions"
+            )
+        if "$id" in node and pointer:
+            raise Refused.at(
+                child(pointer, "$id"), "$id", "must not begin another dialect than the root's $schema names"
+            )
+        for keyword in ("$dynamicRef", "$recursiveRef"):
+            if keyword in node:
+                self._notes.cannot(pointer, keyword, "more than one schema may answer it, or none; use $ref")
+
+    # Each maker says what some keywords of a node mean, as schemas that all hold.
+
+    def _constants(self, node: Schema, pointer: str) -> Iterator[Any]:
+        for keyword in {"enum", "const"} & set(node):
+            values = finite({k: v for k, v in node.items() if k in (keyword, "type")}) or []
+            written = [value for value in values if writable(value)]
+            if values and not written:
+                raise Refused.at(child(pointer, keyword), keyword, "only control characters that no grammar can write")
+            if len(written) < len(values):
+                self._notes.warn(pointer, keyword, "has values with control characters, which will not come")
+            yield {"enum": written} if written else False
+
+    def _scalars(self, node: Schema, pointer: str) -> Iterator[Any]:
+        yield from scalars.string_parts(node, pointer, self._notes)
+        part = scalars.number_part(node, pointer, self._notes, exponents=self._exponents)
+        if "multipleOf" in part:
+            self._steps.add(part["multipleOf"])
+            if self._joins and scalars.overflows(self._steps):
+                self._notes.cannot(pointer, "multipleOf", "the common multiple with others may be too large to count")
+                del part["multipleOf"]
+        yield part
+
+    def _arrays(self, node: Schema, pointer: str) -> Iterator[Any]:
+        part: Schema = {name: min(node[name], MAX_REPEAT) for name in ("minItems", "maxItems") if name in node}
+        if "prefixItems" in node:
+            at = child(pointer, "prefixItems")
+            part["prefixItems"] = [self._schema(item, child(at, i)) for i, item in enumerate(node["prefixItems"])]
+        if "items" in node:
+            part["items"] = self._schema(node["items"], child(pointer, "items"))
+        if rows := containing.rows(node, self._scope(pointer), pointer, self._notes):
+            yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
+        if node.get("uniqueItems") and not unique.is_trivial(node):
+            arrays = unique.all_arrays(node)
+            if arrays is None:
+                self._notes.cannot(pointer, "uniqueItems", "can be enforced only for few items out of a small enum")
+            else:
+                yield self._if_type("array", node, {"enum": arrays} if arrays else False)
+        yield part
+
+    def _objects(self, node: Schema, pointer: str) -> Iterator[Any]:
+        part: Schema = {}
+        if "properties" in node:
+            at = child(pointer, "properties")
+            part["properties"] = {k: self._schema(v, child(at, k)) for k, v in node["properties"].items()}
+        if "patternProperties" in node:
+            part.update(self._patterns(node["patternProperties"], pointer))
+        if "additionalProperties" in node and ("patternProperties" in part or not node.get("patternProperties")):
+            rest = self._schema(node["additionalProperties"], child(pointer, "additionalProperties"))
+            part["additionalProperties"] = rest
+        if node.get("required"):
+            part["required"] = list(dict.fromkeys(node["required"]))
+        counts, cases = objects.counted(node, pointer, self._notes)
+        yield part | counts
+        for case in cases:
+            yield self._if_type("object", node, self._schema(case, pointer))
+
+    def _patterns(self, patterns: Schema, pointer: str) -> Schema:
+        found = objects.pattern_keys(patterns, pointer, self._notes)
+        if found is None:
+            return {}
+        at = child(pointer, "patternProperties")
+        return {"patternProperties": {key: self._schema(both(*each), at) for key, each in found.items()}}
+
+    def _applicators(self, node: Schema, pointer: str) -> Iterator[Any]:
+        if "$ref" in node:
+            yield {"$ref": f"#/$defs/{self._references.name(node['$ref'], pointer)}"}
+        for keyword, join in (("allOf", both), ("anyOf", _either)):
+            if keyword in node:
+                yield join(*(self._schema(part, child(pointer, keyword, i)) for i, part in enumerate(node[keyword])))
+        if "oneOf" in node:
+            yield self._one_of(node, child(pointer, "oneOf"), pointer)
+        if "not" in node:
+            other = complement(node["not"], self._scope(pointer), child(pointer, "not"), types_of(node))
+            if other is None:
+                self._notes.cannot(
+                    pointer, "not", "only types, constants, bounds and required properties can be negated"
+                )
+            else:
+                yield self._schema(other, child(pointer, "not"))
+
+    def _conditionals(self, node: Schema, pointer: str) -> Iterator[Any]:
+        if "if" in node and ("then" in node or "else" in node):
+            yield self._condition(node, pointer)
+        for name, names in node.get("dependentRequired", {}).items():
+            at = child(pointer, "dependentRequired", name)
+            yield self._implied(name, {"required": names}, at, node)
+        for name, schema in node.get("dependentSchemas", {}).items():
+            yield self._implied(name, schema, child(pointer, "dependentSchemas", name), node)
+
+    _OWN: _Makers = (_constants, _scalars, _arrays, _objects)
+    _APPLIED: _Makers = (_applicators, _conditionals)
+
+    def _condition(self, node: Schema, pointer: str) -> Any:
+        held, at = node["if"], child(pointer, "if")
+        other = complement(held, self._scope(at), at, types_of(node))
+        if other is None:
+            self._notes.cannot(pointer, "if", "only types, constants, bounds and required properties can be conditions")
+            return True
+        then = both(self._schema(held, at), self._schema(node.get("then", True), child(pointer, "then")))
+        otherwise = both(self._schema(other, at), self._schema(node.get("else", True), child(pointer, "else")))
+        return either([then, otherwise])
+
+    def _implied(self, name: str, schema: Any, pointer: str, node: Schema) -> Any:
+        there = both({"type": "object", "required": [name]}, self._schema(schema, pointer))
+        absent = {"type": "object", "properties": {name: False}}
+        return self._if_type("object", node, either([absent, there]))
+
+    def _one_of(self, node: Schema, at: str, pointer: str) -> Any:
+        branches = node["oneOf"]
+        schemas = [self._schema(branch, child(at, i)) for i, branch in enumerate(branches)]
+        found = alternatives.apart(branches, self._scope(at), at, self._effort, types_of(node))
+        if isinstance(found, alternatives.Together):
+            i, j = found
+            self._notes.cannot(pointer, "oneOf", f"branches {i} and {j} may both hold; give them different constants")
+            return either(schemas)
+        if not found.exact:
+            self._notes.warn(pointer, "oneOf", "has branches that overlap: of those, not every valid answer comes")
+        pairs = zip(schemas, found.parts, strict=True)
+        return either([both(mine, *(self._schema(part, at) for part in parts)) for mine, parts in pairs])
+
+    def _scope(self, pointer: str) -> Scope:
+        return Scope(self._draft, lambda reference: self._references.schema(reference, pointer))
+
+    def _if_type(self, kind: str, node: Schema, schema: Any) -> Any:
+        """``schema``, but only for values of type ``kind``; in any case apart from the keywords beside it."""
+        others = types_of({"type": node["type"]}) - {kind} if "type" in node else ALL - {kind}
+        if others:
+            return either([schema, {"type": names_of(others)}])
+        return {"allOf": [schema]} if isinstance(schema, dict) and schema else schema
+
+
+def _either(*schemas: Any) -> Any:
+    return either(schemas)
+
+
+def _joined(kinds: frozenset[str] | None, own: list[Any], applied: list[Any]) -> Any:
+    """One schema of its ``own`` keywords and what is ``applied`` beside them.
+
+    What is applied stays in ``allOf``: ``items`` and ``additionalProperties`` mean something else beside keywords that
+    they did not stand beside.
+    """
+    if any(part is False for part in (*own, *applied)) or kinds == frozenset():
+        return False
+    body: Schema = {}
+    rest: list[Any] = [part for part in applied if part is not True]
+    for part in own:
+        if part is True or part == {}:
+            continue
+        if not set(part) & (_WHOLE | set(body)):
+            body.update(part)
+        else:
+            rest.append(part)
+    if kinds is not None:
+        named = names_of(kinds)
+        body["type"] = named[0] if len(named) == 1 else named
+        rest = [part if set(part) & _WHOLE else {**part, "type": body["type"]} for part in rest]
+    if not rest:
+        return body or True
+    return both(*([body] if body else []), *rest)
+
+
+def _holds(value: Any, names: frozenset[str]) -> bool:
+    """Whether some object within ``value`` has a member with one of ``names``."""
+    if isinstance(value, list):
+        return any(_holds(each, names) for each in value)
+    return isinstance(value, dict) and (not names.isdisjoint(value) or any(_holds(v, names) for v in value.values()))

@@ -1,0 +1,238 @@
+"""The child process in which constraints become grammars: whatever happens to it, the server goes on.
+
+Run as ``python -m PROGRAM SECONDS PATIENCE BYTES``, where ``PROGRAM`` is this module, or one that also looks for first
+answers; imports no torch. It reads a vocabulary, answers ``ready``, and then answers constraints, one after another,
+until its input ends. More than ``SECONDS`` of processor time for a grammar end it by SIGPROF, more than ``PATIENCE``
+seconds by the clock by SIGALRM. A search is ended by an exception after ``limits.SEARCH_SECONDS``, and so is a question
+after the seconds that it says are ``quick``: the answer is then that it is ``slow``. The process ends after an answer
+that is ``last``: when it can no longer be trusted, or has taken more than ``BYTES`` beside the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import FrameType
+from typing import Any, Protocol
+
+from mmserve.constraint.compile import wire
+from mmserve.constraint.compile.attempts import Grammar
+from mmserve.constraint.compile.begun import FirstAnswers
+from mmserve.constraint.compile.grammar import grammars_of, kind_of
+from mmserve.constraint.compile.vocabulary import Vocabulary, trie_of
+from mmserve.constraint.findings import Refused
+from mmserve.constraint.limits import (
+    CHILD_BYTES,
+    FAR_TOKENS,
+    KILL_SECONDS,
+    LARGE_BYTES,
+    REPLY_BYTES,
+    SEARCH_SECONDS,
+)
+from mmserve.core.constraint import ConstraintSpec
+from mmserve.memory import resident, trim
+
+#: How much less of the processors this process gets where others want them: a server's answers come first.
+_NICE = 5
+#: Seconds after which a timer tries again that has found native code calling back.
+_AGAIN = 0.005
+
+
+class Program(Protocol):
+    """What is made of a vocabulary once."""
+
+    trie: Any  # llguidance's ``LLTokenizer``
+    longest: int  # bytes of a token, at most
+
+    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
+        """Look for the first answer under ``grammar``, and hand out what is found as it is found."""
+        ...
+
+
+class Compiling:
+    """The program that compiles, and looks for no answers."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.trie = trie_of(vocabulary)
+        self.longest = max(map(len, vocabulary.tokens), default=1)
+
+    def first(self, grammar: Grammar, budget: int, least: int, closes: Callable[[FirstAnswers], None]) -> None:
+        """Nothing."""
+
+
+class _Late(BaseException):
+    """A timer of this process has run out; no ``Exception``, so that nothing on the way takes it for its own."""
+
+
+class _Known(BaseException):
+    """The answer is known before a grammar is compiled; no ``Exception``, for the same reason."""
+
+    def __init__(self, reply: dict[str, Any]) -> None:
+        super().__init__()
+        self.reply = reply
+
+
+def serve(program: Callable[[Vocabulary], Program]) -> None:
+    """Serve standard input."""
+    resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICE)
+    seconds, patience, most = map(float, sys.argv[1:])
+    _heed(signal.SIGPROF, signal.SIGALRM, signal.SIGVTALRM)
+    signal.signal(signal.SIGVTALRM, _interrupt)
+    source = sys.stdin.buffer
+    made = program(wire.to_vocabulary(wire.read(source)))
+    _send({"ready": True})
+    begun = resident()
+    while (message := wire.read(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, patience)  # should the server die meanwhile: nobody would kill this
+        reply, broken = _answer(message, made)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        if message["budget"] is not None:
+            trim()  # a search makes and drops many parsers
+        last = broken or ("slow" not in reply and resident() - begun > most)
+        _send(reply | {"last": last})
+        if last:
+            os._exit(1)  # a panic may leave anything after
+
+
+def _answer(message: Any, program: Program) -> tuple[dict[str, Any], bool]:
+    """The reply to ``message``, and whether this process can no longer be trusted."""
+    quick, budget, found = message["quick"], message["budget"], FirstAnswers()
+
+    def finds(first: FirstAnswers) -> None:
+        nonlocal found
+        found = first
+
+    def least(grammar: Grammar) -> int:
+        return -(-grammar.shortest // program.longest)
+
+    def rewritten(grammar: Grammar, index: int) -> None:
+        """Say at once what is known before anything is compiled."""
+        if budget is not None and least(grammar) > max(budget, FAR_TOKENS):
+            raise _Known(
+                wire.from_outcome(grammar) | {"first": wire.from_first(FirstAnswers(least=least(grammar), late=True))}
+            )
+        if quick is not None and len(grammar.text) > LARGE_BYTES:
+            raise _Known({"slow": True, "grammar": wire.from_outcome(grammar) | {"index": index}})
+
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, quick or 0)
+        try:
+            spec, failed = wire.to_spec(message), message["failed"]
+            outcome, broken = _outcome(spec, program.trie, rewritten, message["grammar"], failed)
+            reply = wire.from_outcome(outcome)
+            if budget is None or isinstance(outcome, Refused):
+                return reply, broken
+            signal.setitimer(signal.ITIMER_PROF, SEARCH_SECONDS + KILL_SECONDS)
+            if quick is None:
+                signal.setitimer(signal.ITIMER_VIRTUAL, SEARCH_SECONDS)
+            program.first(outcome, budget, least(outcome), finds)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except _Known as known:
+        return known.reply, False
+    except _Late:
+        if quick is not None:
+            return {"slow": True, "grammar": None}, False
+        found = FirstAnswers(found.near, found.patient, asked=True, least=found.least, late=True)
+    except MemoryError:
+        return wire.from_outcome(_memory(kind_of(wire.to_spec(message)))), True
+    except BaseException as error:  # noqa: BLE001 - as below
+        return wire.from_outcome(_failed(kind_of(wire.to_spec(message)), error)), True
+    return reply | {"first": wire.from_first(found)}, False
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    """End what runs, unless native code has called it: an exception would go through that."""
+    while frame is not None:
+        if frame.f_code.co_name == "__call__":  # of a tokenizer, by llguidance
+            signal.setitimer(signal.ITIMER_VIRTUAL, _AGAIN)
+            return
+        frame = frame.f_back
+    raise _Late
+
+
+def _outcome(
+    spec: ConstraintSpec,
+    trie: Any,
+    rewritten: Callable[[Grammar, int], None] = lambda grammar, index: None,
+    known: Any = None,
+    failed: int = 0,
+) -> tuple[Grammar | Refused, bool]:
+    """The first grammar of ``spec`` that is proved, or why there is none; and whether this process can no longer be
+    trusted.
+
+    ``rewritten`` is told of each, and of its number, before it is compiled; ``known``: the grammar, as ``wire`` sends
+    it, if it was told. ``failed``: how many processes earlier questions about ``spec`` have ended.
+    """
+    from mmserve.constraint.compile.probe import prove
+
+    kind = kind_of(spec)
+    refused: Refused | None = None
+    try:
+        for index, grammar in _grammars(spec, known, failed):
+            try:
+                if len(grammar.text) > REPLY_BYTES or len(json.dumps(grammar.text)) > REPLY_BYTES:
+                    why = (
+                        f"becomes a grammar of more than {REPLY_BYTES} bytes; make it smaller, or say less of it twice"
+                    )
+                    raise Refused.at("", kind, why)
+                rewritten(grammar, index)
+                prove(grammar.text, trie, kind, spoken=grammar.sketch is not None and kind in ("lark", "gbnf"))
+            except Refused as refusal:
+                refused = refused or refusal
+            else:
+                return grammar, False
+    except Refused as refusal:
+        return refusal, False
+    except MemoryError:
+        return _memory(kind), True
+    except RecursionError:
+        return Refused.at("", kind, "is nested too deep"), False
+    except (_Late, _Known):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a Rust panic is no Exception; whatever it is, it ends here
+        return _failed(kind, error), True
+    assert refused is not None  # there is one grammar at least
+    return refused, False
+
+
+def _grammars(spec: ConstraintSpec, known: Any, failed: int) -> Iterator[tuple[int, Grammar]]:
+    """The grammars of ``spec`` with their numbers, from the ``known`` one on."""
+    if known is None:
+        yield from enumerate(grammars_of(spec, failed))
+        return
+    yield known["index"], wire.to_grammar(known)
+    yield from islice(enumerate(grammars_of(spec, failed)), known["index"] + 1, None)
+
+
+def _memory(kind: str) -> Refused:
+    return Refused.at("", kind, "needs too much memory to compile; make it smaller")
+
+
+def _failed(kind: str, error: BaseException) -> Refused:
+    return Refused.at("", kind, f"makes the grammar engine fail: {type(error).__name__}")
+
+
+def _heed(*signals: signal.Signals) -> None:
+    """Let ``signals`` end this process: whether they do is inherited from whatever started the server."""
+    for each in signals:
+        signal.signal(each, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def _send(message: Any) -> None:
+    sys.stdout.buffer.write(wire.packed(message))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve(Compiling)

@@ -1,0 +1,160 @@
+"""Context-free grammars as text for llguidance.
+
+llguidance splits a text into words, the longest that may stand at a place, before it parses: a word that takes what the
+next one needs leads nowhere. So what is regular becomes one word where nothing may be skipped within it, and a grammar
+that is regular as a whole becomes one expression. Where that is not enough, every character becomes a word: there is
+no longest one then, and masks take longer.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from mmserve.constraint.compile import pattern
+from mmserve.constraint.compile.pattern import Group, Item, Repeat
+from mmserve.constraint.compile.syntax import (
+    Both,
+    Definition,
+    Either,
+    Json,
+    Literal,
+    Matching,
+    Node,
+    Not,
+    Ref,
+    Row,
+    Syntax,
+    Times,
+    item_of,
+    parts_of,
+    refs_of,
+)
+
+#: Characters of an expression, repetitions written out, up to which what is regular becomes one word.
+_WORD = 4_000
+
+
+def regular(syntax: Syntax) -> dict[str, Item]:
+    """Rules and terminals as expressions, where they are regular, short enough, and nothing is skipped in them."""
+    names = syntax.terminals if syntax.skipped else syntax.names
+    found, sizes = dict[str, Item](), dict[str, int]()
+    for name in _inner_first(names):
+        node = names[name].node
+        with suppress(ValueError):
+            size = _size(node, sizes)
+            if size <= _WORD:
+                found[name], sizes[name] = item_of(node, found), size
+    return found
+
+
+def _size(node: Node, sizes: dict[str, int]) -> int:
+    """Characters of ``node`` as an expression, repetitions written out. Raises ``ValueError`` where it is none."""
+    match node:
+        case Literal(text):
+            return len(text)
+        case Matching(item):
+            return pattern.size_of(item)
+        case Ref(name) if name in sizes:
+            return sizes[name]
+        case Row(parts) | Either(parts):
+            return sum(_size(part, sizes) for part in parts)
+        case Times(part, low, high):
+            return _size(part, sizes) * max(1, low if high is None else high)
+    raise ValueError(type(node).__name__)
+
+
+def _inner_first(names: dict[str, Definition]) -> list[str]:
+    """All names, those that a name refers to before it; a name that refers to itself is anywhere."""
+    order, seen = list[str](), set[str]()
+    for root in names:
+        stack = [(root, False)]
+        while stack:
+            name, done = stack.pop()
+            if done:
+                order.append(name)
+            elif name not in seen and name in names:
+                seen.add(name)
+                stack.append((name, True))
+                stack += [(ref.name, False) for ref in refs_of(names[name].node)]
+    return order
+
+
+def written(syntax: Syntax, words: dict[str, Item], *, finely: bool = False) -> str:
+    """The text of ``syntax`` for llguidance. ``words``: what is one word, as ``regular`` says; none is, but for what
+    has no other form, if every character is to be one (``finely``)."""
+    whole = {name for name, each in syntax.terminals.items() if not finely or _opaque(each.node)}
+    whole |= set() if finely else set(words)
+    names = {name: f"{'W' if name in whole else 'r'}{n}" for n, name in enumerate(syntax.names)}
+    names[syntax.start] = "start"
+    lines = list[str]()
+    for name in _reached(syntax, set() if finely else set(words)):
+        if not finely and name in words and name != syntax.start:
+            lines.append(f"{names[name]}: /{pattern.text_of(words[name])}/")
+        else:
+            lines.append(f"{names[name]}: {_text(syntax.names[name].node, names, finely and name not in whole)}")
+    lines += [f"%ignore {_text(node, names, False)}" for node in syntax.skipped]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}]})
+
+
+def _opaque(node: Node) -> bool:
+    """Whether ``node`` is a word because of what it is made of."""
+    return isinstance(node, Both | Not) or any(map(_opaque, parts_of(node)))
+
+
+def _reached(syntax: Syntax, words: set[str]) -> list[str]:
+    """The names that the start or what is skipped refers to, through rules that are no words."""
+    found, queue = dict[str, None](), [syntax.start, *(ref.name for node in syntax.skipped for ref in refs_of(node))]
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found[name] = None
+        if name not in words or name == syntax.start:
+            queue += [ref.name for ref in refs_of(syntax.names[name].node)]
+    return list(found)
+
+
+def _text(node: Node, names: dict[str, str], finely: bool) -> str:
+    match node:
+        case Literal(text):
+            return " ".join(map(_quoted, text)) if finely and text else _quoted(text)
+        case Matching(item):
+            return _item(item) if finely else f"/{pattern.text_of(item)}/"
+        case Ref(name):
+            return names[name]
+        case Row(parts):
+            return "(" + " ".join(_text(part, names, finely) for part in parts) + ")"
+        case Either(options):
+            return "(" + " | ".join(_text(option, names, finely) for option in options) + ")"
+        case Times(part, low, high):
+            return _times(_text(part, names, finely), low, high)
+        case Both(parts):
+            return "(" + " & ".join(_text(part, names, False) for part in parts) + ")"
+        case Not(part):
+            return f"~({_text(part, names, False)})"
+        case Json(text, _):
+            return f"%json {text}"
+
+
+def _item(item: Item) -> str:
+    """``item`` in words of one character."""
+    match item:
+        case Group(branches):
+            rows = (" ".join(map(_item, branch)) if branch else _quoted("") for branch in branches)
+            return "(" + " | ".join(rows) + ")"
+        case Repeat(part, low, high):
+            return _times(_item(part), low, high)
+    return f"/{pattern.text_of(item)}/"
+
+
+def _times(part: str, low: int, high: int | None) -> str:
+    if high == 0:
+        return _quoted("")
+    bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((low, high))
+    most = "" if high is None else str(high)
+    return f"({part}){bounds or f'{{{low},{most}}}'}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text).replace("\x7f", "\\u007f")

@@ -1,0 +1,391 @@
+"""The best valid path through part of a canvas: a beam of parser forks, from the first masked position on.
+
+Committed positions are forced; a masked one tries the model's candidates, the old witness's token and the end of text.
+What keeps the beam small is that the old witness is a whole path from the start: a way that could not score more than
+the best whole path, if all after it were the model's first choices, is not gone on. What keeps it alive: a token in
+front of committed ones counts only if they may follow; forks are ranked by how far the model's own first choices may
+follow them, not by score alone; of those that the constraint cannot tell apart one goes on; each may join the old
+witness again, at the same position or a few farther on or back; where little room is left, what needs more to come to
+an end is not gone on (``lookahead``); and where every fork has died, those that were left and then the deepest are
+looked at again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from mmserve.constraint.search.closing import Closing
+from mmserve.constraint.search.lattice import TokenLattice
+from mmserve.constraint.search.lookahead import SPARE, LookaheadBound, SearchTimeout
+from mmserve.constraint.search.parser_states import ParserState, ParserStateCache
+
+
+@dataclass(frozen=True)
+class Beam:
+    """Numbers of the search."""
+
+    width: int = 4
+    ahead: int = 5  # first choices that are tried after a token
+    broken: float = 4.0  # nats that it costs when none of them may follow
+    decay: float = 0.75  # how much less it costs with each one that may
+    clear: float = 4.5  # nats below an option that all first choices may follow, from where on others are not tried
+    again: int = 60  # ways that are gone after all where no other path was found
+    salvaged: int = 12  # dead forks for which a completion is looked for
+    spare: int = SPARE  # tokens more than the old witness takes, up to which it is asked what states need
+
+
+@dataclass(frozen=True)
+class Path:
+    """Tokens of the answer from the first masked position on, without end tokens, and what they score."""
+
+    tokens: list[int]
+    score: float  # sum of log-probabilities up to the horizon
+
+
+@dataclass(slots=True)
+class _Fork:
+    score: float
+    state: ParserState
+    last: _Fork | None = field(default=None, repr=False)
+    token: int = -1
+    on_witness: bool = False  # whether the old witness goes on from here
+
+    def tokens(self) -> list[int]:
+        found: list[int] = []
+        fork: _Fork | None = self
+        while fork is not None:
+            if fork.token >= 0:
+                found.append(fork.token)
+            fork = fork.last
+        return found[::-1]
+
+
+#: A way by one token: rank, score, the fork it goes on from, the token, and where it stands among the options.
+_Grown = tuple[float, float, _Fork, int, int]
+
+
+@dataclass(slots=True)
+class _Left:
+    """A way that was not gone: from ``fork``, at ``p``, by an option of that position or by those after it, too."""
+
+    most: float  # that any path by it can score
+    p: int
+    fork: _Fork
+    option: int
+    alone: bool = False
+
+
+def best_path(
+    root: ParserState,
+    states: ParserStateCache,
+    lattice: TokenLattice,
+    closing: Closing,
+    beam: Beam,
+    in_time: Callable[[], bool],
+) -> Path | None:
+    """The best path found through ``lattice`` and on to the end of the text, the old witness if there is no better way.
+
+    None where the old witness is the only path that was found, and it is not known that there is no better one: ways
+    that might have been better were begun, and none of them could be brought to its end.
+
+    ``root`` is the state before the field's first position, one of ``states``.
+
+    Raises:
+        SearchTimeout: ``in_time`` said no; asked once a position.
+    """
+    if lattice.stayed[0] >= lattice.most[0]:
+        return Path(lattice.old_content, lattice.stayed[0])
+    straight = _straight(root, states, lattice, closing)
+    if straight is not None:
+        return straight
+    size = next((p for p in range(lattice.size) if lattice.fixed[p] in lattice.ends), closing.size - lattice.start)
+    tight = states.known and size - len(lattice.old_content) <= beam.spare
+    room = LookaheadBound(root, size, states, in_time) if tight else None
+    return _Search(states, lattice, closing, beam, room).run(root, in_time)
+
+
+def _straight(root: ParserState, states: ParserStateCache, lattice: TokenLattice, closing: Closing) -> Path | None:
+    """The path of the first choices everywhere, if it is one."""
+    tokens = lattice.first[: lattice.first_end]
+    if lattice.first_end < lattice.size and not lattice.ends_first:
+        return None
+    if states.reach(root, tokens) < len(tokens):
+        return None
+    fork = states.after_all(root, tokens) if tokens else root
+    if fork is None:
+        return None
+    if lattice.first_end < lattice.size:
+        return Path(tokens, lattice.first_score) if fork.accepting else None
+    tail = closing.tail(fork, lattice.start + lattice.size)
+    return None if tail is None else Path([*tokens, *tail], lattice.first_score)
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search under way: the best whole path so far, and what it has left open."""
+
+    states: ParserStateCache
+    lattice: TokenLattice
+    closing: Closing
+    beam: Beam
+    room: LookaheadBound | None  # where there is little left
+    best: Path = field(init=False)
+    others: bool = False  # whether any whole path was found besides the old witness
+    along: dict[ParserState, list[int]] = field(
+        default_factory=dict
+    )  # states of the old witness, and its tokens in front
+    left: list[_Left] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.best = Path(self.lattice.old_content, self.lattice.stayed[0])
+
+    def run(self, root: ParserState, in_time: Callable[[], bool]) -> Path | None:
+        """As ``best_path``."""
+        lattice, at = self.lattice, root
+        self.along[root] = [0]
+        for q, token in enumerate(lattice.old_content[: lattice.size], 1):
+            state = self.states.after(at, token)
+            if state is None:  # the parser's limits
+                break
+            at = state
+            self.along.setdefault(at, []).append(q)
+        forks, trail, p = [_Fork(0.0, root, on_witness=True)], list[tuple[int, list[_Fork]]](), 0
+        while p < lattice.size and forks:
+            if not in_time():
+                raise SearchTimeout
+            if lattice.fixed[p] is not None:
+                run = lattice.run[p]
+                forks = self._through(forks, p, run)
+                p += len(run)
+                continue
+            trail.append((p, forks))
+            forks = self._kept(self._grown(forks, p), p)
+            p += 1
+        self._close(forks)
+        if not self.others and self._open():
+            self._look_again()
+        if self.best.score == lattice.stayed[0] and not (self.others and forks):
+            self.closing.cut = self.closing.cramped  # from here on the ways are shorter ones
+            self._salvage(trail)
+        return self.best if self.others or not self._open() else None
+
+    def _open(self) -> bool:
+        """Whether a way that was left might be better than the best path."""
+        return any(left.most > self.best.score for left in self.left)
+
+    def _found(self, fork: _Fork, tail: Sequence[int], score: float) -> None:
+        """Take note of a whole path."""
+        self.others = True
+        if score > self.best.score:
+            self.best = Path([*fork.tokens(), *tail], score)
+
+    def _through(self, forks: list[_Fork], p: int, run: list[int]) -> list[_Fork]:
+        """The forks after a run of committed tokens from ``p`` on that may follow them and does not end them."""
+        content, kept = self.lattice.content(run), dict[ParserState, _Fork]()
+        for fork in forks:  # the best first
+            behind = self.states.after_all(fork.state, content) if content else fork.state
+            if behind is None:
+                continue
+            grown = fork
+            for token in content:
+                grown = _Fork(fork.score, behind, grown, token, fork.on_witness)
+            if len(content) < len(run):
+                if behind.accepting and not fork.on_witness:
+                    self._found(grown, (), fork.score + self.lattice.ended[p + len(content)])
+            elif behind in kept:
+                kept[behind].on_witness |= fork.on_witness
+            else:
+                kept[behind] = grown
+        return list(kept.values())
+
+    def _ended(self, fork: _Fork, p: int) -> None:
+        """Take note of the path that ends with ``fork``, before position ``p``."""
+        if fork.state.accepting and not (fork.on_witness and p == len(self.lattice.old_content)):
+            score = fork.score + self.lattice.ended[p]
+            if score > -math.inf:
+                self._found(fork, (), score)
+
+    def _joined(self, fork: _Fork, p: int) -> bool:
+        """Take note of the paths that go on from ``fork``, before ``p``, as the old witness does; whether it does
+        so with the same tokens at the same positions."""
+        lattice = self.lattice
+        for q in self.along.get(fork.state, ()):
+            tail = lattice.old_content[q:]
+            if q == p:
+                self._found(fork, tail, fork.score + lattice.stayed[p])
+                return True
+            if lattice.start + p + len(tail) <= self.closing.size and lattice.agrees(p, tail):
+                self._found(fork, tail, fork.score + lattice.score(p, tail))
+        if fork.score + lattice.stayed[p] > self.best.score and fork.state.matcher.ends(lattice.old_content[p:]):
+            self._found(fork, lattice.old_content[p:], fork.score + lattice.stayed[p])
+        return False
+
+    def _grown(self, forks: list[_Fork], p: int) -> list[_Grown]:
+        """What the options of a masked position make of ``forks``."""
+        lattice, beam, states = self.lattice, self.beam, self.states
+        following = lattice.content(lattice.run[p + 1]) if p + 1 < lattice.size else []
+        ahead = lattice.first[p + 1 : min(p + 1 + max(beam.ahead, len(following)), max(lattice.first_end, p + 1))]
+        behind = ahead or following
+        reach, least = len(behind), len(following)
+        grown: list[_Grown] = []
+        ranks: list[float] = []  # a heap of the best so far, as many as forks are kept
+        most, options, floor, old = lattice.most[p + 1], lattice.options[p], lattice.floor[p], lattice.old[p]
+
+        def add(penalty: float, score: float, fork: _Fork, token: int, option: int) -> None:
+            rank = score - penalty
+            grown.append((rank, score, fork, token, option))
+            if len(ranks) < beam.width:
+                heapq.heappush(ranks, rank)
+            else:
+                heapq.heappushpop(ranks, rank)
+
+        for fork in forks:
+            self._ended(fork, p)
+            begun, bound = len(grown), self.best.score - most - fork.score
+            enough = -math.inf  # below this no option is tried any more
+            followed = not fork.on_witness or old in lattice.ends
+            left = False
+            known = fork.state.next
+            for i, (token, log_probability) in enumerate(options):
+                if log_probability <= bound:
+                    begun = -1  # there may be a way, but none that would be better
+                    break
+                score = fork.score + log_probability
+                if log_probability < enough or (len(ranks) == beam.width and score < ranks[0]):
+                    begun = -1  # there may be a way, but not one that would be kept
+                    if not left:
+                        self.left.append(_Left(score + most, p, fork, i))
+                        left = True
+                    if followed:
+                        break
+                    if token != old:
+                        continue
+                followed = followed or token == old
+                if known.get(token, True) is None:
+                    continue
+                far = states.reach(fork.state, [token, *behind])
+                if far > least and not self._ends_in_time(fork.state, token, p):
+                    continue
+                if far <= reach:
+                    if far > least:
+                        add(beam.broken * beam.decay ** (far - 1), score, fork, token, i)
+                else:
+                    add(0.0, score, fork, token, i)
+                    enough = max(enough, log_probability - beam.clear)
+            if len(grown) == begun and floor > bound:
+                for token in self._others(fork.state, p):
+                    if states.reach(fork.state, [token, *following]) > least:
+                        add(beam.broken, fork.score + floor, fork, token, len(options))
+        grown.sort(key=lambda g: -g[0])
+        return grown
+
+    def _ends_in_time(self, state: ParserState, token: int, p: int) -> bool:
+        """Whether a way by ``token`` at ``p`` may come to its end within what is left, for all that is known."""
+        if self.room is None:
+            return True
+        behind = self.states.after(state, token)
+        return behind is not None and self.room.fits(behind, p + 1)
+
+    def _others(self, state: ParserState, p: int) -> list[int]:
+        """A token or two for a fork that none of the model's candidates may follow."""
+        return self.closing.next_tokens(state) if self.room is None else self.room.ways(state, p, 2)
+
+    def _kept(self, grown: list[_Grown], p: int) -> list[_Fork]:
+        """The first of the ways ``grown``, one a state: what the constraint cannot tell apart goes on in one way."""
+        lattice, kept = self.lattice, dict[ParserState, _Fork]()
+        most, old = lattice.most[p + 1], lattice.old[p]
+        for _rank, score, fork, token, option in grown:
+            if score + most <= self.best.score:
+                continue
+            on_witness = fork.on_witness and token == old
+            if len(kept) >= self.beam.width and not on_witness:
+                self.left.append(_Left(score + most, p, fork, option, alone=True))
+                continue
+            state = self.states.after(fork.state, token)
+            if state is None:
+                continue
+            other = kept.get(state)
+            if other is None or other.score < score:
+                kept[state] = one = _Fork(score, state, fork, token, on_witness)
+                one.on_witness = on_witness or self._joined(one, p + 1)
+        return sorted(kept.values(), key=lambda fork: -fork.score)
+
+    def _look_again(self) -> None:
+        """Go on with what was left, the most promising first, until a path is found or there is nothing better."""
+        lattice, serial = self.lattice, len(self.left)
+        heap = [(-left.most, i, left) for i, left in enumerate(self.left)]
+        heapq.heapify(heap)
+        stuck: list[_Left] = []  # by tokens that are no options, or to no end that was found
+        for _ in range(self.beam.again):
+            if self.others or not heap or -heap[0][0] <= self.best.score:
+                break
+            _most, _serial, left = heapq.heappop(heap)
+            p, fork, options = left.p, left.fork, lattice.options[left.p]
+            if left.option >= len(options):
+                stuck.append(left)
+                continue
+            token, log_probability = options[left.option]
+            following: list[_Left] = []
+            if not left.alone and left.option + 1 < len(options):
+                score = fork.score + options[left.option + 1][1]
+                following.append(_Left(score + lattice.most[p + 1], p, fork, left.option + 1))
+            state = self.states.after(fork.state, token)
+            if state is not None and self.room is not None and not self.room.fits(state, p + 1):
+                state = None
+            if state is not None and not (fork.on_witness and token == lattice.old[p]):
+                one, p = _Fork(fork.score + log_probability, state, fork, token), p + 1
+                if not self._joined(one, p):
+                    forks = [one]
+                    if p < lattice.size and lattice.fixed[p] is not None:
+                        forks, p = self._through(forks, p, lattice.run[p]), p + len(lattice.run[p])
+                    if p == lattice.size:
+                        self._close(forks)
+                    else:
+                        for grown in forks:
+                            self._ended(grown, p)
+                            if lattice.options[p]:
+                                following.append(
+                                    _Left(grown.score + lattice.options[p][0][1] + lattice.most[p + 1], p, grown, 0)
+                                )
+            for more in following:
+                serial += 1
+                heapq.heappush(heap, (-more.most, serial, more))
+        self.left = [*stuck, *(left for _most, _serial, left in heap)]
+
+    def _close(self, forks: list[_Fork]) -> None:
+        """Bring the best fork at the horizon to its end that can be, if it is better than the best path."""
+        for fork in forks:
+            if fork.on_witness:
+                continue
+            if fork.score <= self.best.score:
+                break
+            tail = self.closing.tail(fork.state, self.lattice.start + self.lattice.size)
+            if tail is not None:
+                self._found(fork, tail, fork.score)
+                break
+            self.left.append(_Left(fork.score, self.lattice.size - 1, fork, 1 << 30, alone=True))
+
+    def _salvage(self, trail: list[tuple[int, list[_Fork]]]) -> None:
+        """Bring the deepest forks that led nowhere to an end, by the old witness or a short completion."""
+        lattice, tried, deepest = self.lattice, 0, self.lattice.size
+        room = next(
+            (p for p in range(lattice.size) if lattice.fixed[p] in lattice.ends), self.closing.size - lattice.start
+        )
+        for p, forks in reversed(trail):
+            for fork in forks:
+                if self.room is not None and not self.room.fits(fork.state, p):
+                    continue
+                if fork.on_witness or p > deepest or fork.score + lattice.most[p] <= self.best.score:
+                    continue
+                tried += 1
+                tail = self.closing.tail(fork.state, lattice.start + p, partial(lattice.agrees, p))
+                if tail is not None:
+                    self._found(fork, tail, fork.score + lattice.score(p, tail))
+                elif (way := self.closing.shortest(fork.state)) is not None:
+                    deepest = min(deepest, room - len(way))  # ways that are longer have no room either
+                if tried == self.beam.salvaged:
+                    return

@@ -1,0 +1,196 @@
+"""The part of a canvas that a search goes through, laid out position by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mmserve.constraint.search.lexicon import Lexicon
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The model's best tokens for masked positions, best first."""
+
+    positions: np.ndarray  # int64 [n], ascending; 0 is the first position of the answer
+    tokens: np.ndarray  # int64 [n, K]
+    log_probabilities: np.ndarray  # float32 [n, K]
+
+
+#: Log-probability of a token at a position for which the model was not asked.
+UNASKED = -20.0
+#: How much less likely than the last of the candidates a token is taken to be that is none of them, in nats.
+_UNLISTED = 1.0
+#: Candidates this much less likely than the best one, in nats, are not tried.
+_WINDOW = 9.0
+
+
+@dataclass(frozen=True)
+class TokenLattice:
+    """Positions ``start`` to ``start + size``; all lists count from ``start``."""
+
+    start: int
+    size: int
+    fixed: list[int | None]  # the committed token
+    run: list[list[int]]  # committed tokens from here to the next masked position
+    options: list[list[tuple[int, float]]]  # tokens with bytes to try, and their log-probabilities; the best first
+    floor: list[float]  # log-probability of any other token
+    end_score: list[float]  # log-probability of the end of text
+    end_token: list[int]  # the end token that is most likely here
+    first: list[int]  # the committed token or the most likely one
+    first_end: int  # of the first choices, how many stand before an end token
+    ends_first: bool  # whether the first choices after that are all end tokens
+    first_score: float
+    most: list[float]  # [size + 1] the most that all from here to the field's end may score
+    ended: list[float]  # [size + 1] what only ends from here on score; -inf where a committed token is none
+    stayed: list[float]  # [size + 1] what the old witness scores from here on
+    last_fixed: int  # the last committed position; -1 if none
+    old: list[int]  # the old witness
+    old_content: list[int]  # the old witness up to its end, farther than the field
+    ends: frozenset[int]
+    lexicon: Lexicon
+
+    def content(self, run: list[int]) -> list[int]:
+        """A run up to its first end token."""
+        for i, token in enumerate(run):
+            if token in self.ends:
+                return run[:i]
+        return run
+
+    def agrees(self, begin: int, tokens: Sequence[int]) -> bool:
+        """Whether ``tokens`` from ``begin`` on, and the end of text after them, agree with what is committed."""
+        for p in range(begin, self.last_fixed + 1):
+            token, i = self.fixed[p], p - begin
+            if token is not None and (token != tokens[i] if i < len(tokens) else token not in self.ends):
+                return False
+        return True
+
+    def score(self, begin: int, tokens: Sequence[int]) -> float:
+        """Sum of log-probabilities of ``tokens`` and the end of text after them, from ``begin`` to the field's end.
+
+        They agree with what is committed.
+        """
+        last = min(begin + len(tokens), self.size)
+        total, fixed, floor, scores = self.ended[last], self.fixed, self.floor, self._scores
+        for p in range(begin, last):
+            if fixed[p] is None:
+                total += scores[p].get(tokens[p - begin], floor[p])
+        return total
+
+    @cached_property
+    def _scores(self) -> list[dict[int, float]]:
+        """Log-probabilities of the options."""
+        return [dict(options) for options in self.options]
+
+
+def build_lattice(
+    known: np.ndarray,
+    start: int,
+    horizon: int,
+    top: TopK,
+    witness: np.ndarray,
+    length: int,
+    ends: frozenset[int],
+    lexicon: Lexicon,
+) -> TokenLattice:
+    """The field from ``start`` to ``horizon``.
+
+    Args:
+        known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
+        witness: int64 ``[N]``, the old witness; ``length`` its tokens before the end.
+    """
+    size, default_end = horizon - start, min(ends)
+    fixed: list[int | None] = [token if token >= 0 else None for token in known[start:horizon].tolist()]
+    old = witness[start:horizon].tolist()
+    tried = _tried(top)
+    asked = dict(zip((top.positions - start).tolist(), tried, strict=True))
+    options: list[list[tuple[int, float]]] = []
+    floor, end_score, end_token, first, stays = [], [], [], [], []
+    first_score, content = 0.0, lexicon.content
+    for p, committed in enumerate(fixed):
+        mine: list[tuple[int, float]] = []
+        if committed is not None:
+            options.append(mine)
+            floor.append(UNASKED)
+            end_score.append(0.0 if committed in ends else -math.inf)
+            end_token.append(default_end)
+            first.append(committed)
+            stays.append(0.0)
+            continue
+        witnessed = old[p]
+        end, lowest, best, best_score, stay = None, UNASKED, witnessed, UNASKED, None
+        listed = asked.get(p)
+        if listed:
+            best, best_score = listed[0]
+            lowest = listed[-1][1] - _UNLISTED
+            scores = dict(listed)
+            stay = scores.get(witnessed)
+            if content.issuperset(scores):
+                mine = listed
+            else:
+                mine = [option for option in listed if option[0] in content]
+                end = next((option for option in listed if option[0] in ends), None)
+        ending = end[1] if end else lowest
+        if witnessed in ends:
+            stay = ending
+        elif stay is None:
+            stay = lowest
+            mine.append((witnessed, lowest))
+        options.append(mine)
+        floor.append(lowest)
+        end_score.append(ending)
+        stays.append(stay)
+        end_token.append(end[0] if end else default_end)
+        first.append(best)
+        first_score += best_score
+    first_end = next((i for i, token in enumerate(first) if token in ends), size)
+    run: list[list[int]] = [[] for _ in range(size + 1)]
+    most, ended, stayed = [0.0] * (size + 1), [0.0] * (size + 1), [0.0] * (size + 1)
+    for p in range(size - 1, -1, -1):
+        token = fixed[p]
+        ended[p] = ended[p + 1] + end_score[p]
+        if token is not None:
+            run[p] = [token, *run[p + 1]]
+            most[p], stayed[p] = most[p + 1], stayed[p + 1]
+            continue
+        best_score = max(options[p][0][1] if options[p] else floor[p], end_score[p], floor[p])
+        most[p] = most[p + 1] + best_score
+        stayed[p] = stayed[p + 1] + stays[p]
+    return TokenLattice(
+        start,
+        size,
+        fixed,
+        run,
+        options,
+        floor,
+        end_score,
+        end_token,
+        first,
+        first_end,
+        all(token in ends for token in first[first_end:]),
+        first_score,
+        most,
+        ended,
+        stayed,
+        max((p for p in range(size) if fixed[p] is not None), default=-1),
+        old,
+        witness[start:length].tolist(),
+        ends,
+        lexicon,
+    )
+
+
+def _tried(top: TopK) -> list[list[tuple[int, float]]]:
+    """For each position the candidates that are worth a try, and their log-probabilities; the best first."""
+    if not len(top.positions):
+        return []
+    scores = top.log_probabilities
+    worth = np.isfinite(scores) & (scores >= scores[:, :1] - _WINDOW)
+    counts = worth.sum(-1).tolist()
+    most = max(counts)
+    rows = zip(top.tokens[:, :most].tolist(), scores[:, :most].tolist(), counts, strict=True)
+    return [list(zip(tokens[:n], mine[:n], strict=True)) for tokens, mine, n in rows]

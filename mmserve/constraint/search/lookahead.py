@@ -1,0 +1,191 @@
+"""How many tokens a state needs at least to come to its end: what needs more than are left is not gone on.
+
+A bound from below, by looking at all that may follow, level by level, from where a search begins. States are few: what
+a string or number holds makes no difference after it (``prefix_equivalence``), so that of all states within one that
+may end there, one is looked at, and it is taken to end with whatever any token holds after an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from mmserve.constraint.search import bitmask
+from mmserve.constraint.search.base import Constraint
+from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserState, ParserStateCache, Representative
+from mmserve.constraint.search.prefix_equivalence import Scalar
+
+#: Tokens that may follow a state, above which they are not looked at.
+_WIDE = 64
+#: States looked at from where a search begins.
+_STATES = 300
+
+
+#: Tokens more than an old witness takes, up to which a search asks what states need.
+SPARE = 4
+#: Seconds for a look ahead: what it leaves out, searches look at themselves.
+_SECONDS = 0.1
+
+
+class SearchTimeout(Exception):
+    """The step's time was over before the search was."""
+
+
+class LookaheadBound:
+    """What states after ``root`` need, after which ``size`` tokens may stand."""
+
+    def __init__(self, root: ParserState, size: int, states: ParserStateCache, in_time: Callable[[], bool]) -> None:
+        self.size, self._in_time = size, in_time
+        self._states, self._lexicon = states, states.lexicon
+        self._least = self._measured(root)
+
+    def least(self, state: ParserState) -> int:
+        """Tokens, fewer than which do not bring ``state`` to its end."""
+        return 0 if state.accepting else self._least.get(self._representative_of(state).key, 1)
+
+    def fits(self, state: ParserState, position: int) -> bool:
+        """Whether ``state``, after ``position`` tokens, may come to its end in time, for all that is known."""
+        return position + self.least(state) <= self.size
+
+    def ways(self, state: ParserState, position: int, most: int) -> list[int]:
+        """Up to ``most`` tokens that may follow ``state`` in time, those first that leave the most room."""
+        found = []
+        for token in self._representative_of(state).tokens:
+            behind = self._states.after(state, token)
+            if behind is not None and self.fits(behind, position + 1):
+                found.append((self.least(behind), token))
+        return [token for _least, token in sorted(found)[:most]]
+
+    def _measured(self, root: ParserState) -> dict[Hashable, int]:
+        """Tokens needed by what stands for each state."""
+        first = self._representative_of(root).key
+        level, before, least = {first: 0}, dict[Hashable, list[Hashable]]({first: []}), dict[Hashable, int]()
+        queue = deque([root])
+        while queue:
+            state = queue.popleft()
+            representative = state.representative or self._representative_of(state)
+            key = representative.key
+            if state.accepting:
+                least[key] = 0
+            elif representative.next is None or level[key] >= self.size or len(level) >= _STATES:
+                least[key] = 1  # that it is not the end is all that is known
+            else:
+                farther = level[key] + 1
+                for behind in representative.next:
+                    other = (behind.representative or self._representative_of(behind)).key
+                    if other not in level:
+                        level[other], before[other] = farther, [key]
+                        queue.append(behind)
+                    else:
+                        before[other].append(key)
+        ordered = deque(sorted(least, key=least.__getitem__))
+        while ordered:
+            key = ordered.popleft()
+            needed = least[key] + 1
+            for other in before[key]:
+                if other not in least:
+                    least[other] = needed
+                    ordered.append(other)
+        return least
+
+    def _representative_of(self, state: ParserState) -> Representative:
+        if state.representative is None:
+            if not self._in_time():
+                raise SearchTimeout
+            inside = self._states.inside(state)
+            state.representative = (None if inside is None else self._within(state, inside)) or self._alone(state)
+        return state.representative
+
+    def _alone(self, state: ParserState) -> Representative:
+        """``state`` by itself."""
+        tokens = bitmask.ids(state.matcher.mask())
+        if len(tokens) > _WIDE:
+            tokens = self._leading(state, tokens)
+        if len(tokens) > _WIDE:
+            return Representative(state, None, ())
+        found = [self._states.after(state, token) for token in tokens.tolist()]
+        return Representative(state, None if None in found else _distinct(found), tuple(tokens.tolist()))
+
+    def _leading(self, state: ParserState, tokens: np.ndarray) -> np.ndarray:
+        """``tokens`` but for those that lead into a string or number into which a shorter one does, too."""
+        of = self._lexicon.scalars
+        for scalar, shorter, longer in (
+            (Scalar.STRING, of.quotes[:1], of.opening),
+            (Scalar.NUMBER, of.digits, of.numeric),
+        ):
+            if any(self._leads(state, token, scalar) for token in shorter):
+                tokens = tokens[~longer[tokens]]
+        return tokens
+
+    def _leads(self, state: ParserState, token: int, scalar: Scalar) -> bool:
+        """Whether ``token`` leads from ``state`` to what stands for all states within a ``scalar``."""
+        behind = self._states.after(state, token)
+        inside = None if behind is None else self._states.inside(behind)
+        if behind is None or inside is None or inside[0] is not scalar:
+            return False
+        return self._within(behind, inside) is not None
+
+    def _within(self, state: ParserState, inside: tuple[Scalar, Hashable]) -> Representative | None:
+        """What stands for all states within the same string or number; None if ``state`` may not end it, yet."""
+        known = self._states.representatives.get(inside)
+        if inside[0] is Scalar.NUMBER:
+            if known is not None:
+                return known if state.matcher.valid(known.tokens[:1]) else None
+            found = self._number(state, inside)
+        else:
+            quote = self._lexicon.ids.get(b'"')
+            closed = None if quote is None else self._states.after(state, quote)
+            if closed is None or known is not None:
+                return None if closed is None else known
+            found = self._string(closed, inside)
+        if found is not None:
+            self._states.representatives[inside] = found
+        return found
+
+    def _number(self, state: ParserState, inside: Hashable) -> Representative | None:
+        of = self._lexicon.scalars
+        allowed = bitmask.ids(state.matcher.mask())
+        ends = allowed[~of.counting[allowed]].tolist()
+        tails = self._tails(state, of.behind_numbers, ends)
+        if not ends or tails is None:
+            return None
+        return Representative(
+            inside, _distinct([*(self._states.after(state, token) for token in ends), *tails]), tuple(ends)
+        )
+
+    def _string(self, closed: ParserState, inside: Hashable) -> Representative | None:
+        of = self._lexicon.scalars
+        begins = bitmask.ids(closed.matcher.mask()).tolist()
+        tails = self._tails(closed, of.behind_strings, begins)
+        return None if tails is None else Representative(inside, _distinct([closed, *tails]), of.quotes)
+
+    def _tails(self, state: ParserState, tails: Sequence[bytes], begins: list[int]) -> list[ParserState | None] | None:
+        """The states after those of ``tails`` that begin as one of the tokens ``begins`` does; None if not known."""
+        first = {self._lexicon.spelled[token][0] for token in begins}
+        spelled = [self._lexicon.cover(tail) for tail in tails if tail[0] in first]
+        return None if None in spelled else [self._states.after_all(state, tokens) for tokens in spelled if tokens]
+
+
+def look_ahead(constraint: Constraint, follows: Sequence[int], size: int, states: ParserStateCache) -> None:
+    """Ask the parser what searches would ask it, of answers of up to ``size`` tokens: in steps it would take too long.
+
+    ``follows`` may follow before the first token. Once is enough, and nothing depends on it.
+    """
+    deadline = time.perf_counter() + _SECONDS
+    with states.acquire() as mine, contextlib.suppress(SearchTimeout, ParserBudgetExhausted):
+        if mine is not states or mine.ahead:
+            return
+        mine.ahead = True
+        if not mine.known:
+            mine.own_matcher(())  # compiled here, and not in some request's step
+        else:
+            root = mine.locate(b"", lambda: mine.own_matcher(()) or constraint.start(), follows)
+            LookaheadBound(root, size, mine, lambda: time.perf_counter() < deadline)
+
+
+def _distinct(found: Sequence[ParserState | None]) -> tuple[ParserState, ...]:
+    return tuple(state for state in dict.fromkeys(found) if state is not None)

@@ -1,0 +1,254 @@
+"""Prefix equivalence: two texts are equivalent if every continuation of one is a continuation of the other.
+
+A document under a schema is judged by the satisfaction of a few conditions on each string and number in it. So two
+beginnings are alike if they have the same structure, and strings and numbers that fare alike under every condition of
+the whole schema, wherever it stands. That is finer than what a parser could say, and it is sound: the search for the
+shortest answer (``search.shortest_completion``) goes on from one of those that are alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from mmserve.constraint.compile.derivatives import Automaton
+from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbers, Strings, character, nodes
+
+_EXPRESSION = re.compile(r"start: TEXT\nTEXT: /(.*)/\n")
+_LONGEST = 16 << 10  # characters of a grammar; every one may be work for every character of a text
+_QUOTE, _SPACE, _COLON, _OBJECT = b'" :{'
+_SIGNS = frozenset(b"-0123456789")
+_LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyz")
+
+
+class PrefixClasses(Protocol):
+    """Classes of the beginnings of texts."""
+
+    def start(self) -> Hashable:
+        """The class of the empty text."""
+        ...
+
+    def after(self, prefix_class: Any, text: bytes) -> Hashable:
+        """The class of a text of class ``prefix_class`` followed by ``text``. Raises ``ValueError`` if unknown."""
+        ...
+
+    def alike(self, prefix_class: Any) -> Sequence[int] | None:
+        """A number for each byte: after a text of class ``prefix_class``, bytes of one number lead to one class. None
+        if that is not known."""
+        ...
+
+    def open(self, prefix_class: Any) -> bool:
+        """Whether a text of class ``prefix_class`` is known to end in the middle of a string, or of an expression."""
+        ...
+
+    def inside(self, prefix_class: Any) -> tuple[Scalar, Hashable] | None:
+        """The string or number that a text of class ``prefix_class`` ends in, if all texts that are equivalent outside
+        of it, and in which it may end, are equivalent after its end, whatever it holds."""
+        ...
+
+
+class Scalar(Enum):
+    """What a text may end in the middle of."""
+
+    STRING = "string"
+    NUMBER = "number"
+
+
+class DistinctTexts:
+    """Every text is a class of its own."""
+
+    def start(self) -> bytes:
+        """The class of the empty text."""
+        return b""
+
+    def after(self, prefix_class: bytes, text: bytes) -> bytes:
+        """The class of a text of class ``prefix_class`` and ``text`` after it."""
+        return prefix_class + text
+
+    def alike(self, prefix_class: bytes) -> None:
+        """Nothing is known."""
+
+    def open(self, prefix_class: bytes) -> bool:
+        """Nothing is known."""
+        return False
+
+    def inside(self, prefix_class: bytes) -> None:
+        """Nothing is known."""
+
+
+def prefix_classes(grammar: str) -> PrefixClasses:
+    """The classes of the beginnings of sentences of ``grammar`` (of ``constraint.grammar``)."""
+    if len(grammar) > _LONGEST:
+        return DistinctTexts()
+    try:
+        part = json.loads(grammar)["grammars"][0]
+        if "json_schema" in part and "whitespace_pattern" in part["json_schema"].get("x-guidance", {}):
+            return DistinctTexts()
+        if "json_schema" in part:
+            return Documents(part["json_schema"])
+        if found := _EXPRESSION.fullmatch(part["lark_grammar"]):
+            return Matches(found[1])
+    except (ValueError, KeyError, TypeError):  # a user's own grammar
+        return DistinctTexts()
+    return DistinctTexts()
+
+
+class _Numbered:
+    """Numbers for keys, from 0 on."""
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+        self._number: dict[Hashable, int] = {}
+
+    def of(self, key: Hashable) -> int:
+        """The number of ``key``, a new one if it has none."""
+        found = self._number.setdefault(key, len(self.keys))
+        if found == len(self.keys):
+            self.keys.append(key)
+        return found
+
+
+class Matches:
+    """Of a regular expression: alike is that after which the same of it is left."""
+
+    def __init__(self, expression: str) -> None:
+        self._expression = Automaton(expression)
+        self._numbered = _Numbered()  # of bytes of a character that has only begun, and the state before it
+        self._start = self._numbered.of((b"", 0))
+
+    def start(self) -> int:
+        """The class of the empty text."""
+        return self._start
+
+    def after(self, prefix_class: int, text: bytes) -> int:
+        """The class of a text of class ``prefix_class`` and ``text`` after it."""
+        tail, state = self._numbered.keys[prefix_class]
+        for i in range(len(text)):
+            tail += text[i : i + 1]
+            char = character(tail)
+            if char is not None:
+                tail, state = b"", self._expression.after(state, char)
+        return self._numbered.of((tail, state))
+
+    def alike(self, prefix_class: int) -> None:
+        """Nothing is known."""
+
+    def open(self, prefix_class: int) -> bool:
+        """All of a text is an expression's."""
+        return True
+
+    def inside(self, prefix_class: int) -> None:
+        """Nothing is known."""
+
+
+#: Where a beginning ends: the number of what is open around it (``_Open``), which of these it stands in, and the class
+#: of the scalar so far.
+_Place = tuple[int, int, int]
+_BETWEEN, _STRING, _NUMBER, _LITERAL = range(4)
+#: An open array or object: the number of what is open around it, its bracket, the number of what stood in it, the
+#: latest sign there, spaces aside, and whether a space is the last of all: once more follows, nothing asks for it.
+_Open = tuple[int, int, int, int, bool]
+
+
+class Documents:
+    """Of a schema, as ``compile.schema`` writes it."""
+
+    def __init__(self, schema: Any) -> None:
+        conditions = Conditions.of(schema)
+        self._strings, self._numbers = Strings(conditions), Numbers(conditions)
+        # A value that is over is of no more interest, unless it tells which of several schemas is the one.
+        self._telling = any("anyOf" in node or _nested(node.get("enum")) for node in nodes(schema))
+        self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
+        self._start = self._places.of((self._open(-1, 0), _BETWEEN, 0))
+
+    def start(self) -> int:
+        """The class of the empty text."""
+        return self._start
+
+    def after(self, prefix_class: int, text: bytes) -> int:
+        """The class of a text of class ``prefix_class`` and ``text`` after it."""
+        state: _Place = self._places.keys[prefix_class]
+        for byte in text:
+            state = self._next(state, byte)
+        return self._places.of(state)
+
+    def alike(self, prefix_class: int) -> Sequence[int] | None:
+        """As ``PrefixClasses.alike``: known within strings."""
+        _representative_of, mode, scalar = self._places.keys[prefix_class]
+        return self._strings.alike(scalar) if mode == _STRING else None
+
+    def open(self, prefix_class: int) -> bool:
+        """As ``PrefixClasses.open``, of a name or a value."""
+        mode: int = self._places.keys[prefix_class][1]
+        return mode == _STRING
+
+    def inside(self, prefix_class: int) -> tuple[Scalar, int] | None:
+        """As ``PrefixClasses.inside``: values of an object or array that say nothing about other values."""
+        around, mode, _scalar = self._places.keys[prefix_class]
+        if self._telling or mode not in (_STRING, _NUMBER):
+            return None
+        if mode == _NUMBER:
+            return Scalar.NUMBER, around
+        return None if self._names(around) else (Scalar.STRING, around)
+
+    def _next(self, state: _Place, byte: int) -> _Place:
+        around, mode, scalar = state
+        if mode == _STRING:
+            string = self._strings.after(scalar, byte)
+            return (around, _STRING, string) if string != OVER else (self._closed(around, scalar), _BETWEEN, 0)
+        if mode == _NUMBER:
+            number = self._numbers.after(scalar, byte)
+            if number != OVER:
+                return around, _NUMBER, number
+            around = self._valued(around, (_NUMBER, scalar))
+        elif mode == _LITERAL:
+            if byte in _LETTERS:
+                return around, _LITERAL, self._literals.of((scalar, byte))
+            around = self._valued(around, (_LITERAL, scalar))
+        if byte == _SPACE:
+            return self._spaced(around, space=True), _BETWEEN, 0
+        around = self._spaced(around, space=False)
+        if byte == _QUOTE:
+            return around, _STRING, 0
+        if byte in _SIGNS:
+            return around, _NUMBER, self._numbers.after(0, byte)
+        if byte in _LETTERS:
+            return around, _LITERAL, self._literals.of((-1, byte))
+        if byte in b"[{":
+            return self._open(around, byte), _BETWEEN, 0
+        outer, _bracket, history, _sign, _space = self._opened.keys[around]
+        if byte in b"]}" and outer >= 0:
+            return self._valued(outer, (byte, history)), _BETWEEN, 0
+        return self._noted(around, byte, byte), _BETWEEN, 0
+
+    def _closed(self, around: int, string: int) -> int:
+        """What is open after a string of class ``string``."""
+        closed = self._strings.closed(string)
+        return self._noted(around, closed, 0) if self._names(around) else self._valued(around, closed)
+
+    def _names(self, around: int) -> bool:
+        """Whether a string there is a name."""
+        _outer, bracket, _history, sign, _space = self._opened.keys[around]
+        return bracket == _OBJECT and sign != _COLON
+
+    def _valued(self, around: int, prefix_class: Hashable) -> int:
+        """What is open after a value of class ``prefix_class``."""
+        return self._noted(around, ("value", prefix_class if self._telling else None), 0)
+
+    def _noted(self, around: int, more: Hashable, sign: int) -> int:
+        outer, bracket, history, _sign, _space = self._opened.keys[around]
+        return self._opened.of((outer, bracket, self._histories.of((history, more)), sign, False))
+
+    def _spaced(self, around: int, *, space: bool) -> int:
+        *before, spaced = self._opened.keys[around]
+        return around if spaced == space else self._opened.of((*before, space))
+
+    def _open(self, around: int, bracket: int) -> int:
+        return self._opened.of((around, bracket, self._histories.of((-1, bracket)), 0, False))
+
+
+def _nested(values: Any) -> bool:
+    return isinstance(values, list) and any(isinstance(value, list | dict) for value in values)

@@ -1,0 +1,254 @@
+"""What a schema says of strings and numbers, and the classes of those that fare alike under all of it.
+
+Classes are numbers, made as they are asked for, and what is after a byte depends on the class alone: it is found once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from mmserve.constraint.compile.derivatives import DEAD, Automaton
+
+#: What ``after`` says where a string or a number is over.
+OVER = -1
+
+_QUOTE = ord('"')
+_APART = frozenset(b'"\\')  # what does not stand for itself in a string
+_EACH = range(256)
+_NUMERIC = frozenset(b"0123456789+-.eE")
+_ESCAPES = {b"\\" + bytes([sign]): char for sign, char in zip(b'"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything that a schema says of strings and numbers, wherever it says it."""
+
+    patterns: tuple[str, ...]
+    lengths: tuple[int, ...]  # characters from which on a condition holds, or no longer holds; ascending
+    prefixes: frozenset[str]  # of names and of strings among the constants
+    words: frozenset[str]
+    bounds: tuple[tuple[str, str], ...]  # digits before and after the point
+    counted: bool  # whether there are multiples
+    constants: frozenset[bytes]  # beginnings of the numbers among the constants
+
+    @classmethod
+    def of(cls, schema: Any) -> Conditions:
+        """Those of ``schema``, as ``compile.schema`` writes it."""
+        patterns, lengths, words = set[str](), set[int](), set[str]()
+        bounds, numbers = set[tuple[str, str]](), set[str]()
+        counted = False
+        for node in nodes(schema):  # a property may have a keyword's name: what it says then is of another type
+            words.update(node.get("properties", ()), node.get("required", ()))
+            patterns.update(node.get("patternProperties", ()))
+            patterns.update(found for found in [node.get("pattern")] if isinstance(found, str))
+            for keyword, beyond in (("minLength", 0), ("maxLength", 1)):
+                lengths.update(found + beyond for found in [node.get(keyword)] if isinstance(found, int))
+            for keyword in ("minimum", "maximum"):
+                bounds.update(_digits(found) for found in [node.get(keyword, "")] if isinstance(found, int | float))
+            counted |= "multipleOf" in node
+            for value in _leaves([node.get("enum"), node.get("const")]):
+                if isinstance(value, str):
+                    words.add(value)
+                else:
+                    numbers.add(json.dumps(value))
+        return cls(
+            tuple(pattern.removeprefix("^").removesuffix("$") for pattern in sorted(patterns)),
+            tuple(sorted(lengths)),
+            frozenset(word[:n] for word in words for n in range(len(word) + 1)),
+            frozenset(words),
+            tuple(sorted(bounds)),
+            counted,
+            frozenset(number[:n].encode() for number in numbers for n in range(1, len(number) + 1)),
+        )
+
+
+class _String(NamedTuple):
+    """What a string that goes on is to the conditions."""
+
+    word: str | None  # all of it, where it may still become one of the words
+    states: tuple[tuple[int, int], ...]  # of each pattern that may still match: its number, and its state
+    length: int  # in characters, as far as any condition asks
+    tail: bytes  # of a character that has only begun
+
+
+class Strings:
+    """Classes of strings that go on; 0 is that of the empty one. Bytes are what stands after the opening quote."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._conditions = conditions
+        self._longest = max(conditions.lengths, default=0)
+        self._patterns = tuple(map(Automaton, conditions.patterns))
+        self._number: dict[_String, int] = {}
+        self._strings: list[_String] = []
+        self._moves: list[dict[int, int]] = []
+        self._told: list[Sequence[int]] = []  # bytes that one move stands for, by their numbers here
+        self._alike = _alike({bound for pattern in self._patterns for bound in pattern.bounds})
+        begun = tuple((n, 0) for n in range(len(self._patterns)))
+        self._of(_String("" if "" in conditions.prefixes else None, begun, 0, b""))
+
+    def after(self, string: int, byte: int) -> int:
+        """The class after ``byte``; ``OVER`` after the closing quote.
+
+        Raises ``ValueError`` where it is unknown, or there is no such string.
+        """
+        moves, told = self._moves[string], self._told[string][byte]
+        found = moves.get(told)
+        if found is None:
+            found = moves[told] = self._next(self._strings[string], byte)
+        return found
+
+    def alike(self, string: int) -> Sequence[int]:
+        """A number for each byte: those of one number lead from class ``string`` to one class."""
+        return self._told[string]
+
+    def closed(self, string: int) -> Hashable:
+        """What tells a string that is over from others."""
+        word, states, length, _tail = self._strings[string]
+        ends = tuple(n for n, state in states if self._patterns[n].ends(state))
+        return word if word in self._conditions.words else None, ends, bisect_right(self._conditions.lengths, length)
+
+    def _next(self, at: _String, byte: int) -> int:
+        if byte == _QUOTE and not at.tail:
+            return OVER
+        tail = at.tail + bytes([byte])
+        char = _character(tail)
+        if char is None:
+            return self._of(at._replace(tail=tail))
+        word = None if at.word is None else at.word + char
+        return self._of(
+            _String(
+                word if word in self._conditions.prefixes else None,
+                tuple(self._matching(at.states, char)),
+                min(at.length + 1, self._longest),
+                b"",
+            )
+        )
+
+    def _matching(self, states: tuple[tuple[int, int], ...], char: str) -> Iterator[tuple[int, int]]:
+        """What is left after ``char`` of the patterns that may still match."""
+        for n, state in states:
+            following = self._patterns[n].after(state, char)
+            if following != DEAD:
+                yield n, following
+
+    def _of(self, string: _String) -> int:
+        found = self._number.setdefault(string, len(self._strings))
+        if found == len(self._strings):
+            self._strings.append(string)
+            self._moves.append({})
+            self._told.append(_EACH if string.tail or string.word is not None else self._alike)
+        return found
+
+
+class Numbers:
+    """Classes of numbers, whether they go on or not; 0 is that of no text at all."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self._conditions = conditions
+        self._whole = max((len(whole) for whole, _part in conditions.bounds), default=0)
+        self._part = max((len(part) for _whole, part in conditions.bounds), default=0)
+        self._number: dict[Hashable, int] = {b"": 0}
+        self._first = [b""]  # a class is gone on from by the first text that had it
+        self._moves: list[dict[int, int]] = [{}]
+
+    def after(self, number: int, byte: int) -> int:
+        """The class after ``byte``; ``OVER`` if that is no part of a number."""
+        found = self._moves[number].get(byte)
+        if found is None:
+            found = OVER if byte not in _NUMERIC else self._of(self._first[number] + bytes([byte]))
+            self._moves[number][byte] = found
+        return found
+
+    def _of(self, raw: bytes) -> int:
+        found = self._number.setdefault(self._key(raw), len(self._first))
+        if found == len(self._first):
+            self._first.append(raw)
+            self._moves.append({})
+        return found
+
+    def _key(self, raw: bytes) -> Hashable:
+        if self._conditions.counted or raw in self._conditions.constants:
+            return raw
+        mantissa, *exponent = re.split(rb"[eE]", raw)
+        if exponent:  # only numbers without bounds have one
+            return exponent[0][:1] in (b"+", b"-"), exponent[0][-1:].isdigit()
+        digits, point, part = mantissa.removeprefix(b"-").decode().partition(".")
+        relations = tuple(_relation(digits, point, part, bound) for bound in self._conditions.bounds)
+        sizes = min(len(digits), self._whole + 1), min(len(part), self._part + 1)
+        # beside bounds there is no negative zero, and a negative fraction may not end in one
+        zeros = mantissa.strip(b"-0.") == b"", part[-1:] == "0"
+        return raw[:1] == b"-", zeros, digits == "0", digits != "", point, part != "", sizes, relations
+
+
+def _alike(bounds: set[int]) -> list[int]:
+    """A number for each byte, the same for signs that stand for themselves between two of ``bounds``."""
+    ordered = sorted(bounds)
+    return [256 + bisect_right(ordered, i) if 0x20 <= i < 0x80 and i not in _APART else i for i in range(256)]
+
+
+def character(raw: bytes) -> str | None:
+    """The character of ``raw`` (UTF-8); None where it has only begun. Raises ``ValueError`` where there is none."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        if len(raw) > 3:
+            raise
+        return None
+
+
+def _character(raw: bytes) -> str | None:
+    """As ``character``, of the inside of a JSON string; documents hold no other escapes than those of one sign."""
+    if raw[:1] != b"\\":
+        return character(raw)
+    if len(raw) == 1:
+        return None
+    if raw not in _ESCAPES:
+        raise ValueError("no escape that documents hold")
+    return _ESCAPES[raw]
+
+
+def _digits(number: float) -> tuple[str, str]:
+    whole, _point, part = f"{abs(Decimal(repr(number))):f}".partition(".")
+    return whole, part.rstrip("0")
+
+
+def _relation(digits: str, point: str, part: str, bound: tuple[str, str]) -> int:
+    """Where the digits so far stand to a bound's, as far as both have them: below, beside or above it."""
+    whole, rest = bound
+    if not point:
+        begun = whole[: len(digits)]
+        return 0 if len(digits) > len(whole) else (digits > begun) - (digits < begun)
+    if digits != whole:
+        return 1 if (len(digits), digits) > (len(whole), whole) else -1
+    begun = rest[: len(part)].ljust(len(part), "0")
+    return (part > begun) - (part < begun)
+
+
+def nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """``value`` and all within it that may be a schema."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from nodes(inner)
+
+
+def _leaves(value: Any) -> Iterator[str | int | float]:
+    """The strings and numbers of a constant, names too."""
+    match value:
+        case bool() | None:
+            return
+        case str() | int() | float():
+            yield value
+        case list():
+            for inner in value:
+                yield from _leaves(inner)
+        case dict():
+            for name, inner in value.items():
+                yield name
+                yield from _leaves(inner)

@@ -1,0 +1,219 @@
+"""The witness: a whole answer that obeys the constraint, agrees with all that is committed, and fits the budget.
+
+Every request carries one from admission on, so that it can always be finished; whatever of it is committed, all of it
+together or any part, leaves it a witness. A step replaces it by the model's best valid path, if the search finds one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+
+from mmserve.constraint.compile.begun import Completion, FirstAnswers
+from mmserve.constraint.search.base import Constraint, Matcher
+from mmserve.constraint.search.beam import Beam, Path, best_path
+from mmserve.constraint.search.closing import Closing
+from mmserve.constraint.search.completion import completes
+from mmserve.constraint.search.lattice import TopK, build_lattice
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.lookahead import SPARE, SearchTimeout, look_ahead
+from mmserve.constraint.search.parser_states import ParserBudgetExhausted, ParserStateCache
+from mmserve.constraint.search.prefix_equivalence import DistinctTexts, PrefixClasses
+from mmserve.constraint.search.shortest_completion import Effort, find_completion
+
+#: Ways to the end that a request remembers.
+_REMEMBERED = 8
+
+
+class Infeasible(ValueError):
+    """The budget is too small for any answer that was found; ``needed`` tokens are known to be enough (None: none).
+
+    ``exact``: whether fewer are known to be too few. ``hopeless``: fewer are too few, and maybe these, too: so far from
+    the budget no answer was looked for.
+    """
+
+    def __init__(self, needed: int | None, *, exact: bool = False, hopeless: bool = False) -> None:
+        super().__init__("no answer was found" if needed is None else f"at least {needed} tokens are needed")
+        self.needed, self.exact, self.hopeless = needed, exact, hopeless
+
+
+class Outcome(Enum):
+    """What became of the witness in a step."""
+
+    FOUND = "found"  # the best path, be it the old witness
+    KEPT = "kept"  # the old one stays: other ways were begun, and none could be brought to its end
+    LATE = "late"  # the step's time was over
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A request's witness and its state in the language."""
+
+    tokens: np.ndarray  # int64 [N], end tokens after the answer
+    length: int  # tokens before the first end token
+    matcher: Matcher  # after the first ``known`` tokens of the answer, or at its end
+    known: int  # positions before the first masked one
+    ends: frozenset[int]
+    closes: tuple[tuple[int, ...], ...] = ()  # ways to the end that were used
+    classes: Callable[[], PrefixClasses] = DistinctTexts  # of the texts of its language
+    states: ParserStateCache | None = field(
+        default=None, repr=False, compare=False
+    )  # of its language, where they are shared
+    language: Constraint | None = field(default=None, repr=False, compare=False)  # where others may be begun in it
+    cut: bool = False  # a better answer was given up on the way since its end would not have fit the budget
+
+    def apart(self) -> Witness:
+        """The same witness, of which nothing is known yet, with a parser of its own."""
+        if self.language is None:
+            return self
+        language = self.language.apart()
+        return replace(self, language=language, matcher=language.start(), classes=language.classes)
+
+    def resized(self, size: int) -> Witness:
+        """The same answer, of which nothing is known yet, on ``size`` positions; they must be enough."""
+        tokens = np.full(size, min(self.ends), np.int64)
+        tokens[: self.length] = self.tokens[: self.length]
+        return replace(self, tokens=tokens)
+
+
+def admit(constraint: Constraint, lexicon: Lexicon, budget: int, effort: Effort | None = None) -> Witness:
+    """The first witness of an answer of ``budget`` positions.
+
+    Raises:
+        Infeasible: the shortest answer found is longer.
+    """
+    close = find_completion(constraint.start(), lexicon, effort, classes=constraint.classes, room=budget)
+    return start_witness(constraint, budget, close)
+
+
+def fitting(first: FirstAnswers, budget: int) -> Completion | None:
+    """The shortest answer found, if any. Raises ``Infeasible`` where none of ``budget`` tokens can be."""
+    if first.hopeless(budget):
+        raise Infeasible(first.least, hopeless=True)
+    close = first.close(budget)
+    if close is not None and len(close.tokens) > budget:
+        raise Infeasible(len(close.tokens), exact=close.exact)
+    return close
+
+
+def start_witness(
+    constraint: Constraint, budget: int, close: Completion | None, states: ParserStateCache | None = None
+) -> Witness:
+    """The first witness of an answer of ``budget`` positions, given the shortest answer found.
+
+    ``states``: what searches under ``constraint`` have learned, where they share it.
+
+    Raises:
+        Infeasible: it is longer, or there is none.
+    """
+    if close is None:
+        raise Infeasible(None)
+    if len(close.tokens) > budget:
+        raise Infeasible(len(close.tokens), exact=close.exact)
+    tokens = np.full(budget, min(constraint.end_ids), np.int64)
+    tokens[: len(close.tokens)] = close.tokens
+    start, ends = constraint.start(), constraint.end_ids
+    if states is not None:
+        look_ahead(constraint, close.tokens[:1], min(budget, len(close.tokens) + SPARE), states)
+    return Witness(
+        tokens, len(close.tokens), start, 0, ends, classes=constraint.classes, states=states, language=constraint
+    )
+
+
+def follow(witness: Witness, known: np.ndarray) -> Witness:
+    """The witness after commits.
+
+    Args:
+        known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
+
+    Raises:
+        ValueError: a committed token is not the witness's.
+    """
+    committed = known >= 0
+    if (known[committed] != witness.tokens[committed]).any():
+        raise ValueError("only the witness's tokens can be committed")
+    masked = np.flatnonzero(~committed)
+    frontier = int(masked[0]) if len(masked) else len(known)
+    if frontier == witness.known:
+        return witness
+    matcher = witness.matcher.fork()
+    matcher.consume(witness.tokens[min(witness.known, witness.length) : min(frontier, witness.length)].tolist())
+    return replace(witness, matcher=matcher, known=frontier)
+
+
+def improve(
+    witness: Witness,
+    known: np.ndarray,
+    top: TopK,
+    block_end: int,
+    lexicon: Lexicon,
+    *,
+    beam: Beam | None = None,
+    states: ParserStateCache | None = None,
+    seconds: float = 0.1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Witness, Outcome]:
+    """The witness that the model likes best, of those found.
+
+    The search's work is bounded by the beam; ``seconds`` is a last resort, since with it a result depends on the clock.
+
+    Args:
+        witness: as ``follow`` gave it for ``known``.
+        known: int64 ``[N]``, the answer's committed tokens, -1 where masked.
+        top: the model's candidates for masked positions.
+        block_end: the first position after the block, or after the answer where the policy looks at all of it.
+        states: what earlier searches have learned, the witness's own if None; they change the time that this one takes,
+            not what it finds.
+    """
+    if witness.known >= block_end or witness.known > witness.length:
+        return witness, Outcome.FOUND  # after the block's end, or an end that is final, nothing is open
+    committed = np.flatnonzero(known >= 0)
+    ended = committed[np.isin(known[committed], list(witness.ends))]  # after the first nothing else may stand
+    farthest = ended[:1] if len(ended) else committed[-1:]
+    horizon = max([block_end, *(int(position) + 1 for position in farthest)])
+    answer = witness.tokens[: witness.length].tolist()
+    laid = build_lattice(known, witness.known, horizon, top, witness.tokens, witness.length, witness.ends, lexicon)
+    deadline = clock() + seconds
+    before, follows = answer[: witness.known], answer[witness.known :][:1]
+    told = lexicon.text(before)
+
+    def searched(mine: ParserStateCache) -> tuple[Path | None, Closing]:
+        closing = Closing(answer, len(known), lexicon, witness.closes, far=mine.far_completion)
+        root = mine.locate(told, lambda: mine.own_matcher(before) or witness.matcher.fork(), follows)
+        return best_path(root, mine, laid, closing, beam or Beam(), lambda: clock() < deadline), closing
+
+    def within_budget(mine: ParserStateCache) -> tuple[Path | None, Closing] | None:
+        """None where the parser was spent, by others maybe: what is found shall not depend on them."""
+        try:
+            found = searched(mine)
+        except ParserBudgetExhausted:
+            return None
+        return None if mine.exhausted else found
+
+    language = witness.language
+    parser = None if language is None else (lambda: language.apart().start())
+    with (states or witness.states or ParserStateCache(lexicon, witness.classes)).acquire() as mine:
+        try:
+            path, closing = within_budget(mine) or searched(ParserStateCache(lexicon, witness.classes, parser))
+        except SearchTimeout:
+            return witness, Outcome.LATE
+    witness = replace(witness, cut=witness.cut or closing.cut)
+    # the parser has the last word on the whole path: its limits on work are counted anew for each fork
+    if path is None or witness.known + len(path.tokens) > len(known) or not laid.agrees(0, path.tokens):
+        return witness, Outcome.KEPT
+    if path.tokens != answer[witness.known :] and not completes(witness.matcher, path.tokens):
+        return witness, Outcome.KEPT
+    tokens = witness.tokens.copy()
+    length = witness.known + len(path.tokens)
+    tokens[witness.known : length] = path.tokens
+    tokens[length:] = min(witness.ends)
+    last = min(horizon, len(known))
+    if length < last:
+        tokens[length:last] = laid.end_token[length - laid.start : last - laid.start]
+    tokens[committed] = known[committed]
+    closes = tuple(dict.fromkeys((*closing.found, *witness.closes)))[:_REMEMBERED]
+    return replace(witness, tokens=tokens, length=length, closes=closes), Outcome.FOUND

@@ -1,0 +1,1 @@
+"""The state of one constrained request in the decode loop."""

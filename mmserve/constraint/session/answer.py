@@ -1,0 +1,265 @@
+"""What decode keeps of a constrained request, and its dealings with the parser: none of them can fail.
+
+A parser that raises or panics in the middle of an answer is not asked again: the answer is finished from the witness.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from mmserve.constraint.search import bitmask
+from mmserve.constraint.search.base import Matcher
+from mmserve.constraint.search.completion import after
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.parser_states import ParserStateCache
+from mmserve.constraint.search.witness import Outcome, Witness, follow, improve
+from mmserve.constraint.session.draws import RejectionSampler, SampledRun, SampleState
+from mmserve.constraint.session.judge import Judge
+from mmserve.constraint.session.meter import Meter, metered
+from mmserve.constraint.session.top_k import TopKObserver
+
+logger = logging.getLogger("mmserve.decode")
+
+#: Positions of a canvas that one search goes through: the bound on its work that no clock has a part in.
+HORIZON = 256
+#: Seconds of processor time after which a search is given up all the same: a result should not depend on them. Nearly
+#: all take less than a hundredth, where little room is left some a quarter, and all other requests wait meanwhile.
+SECONDS = 0.5
+#: Searches of a request that were given up, after which there are no more: the witness is its answer.
+PATIENCE = 4
+
+A = TypeVar("A")
+
+#: A template's answer to the tokens that fill its holes.
+Split = Callable[[Sequence[int]], list[list[int]]]
+
+
+@dataclass
+class ConstrainedAnswer:
+    """The answer of one sample: its witness, and what is asked of the parser."""
+
+    witness: Witness
+    lexicon: Lexicon
+    warnings: tuple[str, ...] = ()  # for the client
+    judge: Judge | None = None  # of the finished answer
+    sampled: SampleState | None = None  # where tokens are drawn true to the model
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of the latest pass, at the frontier
+    forced: bool = False  # whether the draft is what must stand there anyway
+    asked: int = -1  # the latest frontier from which ``decided`` looked for the end
+    broken: bool = False  # the parser failed: it is not asked any more
+    late: int = 0  # searches given up for their time
+    meter: Meter = field(default_factory=Meter)
+    split: Split | None = None  # of a template's answer into what fills its holes
+    judges: tuple[Judge | None, ...] = ()  # of what fills each hole of a template
+    #: Int64 ``[N]``: the tokens that stand from the start, -1 elsewhere: padding where no answer comes to.
+    given: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    states: ParserStateCache = field(init=False)  # where searches have been
+
+    def __post_init__(self) -> None:
+        self.states = self.witness.states or ParserStateCache(self.lexicon, self.witness.classes)
+        if not len(self.given):
+            self.given = np.full(len(self.witness.tokens), -1, np.int64)
+
+    @property
+    def content(self) -> np.ndarray:
+        """Bool ``[N]``: where the witness holds text, and not what stands after the end of one."""
+        return np.arange(len(self.witness.tokens)) < self.witness.length
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First position, and first after, of each text that the decoder fills in."""
+        return ((0, int((self.given < 0).sum())),)
+
+    @property
+    def padded(self) -> bool:
+        """As of ``Canvas``."""
+        return False
+
+    @property
+    def unread(self) -> int:
+        """As of ``Canvas``: the padding that no answer comes to."""
+        return int((self.given >= 0).sum())
+
+    def shown(self, tokens: np.ndarray, mask_id: int) -> np.ndarray:
+        """What passes read of a fresh answer ``tokens`` (int64 ``[N]``): masks for the padding that no answer comes to.
+        A model that sees an end so near is surer of short answers than it would be by itself."""
+        return np.where(self.given >= 0, mask_id, tokens)
+
+    def settled(self, known: np.ndarray) -> np.ndarray:
+        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there) and can hold nothing but padding."""
+        return np.zeros(0, np.int64)
+
+    def decided(self, known: np.ndarray) -> np.ndarray:
+        """Positions (int64) that are open in ``known`` (int64 ``[N]``, -1 there), of the witness and the end after it,
+        where the text that is known from the start on leaves one way to the end, whichever tokens spell it.
+
+        Each frontier is asked about once: until it moves the parser says the same, and to ask takes 1% of a pass."""
+        first, none = self.witness.known, np.zeros(0, np.int64)
+        if first >= self.witness.length or (first == self.asked and known[first] < 0):
+            return none
+        return self._guarded(lambda: self._decided(known), none)
+
+    def holes(self, known: np.ndarray) -> tuple[str, ...]:
+        """What fills each hole of a template, in a whole answer ``known`` (int64 ``[N]``)."""
+        split = self.split
+        if split is None:
+            return ()
+        ends = np.flatnonzero(are_any(known, self.witness.ends))
+        answer = known[: ends[0]] if len(ends) else known
+        return self._guarded(lambda: tuple(map(self.read, split(answer.tolist()))), ())
+
+    def check(self, text: str, known: np.ndarray) -> None:
+        """Raise ``FailedPrecondition`` if the finished answer, ``text`` or its tokens ``known`` (int64 ``[N]``), is not
+        what its constraint asks for."""
+        if self.judge is not None:
+            self.judge.check(text)
+        if any(self.judges):
+            for judge, filled in zip(self.judges, self.holes(known), strict=True):
+                if judge is not None:
+                    judge.check(filled)
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``."""
+        return self.lexicon.text(tokens).decode(errors="replace")
+
+    def observer(self, positions: np.ndarray, *, causal: bool) -> TopKObserver | RejectionSampler:
+        """What observes the logits of ``positions`` (from the answer's start, ascending)."""
+        if self.sampled is not None:
+            guard = partial(self._guarded, otherwise=None)
+            return RejectionSampler(
+                positions, self.witness, self.lexicon, self.drafted, self.sampled, guard, self.meter
+            )
+        return self.best_of(positions, causal=causal)
+
+    @metered
+    def best_of(self, positions: np.ndarray, *, causal: bool) -> TopKObserver:
+        """What is to be noted for a search, of the logits of ``positions`` (from the answer's start, ascending)."""
+        return TopKObserver(
+            positions, self.witness.tokens[positions], self.allowed(positions, causal=causal), self.meter
+        )
+
+    def allowed(self, positions: np.ndarray, *, causal: bool) -> dict[int, np.ndarray]:
+        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``)."""
+        return self._guarded(lambda: dict(self._allowed(positions, causal=causal)), dict[int, np.ndarray]())
+
+    def search(self, known: np.ndarray, top: TopK, end: int) -> None:
+        """Make the witness the best path found; ``end``: the first position after the part that is searched.
+
+        ``known``: int64 ``[N]``, the answer's committed tokens, -1 where open.
+        """
+        if self.late >= PATIENCE:
+            self.meter.searched(Outcome.LATE)
+            return
+        before = self.witness
+        end = min(end, before.known + HORIZON)
+        kept = (before, Outcome.KEPT)
+        self.witness, outcome = self._guarded(
+            lambda: improve(
+                before, known, top, end, self.lexicon, states=self.states, seconds=SECONDS, clock=time.thread_time
+            ),
+            kept,
+        )
+        self.late += outcome is Outcome.LATE
+        self.meter.searched(outcome)
+
+    def follow(self, known: np.ndarray) -> None:
+        """Go on to what is ``known`` (int64 ``[N]``, -1 where open) by now: tokens of the witness, or other ends."""
+        witness = self.witness
+        ends = are_any(known, witness.ends) & (np.arange(len(known)) >= witness.length)
+        if (witness.tokens[ends] != known[ends]).any():
+            witness = replace(witness, tokens=np.where(ends, known, witness.tokens))
+        still_open = np.flatnonzero(known < 0)
+        frontier = int(still_open[0]) if len(still_open) else len(known)
+        blindly = replace(witness, known=frontier)
+        self.witness = self._guarded(lambda: follow(witness, known), blindly)
+
+    def take(self, run: SampledRun) -> None:
+        """Go on by what was drawn."""
+        self.witness = run.witness
+        self.meter.searched(Outcome.KEPT if run.log_weight == -math.inf else Outcome.FOUND)
+        if self.sampled is not None:
+            self.sampled.take(run, run.witness.ends)
+
+    def forced_run(self) -> np.ndarray:
+        """The witness's tokens (int64) that must stand at the frontier, whichever tokens spell them.
+
+        The last of them is left out: a model may join it with what follows.
+        """
+        if self.sampled is not None and not self.sampled.speculates:
+            return np.zeros(0, np.int64)
+        return self._guarded(self._forced, np.zeros(0, np.int64))
+
+    def _decided(self, known: np.ndarray) -> np.ndarray:
+        witness, none = self.witness, np.zeros(0, np.int64)
+        missing = np.flatnonzero(known[: witness.length + 1] < 0)
+        if not len(missing) or missing[0] >= witness.length:
+            return none
+        self.asked = first = int(missing[0])
+        passed = witness.tokens[witness.known : first].tolist()
+        at = after(witness.matcher, passed) if passed else witness.matcher
+        text = b"" if at is None else at.forced()
+        rest = witness.tokens[first : witness.length].tolist()
+        if at is None or not text or text != self.lexicon.text(rest):
+            return none
+        end = after(at, rest)
+        return none if end is None or end.mask().any() else missing  # where it may end, it might yet go on
+
+    def _forced(self) -> np.ndarray:
+        text, run = self.witness.matcher.forced(), list[int]()
+        for token in self.witness.tokens[self.witness.known : self.witness.length].tolist():
+            spelled = self.lexicon.spelled[token]
+            if not text or not text.startswith(spelled):
+                break
+            text = text[len(spelled) :]
+            run.append(token)
+        return np.array(run[:-1], np.int64)
+
+    def _allowed(self, positions: np.ndarray, *, causal: bool) -> Iterator[tuple[int, np.ndarray]]:
+        """Rows of ``positions`` for which it is known what may stand there, and which tokens (a ``bitmask``).
+
+        That is the frontier, and where only known or drafted tokens are seen all positions after a draft that may
+        stand.
+        """
+        frontier: Matcher | None = self.witness.matcher
+        if self.witness.known > self.witness.length:
+            return
+        for row in np.flatnonzero(positions == self.witness.known).tolist():
+            drafted = self.drafted.tolist() if causal else []
+            for i in range(len(drafted) + 1):
+                if frontier is None or row + i >= len(positions):
+                    return
+                mask = frontier.mask()
+                if frontier.accepting:
+                    bitmask.add(mask, self.witness.ends)
+                yield row + i, mask
+                frontier = after(frontier, drafted[i : i + 1]) if i < len(drafted) else None
+
+    def _guarded(self, ask: Callable[[], A], otherwise: A) -> A:
+        """What the parser says, ``otherwise`` once it has failed."""
+        if self.broken:
+            return otherwise
+        try:
+            return ask()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            logger.warning("a grammar's parser failed; the answer is finished without it", exc_info=error)
+            self.broken = True
+            return otherwise
+
+
+def are_any(tokens: np.ndarray, few: Iterable[int]) -> np.ndarray:
+    """Bool, of the shape of ``tokens`` (int64): which of them are any of ``few``; a tenth of ``np.isin``'s time."""
+    found = np.zeros(tokens.shape, bool)
+    for token in few:
+        found |= tokens == token
+    return found

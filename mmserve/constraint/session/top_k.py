@@ -1,0 +1,130 @@
+"""The best tokens of each row of logits, for a search among them: a few numbers a row, taken slice by slice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.constraint.search import bitmask
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.session.meter import Meter, metered
+
+#: Tokens kept of each row. The search leaves out what is 9 nats below the best, which is mostly more than this.
+KEPT = 16
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What the model says of each position of a pass."""
+
+    top: TopK  # positions count from the answer's start; scored as the request draws, or by log-probability
+    plain: np.ndarray  # float32 [n, K], log-probabilities of these tokens before temperature, filters and constraint
+    own: np.ndarray  # float32 [n], those of the witness's tokens
+    kept: (
+        np.ndarray
+    )  # float32 [n], log of the probability of all tokens that may stand there; 0 where that is not known
+
+    def log_probabilities(self, witness: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Float32 ``[n]``: of ``tokens [n]``, one a position; ``witness [n]`` are the tokens that ``own`` is of.
+
+        For a token that is neither among the best nor the witness's, what the last of the best has.
+        """
+        same = self.top.tokens == tokens[:, None]
+        listed = np.where(same, self.plain, -np.inf).max(-1)
+        lowest = np.where(np.isfinite(self.plain), self.plain, np.inf).min(-1)
+        other = np.where(tokens == witness, self.own, np.where(np.isfinite(lowest), lowest, -np.inf))
+        return np.where(same.any(-1), listed, other).astype(np.float32)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ranked]) -> Ranked:
+        """``parts`` as one, by position."""
+
+        def every(of: Callable[[Ranked], np.ndarray]) -> np.ndarray:
+            return np.concatenate([of(part) for part in parts])
+
+        positions = every(lambda part: part.top.positions)
+        order = np.argsort(positions)
+        tokens, scores = every(lambda part: part.top.tokens), every(lambda part: part.top.log_probabilities)
+        plain, own, kept = every(lambda part: part.plain), every(lambda part: part.own), every(lambda part: part.kept)
+        return cls(TopK(positions[order], tokens[order], scores[order]), plain[order], own[order], kept[order])
+
+
+class TopKObserver:
+    """Gathers a ``Ranked`` while logits become candidates (``decode/sampler.py``).
+
+    ``positions`` count from the answer's start, ``witness`` are the tokens asked for besides the best, one a position,
+    and ``allowed`` says, for rows where it is known, which tokens (a ``bitmask``) may stand there: no other is drawn.
+    """
+
+    def __init__(
+        self, positions: np.ndarray, witness: np.ndarray, allowed: Mapping[int, np.ndarray], meter: Meter
+    ) -> None:
+        self._positions, self._witness, self._allowed = positions, torch.from_numpy(witness), allowed
+        self.meter = meter
+        self._own = torch.zeros(0)  # logits of the witness's tokens, of the part in hand
+        self._restricted: dict[int, Tensor] = {}  # its rows, and the log of the sum of exponentials before
+        self._parts: list[tuple[Tensor, ...]] = []
+        self._row = 0
+
+    @metered
+    def restrict(self, logits: Tensor) -> None:
+        """Leave in the next rows ``logits [n, V]``, in place, what may stand there."""
+        own = self._witness[self._row : self._row + len(logits)].to(logits.device)
+        self._own = logits.gather(-1, own[:, None])[:, 0]
+        self._restricted = {}
+        for i in range(len(logits)):
+            mask = self._allowed.get(self._row + i)
+            if mask is not None:
+                ruled_out = torch.from_numpy(~bitmask.flags(mask, logits.shape[-1]))
+                kept = logits[i].masked_fill(ruled_out.to(logits.device), -torch.inf)
+                if kept.max() > -torch.inf:  # else the model can say none of them, and the row says nothing
+                    self._restricted[i] = torch.logsumexp(logits[i], -1)
+                    logits[i] = kept
+
+    @metered
+    def take(
+        self,
+        logits: Tensor,
+        log_z: Tensor,
+        tempered: Tensor | None,
+        noised: Tensor | None,
+        masks: Tensor | None = None,
+    ) -> None:
+        """Note the best of the rows just restricted: by log-probability, or as they are drawn."""
+        before = log_z.clone() if self._restricted else log_z
+        for i, whole in self._restricted.items():
+            before[i] = whole
+        if masks is not None:
+            before = torch.logaddexp(before, masks)
+        if tempered is None or noised is None:
+            judged, mass = logits, log_z[:, None]
+        else:
+            judged, mass = noised, torch.logsumexp(tempered, -1, keepdim=True)
+        best = judged.topk(min(KEPT, logits.shape[-1]), -1)
+        values = best.values - mass
+        plain = logits.gather(-1, best.indices) - before[:, None]
+        self._parts.append((best.indices, values, plain, self._own - before, log_z - before))
+        self._row += len(logits)
+
+    @metered
+    def ranked(self) -> Ranked:
+        """All rows."""
+        tokens, scores, plain, own, kept = (torch.cat(parts).cpu().numpy() for parts in zip(*self._parts, strict=True))
+        top = TopK(self._positions, tokens.astype(np.int64), scores.astype(np.float32))
+        return Ranked(top, plain.astype(np.float32), own.astype(np.float32), kept.astype(np.float32))
+
+
+def first_among(top: TopK, row: int, token: int) -> TopK:
+    """``top`` with ``token`` as the best of a row, just above what was."""
+    at = np.flatnonzero(top.tokens[row] == token)
+    tokens, scores = top.tokens.copy(), top.log_probabilities.copy()
+    last = int(at[0]) if len(at) else tokens.shape[1] - 1
+    tokens[row, 1 : last + 1] = top.tokens[row, :last]
+    scores[row, 1 : last + 1] = top.log_probabilities[row, :last]
+    tokens[row, 0], scores[row, 0] = token, math.nextafter(float(top.log_probabilities[row, 0]), math.inf)
+    return TopK(top.positions, tokens, scores)

@@ -1,1 +1,0 @@
-"""Constrained decoding: matchers over a grammar, and the witness that keeps every canvas completable."""

@@ -18,6 +18,8 @@ from mmserve.errors import Unimplemented
 
 Make = Callable[..., Bench]
 CASES = cases()
+#: Three processes have to import everything first: seconds, but on a busy machine.
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

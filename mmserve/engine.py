@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.events import Admitted, Delta, Failed
 from mmserve.core.info import ModelInfo
 from mmserve.core.plan import Budgets, Served
@@ -27,7 +28,6 @@ from mmserve.core.tenant import Tenant
 from mmserve.decode.schedulers import Discrete
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
-from mmserve.encode.encoded import Encoded
 from mmserve.errors import (
     Cancelled,
     ConfigError,
@@ -211,7 +211,8 @@ class Engine:
         """A snapshot of counters; values may be a moment old."""
         p = self._pool
         prefix = (p.cached, p.lookups, p.hits)
-        steps = (self.stages.constraint_steps, self.stages.constraint_fallbacks, self.stages.constraint_late)
+        decoded = self.stages.decoding
+        steps = (decoded.constraint_steps, decoded.constraint_fallbacks, decoded.constraint_late)
         cache = self.stages.encoder.cache
         return Stats(
             self._admitted,
@@ -358,7 +359,7 @@ class Engine:
 
     def _prefill(self, records: list[Record]) -> Callable[[], list[Any]]:
         for record in records:
-            if not record.pages.ids:
+            if not record.pages.ids and not record.looks:
                 count = record.pages_wanted(self.config.page_size)
                 record.pages = PageTable.take(self._pool, count, record.keys)
                 record.usage = replace(record.usage, cached_tokens=record.pages.shared * self.config.page_size)
@@ -391,18 +392,23 @@ class Engine:
                     self._fail_record(record, _typed(error, record))
             elif name == "constrain":
                 self._advance(record, Stage.CONSTRAINED)
+            elif isinstance(outcome, EncodedPrompt) and name != "load":
+                self._encoded(record, outcome)
             elif name == "load":
                 self._loaded(record, outcome)
-            elif name in ("tokenize", "encode"):
-                record.usage, record.keys = outcome.usage, outcome.keys
-                if (wanted := record.pages_wanted(self.config.page_size)) > self.config.pages:
-                    self._fail_record(record, _too_large(record, wanted, self.config))
-                    continue
-                self._advance(record, Stage.ENCODED)
-                del self._records[record.request.id]
-                self._records.update((each.request.id, each) for each in record.split())
             else:
                 self._prefilled(record, outcome)
+
+    def _encoded(self, record: Record, prompt: EncodedPrompt) -> None:
+        """A prompt is what it will be, or the decoder looks at it first: then it comes here again, from prefill."""
+        record.usage, record.keys, record.looks = prompt.usage, prompt.keys, prompt.looks
+        if (refusal := record.too_large(self.config)) is not None:
+            self._fail_record(record, refusal)
+            return
+        self._advance(record, Stage.ENCODED)
+        if not prompt.looks:
+            del self._records[record.request.id]
+            self._records.update((each.request.id, each) for each in record.split())
 
     def _arrived(self, record: Record, prompt: EncodedPrompt | None, rows: int) -> None:
         """While a clip is read its prompt is known, and so many rows of it are final: it can be prefilled so far."""
@@ -528,15 +534,6 @@ class Engine:
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""
         return min(30.0, max(0.1, self._seconds * self._queued / self.config.max_running))
-
-
-def _too_large(record: Record, wanted: int, config: EngineConfig) -> InvalidArgument:
-    """Why a request that needs so many pages is refused: it would wait for them for good."""
-    why = (
-        f"{record.tokens} positions of {record.request.sequences} sequences need {wanted} K/V pages, and there are "
-        f"{config.pages}: leave out cfg_scale, or shorten the prompt or max_new_tokens"
-    )
-    return InvalidArgument.of("diffusion.cfg_scale", why)
 
 
 def _typed(error: BaseException, record: Record) -> MMServeError:

@@ -84,6 +84,10 @@ class Unavailable(MMServeError):
     code = "UNAVAILABLE"
 
 
+class TransferError(Unavailable):
+    """What one stage hands to another came damaged, cut short, or in a version that is not known."""
+
+
 class TLSError(Unavailable):
     """Client and server do not agree about TLS; raised by the client, which does not try again."""
 

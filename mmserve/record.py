@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from mmserve.config import EngineConfig
 from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
@@ -13,6 +14,7 @@ from mmserve.core.plan import Entry
 from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
 from mmserve.core.samples import samples
 from mmserve.decode.state import Answer
+from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.schedule.fair import aged
@@ -50,6 +52,7 @@ class Record:
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
     keys: tuple[bytes, ...] = ()  # of the prompt's pages that may be shared; known once encoded
     pages: PageTable = field(default_factory=PageTable)
+    looks: bool = False  # the decoder looks at its prompt before it takes pages
     turn: float = 0.0  # virtual time at which its next decode step is due
     rows: int | None = None  # that its next decode step runs; None = not known, as before its first one
     holds: int = 0  # workers whose batches have it, and have not reported yet
@@ -98,8 +101,19 @@ class Record:
         return self.usage.prompt_tokens + self.request.sampling.max_new_tokens
 
     def pages_wanted(self, page_size: int) -> int:
-        """Pages that hold its K/V, each sequence's own."""
-        return self.request.sequences * pages_for(self.tokens, page_size)
+        """Pages that hold its K/V, each sequence's own; none as long as it is not known what of its prompt is left."""
+        return 0 if self.looks else self.request.sequences * pages_for(self.tokens, page_size)
+
+    def too_large(self, config: EngineConfig) -> InvalidArgument | None:
+        """Why a request that needs more pages than there are is refused: it would wait for them for good."""
+        wanted = self.pages_wanted(config.page_size)
+        if wanted <= config.pages:
+            return None
+        why = (
+            f"{self.tokens} positions of {self.request.sequences} sequences need {wanted} K/V pages, and there are "
+            f"{config.pages}: leave out cfg_scale, or shorten the prompt or max_new_tokens"
+        )
+        return InvalidArgument.of("diffusion.cfg_scale", why)
 
     def entry(self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float) -> Entry:
         """What the scheduler sees; a video counts as its frames, as far as the request says.

@@ -140,7 +140,7 @@ class Bench:
             outcomes = decode(batch)
             for request, result in zip(batch, outcomes, strict=True):
                 if not isinstance(result, Exception):
-                    self._keep(request.id, stages._decoding[request.id].canvas)
+                    self._keep(request.id, stages.decoding.live[request.id].canvas)
             return outcomes
 
         self.engine.stages.decode = watched  # type: ignore[method-assign]

@@ -11,8 +11,11 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, PreTrainedTokenizerFast
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.decode.commit import Candidates
+from mmserve.decode.prompt_look import PromptLook
+from mmserve.encode.encoder import Encoder
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder, DecoderConfig
@@ -176,3 +179,11 @@ def sure_above(confidence: float) -> CommitFilter:
     return CommitFilter(
         weight, np.array([-odds], np.float32), np.array([1e4], np.float32), np.array(-5, dtype=np.float32)
     )
+
+
+def looked(encoder: Encoder, *requests: Request) -> list[Encoded]:
+    """The prompts of requests once the decoder has looked at those whose pruners ask for that."""
+    prompts = encoder.encode(list(requests))
+    assert isinstance(encoder.model, LoadedModel)
+    look, most = PromptLook(encoder.model), encoder.max_tokens
+    return [look.pruned(r, p, most) if p.grids else p for r, p in zip(requests, prompts, strict=True)]

@@ -17,10 +17,10 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.core.canvas import MASKED, PROMPT, Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Policy, Request
 from mmserve.decode.pace import random_order
 from mmserve.decode.sampler import candidates
-from mmserve.encode.encoded import Encoded
 from mmserve.models.base import LoadedModel
 
 

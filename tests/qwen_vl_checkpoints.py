@@ -34,11 +34,11 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmserve.config import MediaConfig, ModelConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Request, TextPart, VideoPart
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.media import decode_image
 from mmserve.encode.video import Clip, decode_video
 from mmserve.kv.store import KVStore

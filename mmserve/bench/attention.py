@@ -24,10 +24,10 @@ from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Client, Options
 from mmserve.config import Config, EngineConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack
 from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Request, Sampling, TextPart, VideoPart
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import DeepStack
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.keys import weights_digest
 from mmserve.errors import ConfigError

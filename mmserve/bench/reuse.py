@@ -26,6 +26,7 @@ from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
 from mmserve.decode.extensions.image_reuse.checks import no_reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
@@ -33,7 +34,6 @@ from mmserve.decode.extensions.image_reuse.selective import RowWatcher, Selectiv
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
 from mmserve.kv.pool import pages_for

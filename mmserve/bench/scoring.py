@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from mmserve.bench.settings import measured_config
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount
-from mmserve.encode.encoded import Encoded
-from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
+from mmserve.decode.prompt_look import PromptLook
 from mmserve.errors import ConfigError
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
@@ -35,7 +35,7 @@ from mmserve.models.evidence import Watched, layers_of
 from mmserve.models.registry import load_model
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS, Pruner, pruners_for
-from mmserve.prune.base import Look
+from mmserve.prune.base import Look, judged_by_decoder
 
 #: Text of the prompt, and positions of the answer, that pruners by the decoder look at.
 _TEXT, _ANSWER = 24, 8
@@ -216,8 +216,8 @@ def decoder_shares(
     [picture] = vision.see([{"pixels": pixels}], frozenset(), clip=False)
     onlooker = _Timed(model)
     look, rows = PromptLook(model, onlooker), len(picture.tokens)
-    prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens)
-    grids = [[grid.patches.numpy() for grid in picture.grids]]
+    grids = (tuple(grid.patches.numpy() for grid in picture.grids),)
+    prompt = Encoded(np.zeros(rows + _TEXT, np.int64), np.arange(rows), picture.tokens, grids=grids)
     towers: list[float] = []
     costs: dict[str, list[float]] = defaultdict(list)
     layers: dict[str, list[float]] = defaultdict(list)
@@ -228,7 +228,7 @@ def decoder_shares(
         for name in names:
             pruner = PRUNERS[name]()
             begun = time.thread_time()
-            look.prune(prompt, grids, pruner, _quarter(pruner), _ANSWER)
+            look.prune(prompt, pruner, _quarter(pruner), _ANSWER)
             layers[name].append(onlooker.layers)
             costs[name].append(time.thread_time() - begun)
     return {

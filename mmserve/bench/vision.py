@@ -34,11 +34,11 @@ from mmserve.client import (
     VisualCache,
 )
 from mmserve.config import Config, EncoderCacheConfig
-from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.vision import LlavaVision
 from mmserve.prune import PRUNERS
+from mmserve.prune.base import judged_by_decoder
 from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question

@@ -42,7 +42,7 @@ from mmserve.constraint.session.template import (
 )
 from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, Regex, Template
 from mmserve.errors import InvalidArgument, MMServeError, Unavailable, Unimplemented
-from mmserve.models.base import Model
+from mmserve.models.base import EncoderModel
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -112,7 +112,7 @@ def failures(why: str, field: str) -> Iterator[None]:
 class Admission:
     """Admits constrained requests to one model; may be called from any thread, and blocks it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EncoderModel) -> None:
         self._model = model
         self._language: _Language | None = None
         self._closed = False
@@ -203,7 +203,9 @@ class Admission:
             return self._language
 
 
-def _language(model: Model) -> _Language:
+def spelled_vocabulary(model: EncoderModel) -> Vocabulary:
+    """The tokens that constraints of ``model`` are over. Raises ``Unimplemented`` where it is not known what they
+    spell."""
     tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
     size = model.vocab_size
     try:
@@ -212,7 +214,12 @@ def _language(model: Model) -> _Language:
         raise Unimplemented(f"model {spec.name!r} decodes without constraints: {error}") from error
     banned = {*spec.banned_ids, spec.mask_id}
     generated = [b"" if i in banned else text for i, text in enumerate(spelled[:size])]
-    vocabulary = Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
+    return Vocabulary.spelled(generated + [b""] * (size - len(generated)), spec.end_ids, tokenizer)
+
+
+def _language(model: EncoderModel) -> _Language:
+    tokenizer, spec = model.tokenizer.backend_tokenizer, model.spec
+    vocabulary = spelled_vocabulary(model)
     table = TokenTable(vocabulary.token_bytes, min(spec.end_ids), tuple(sorted(spec.end_ids)))
     padding = min(spec.end_ids) if spec.padding_id is None else spec.padding_id
     ends = min(spec.end_ids - {padding}, default=padding), padding

@@ -6,6 +6,7 @@ import numpy as np
 
 from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
 from mmserve.decode.extensions.base import Opening, RequestExtension
 from mmserve.decode.extensions.constraint import Constraint
@@ -14,7 +15,6 @@ from mmserve.decode.parts import Parts
 from mmserve.decode.policies import commit_policy
 from mmserve.decode.state import Prefilling
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded
 from mmserve.errors import Unimplemented
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack
 from mmserve.decode.graphs import Graphs
 from mmserve.decode.logits import Logits, by_slices, padded_rows
 from mmserve.encode.embedding import deep_rows
-from mmserve.encode.encoded import DeepStack
 from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products

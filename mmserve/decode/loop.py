@@ -10,17 +10,21 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from mmserve.constraint.session.session import Session
+from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.emit import advanced, answer_of, snapshot_of
 from mmserve.decode.extensions.base import watched
 from mmserve.decode.final import final_tokens
 from mmserve.decode.fresh import embed_fresh
+from mmserve.decode.handover import payload_of, prefilled_of
 from mmserve.decode.parts import Parts
 from mmserve.decode.policies import commit_policy, recompute_policy
 from mmserve.decode.prefill import Prefill
 from mmserve.decode.rows import count_next_rows, rows_of
 from mmserve.decode.state import Answer, Decoding, Prefilled, Stepped
 from mmserve.decode.text import TextStream
+from mmserve.kv.table import PageTable
 
 
 class DiffusionDecoder:
@@ -45,6 +49,28 @@ class DiffusionDecoder:
             prefilled.candidates,
             np.zeros(prefilled.canvas.size, np.float32),
         )
+
+    def payload(self, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
+        """As of ``Decoder.payload``."""
+        return payload_of(self.parts, state)
+
+    @torch.inference_mode()
+    def restored(
+        self,
+        request: Request,
+        payload: PrefilledPayload | CanvasPayload,
+        pages: PageTable,
+        session: Session | None = None,
+    ) -> Decoding:
+        """As of ``Decoder.restored``."""
+        state, candidates = prefilled_of(self.parts, request, payload.prefilled, pages, session)
+        d = self.open(request, state)
+        d.candidates = candidates
+        if isinstance(payload, CanvasPayload):
+            d.text = TextStream.restored(self.parts.model.tokenizer, request.sampling.stop, payload.text)
+            d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
+            d.forwards, d.edits = payload.forwards, payload.edits
+        return d
 
     @torch.inference_mode()
     def propose(self, batch: list[Decoding]) -> list[None]:

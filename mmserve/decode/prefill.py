@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from mmserve.constraint.session.session import Session
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
 from mmserve.decode.begin import begin
 from mmserve.decode.extensions.base import watched
 from mmserve.decode.parts import Parts
 from mmserve.decode.state import Prefilled, Prefilling
-from mmserve.encode.encoded import Encoded
 from mmserve.kv.table import PageTable
 
 

@@ -37,6 +37,11 @@ class Runner:
         self._model, self._store, self._sparse = model, store, sparse
         model.decoder.set_row_floor(self.floor)
 
+    def took(self, pages: np.ndarray, positions: int) -> None:
+        """Take note of ``pages`` (int64) that no pass wrote: the first ``positions`` of them hold keys now."""
+        if self._sparse is not None:
+            self._sparse.took(pages, positions)
+
     def give_way(self, prefill: Callable[[], None], decode: Callable[[], None]) -> None:
         """Have passes of prefill and of decode call these in each layer: others may use the thread meanwhile."""
         self.ways = {"prefill": prefill, "decode": decode}

@@ -9,13 +9,13 @@ import numpy as np
 from torch import Tensor
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.encoded import DeepStack
 from mmserve.core.events import CommittedToken, ConstraintStats, Snapshot
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
-from mmserve.encode.encoded import DeepStack
 
 E = TypeVar("E", bound=RequestExtension)
 

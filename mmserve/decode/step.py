@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from mmserve.constraint.session.session import Session
+from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
+from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.state import Answer, Live, Stepped
-from mmserve.encode.encoded import Encoded
 from mmserve.kv.table import PageTable
 
 P = TypeVar("P")  # a request in prefill
@@ -39,6 +40,23 @@ class Decoder(Protocol[P, H, D]):
 
     def open(self, request: Request, prefilled: H) -> D:
         """The decode state of a request that prefill handed over."""
+        ...
+
+    def payload(self, state: H | D) -> PrefilledPayload | CanvasPayload:
+        """A request that goes on over another store, as plain data."""
+        ...
+
+    def restored(
+        self,
+        request: Request,
+        payload: PrefilledPayload | CanvasPayload,
+        pages: PageTable,
+        session: Session | None = None,
+    ) -> D:
+        """A request that goes on here, over ``pages`` of this store; ``session``: its constraint.
+
+        Raises ``TransferError`` where what came does not fit this store, or this server.
+        """
         ...
 
     def propose(self, batch: list[D]) -> list[None]:

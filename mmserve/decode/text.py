@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.events import CommittedToken
+from mmserve.core.payloads import TextState
 
 #: Shown in a snapshot where a position is still masked.
 MASK_GLYPH = "▒"
@@ -19,12 +21,26 @@ class TextStream:
     """Turns a growing row of final tokens into text that is never taken back."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self.tokenizer, self._stop = tokenizer, stop
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
         self._decoded = ""  # whole characters so far
         self._sent = 0
         self.stopped = False
+
+    @classmethod
+    def restored(cls, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], state: TextState) -> Self:
+        """A stream that goes on from ``state``."""
+        made = cls(tokenizer, stop)
+        for token in state.tokens:  # a character may be begun: its bytes are in the decoder
+            made._decoder.step(tokenizer.backend_tokenizer, token)
+        made._tokens, made._decoded = list(state.tokens), state.text
+        made._sent, made.stopped = state.sent, state.stopped
+        return made
+
+    def state(self) -> TextState:
+        """What there is so far, as plain data."""
+        return TextState(tuple(self._tokens), self._decoded, self._sent, self.stopped)
 
     @property
     def text(self) -> str:
@@ -42,7 +58,7 @@ class TextStream:
             if self.stopped:
                 break
             self._tokens.append(token)
-            self._decoded += self._decoder.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._decoded += self._decoder.step(self.tokenizer.backend_tokenizer, token) or ""
             self._cut()
         return self._take(len(self._decoded) - self._held())
 
@@ -60,7 +76,7 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text: what was held back, and what of a broken character can be shown."""
         if not self.stopped:
-            whole = _decode(self._tokenizer, self._tokens)
+            whole = _decode(self.tokenizer, self._tokens)
             if whole.startswith(self._decoded):
                 self._decoded = whole
             self._cut()

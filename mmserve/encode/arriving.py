@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.encode.encoded import Encoded
+from mmserve.core.encoded import Encoded
 
 
 class Arriving:

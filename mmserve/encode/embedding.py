@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.encode.encoded import DeepStack, Encoded
+from mmserve.core.encoded import DeepStack, Encoded
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import DeepRows
 

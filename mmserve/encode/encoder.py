@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.encoded import Encoded, Span
 from mmserve.core.request import ImagePart, Part, PixelRange, Request, TextPart, VideoPart
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Check, Decoders
-from mmserve.encode.encoded import Encoded, Span
-from mmserve.encode.prompt_look import PromptLook, judged_by_decoder
+from mmserve.encode.lengths import check_length
 from mmserve.encode.visual import Loaded, Media, Viewer, Visual
 from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
-from mmserve.models.attended import shown_by
-from mmserve.models.base import LoadedModel, Model
+from mmserve.models.base import EncoderModel
 from mmserve.models.chat import prompt_ids
 from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
+from mmserve.prune.base import judged_by_decoder
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Encoder:
 
     def __init__(
         self,
-        model: Model,
+        model: EncoderModel,
         media: MediaConfig,
         *,
         max_tokens: int,
@@ -73,7 +73,6 @@ class Encoder:
         self.model, self.max_tokens = model, max_tokens
         self.cache = cache or EncoderCache.of(EncoderCacheConfig())
         self._viewer = Viewer(model, media, self.cache, decoders)
-        self._look = PromptLook(model) if shown_by(model) and isinstance(model, LoadedModel) else None
 
     @torch.inference_mode()
     def load(self, request: Request, check: Check = lambda: None, arriving: Arriving | None = None) -> LoadedPrompt:
@@ -123,11 +122,11 @@ class Encoder:
             seen = iter(visuals)
             return [self._splice(r, one.ids, [(i, next(seen)) for i in one.media.items]) for r, one in asked]
 
-    def _companion(self, request: Request) -> LoadedModel | None:
+    def _companion(self, request: Request) -> EncoderModel | None:
         """The companion, if the request's policy asks for it."""
         return self.model.companion if request.diffusion.commit.name in ACCOMPANIED else None
 
-    def _models(self, request: Request) -> list[Model]:
+    def _models(self, request: Request) -> list[EncoderModel]:
         """The models that look at a request's media: the served one and, if it is asked for, its companion."""
         companion = self._companion(request)
         return [self.model, *([companion] if companion is not None else [])]
@@ -136,7 +135,7 @@ class Encoder:
         """The request's images and videos, in order; ``FailedPrecondition`` where a model cannot see them."""
         visions = [model.vision for model in self._models(request)]
         pruner, accompanied = pruner_of(request), len(visions) > 1
-        pruner = None if judged_by_decoder(pruner) else pruner
+        pruner = None if judged_by_decoder(pruner) else pruner  # its turn is in prefill
         several = sum(isinstance(part, ImagePart) for _path, part in _parts(request)) > 1
         among = several and any(vision is not None and vision.tells_several for vision in visions)
         pixels = self._pixels(request, visions)
@@ -233,14 +232,13 @@ class Encoder:
         if len(spliced) < max(m.spec.logit_shift for m in self._models(request)):
             raise InvalidArgument.of("messages", "the prompt has no token that an answer could follow")
         starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
-        pruner, amount = pruner_of(request), request.vision.amount
-        looks = judged_by_decoder(pruner) and bool(media)
+        looks = judged_by_decoder(pruner_of(request)) and bool(media)
         before = max(starts[-1], len(spliced)) if looks else starts[-1]  # the decoder looks at every row
         self._check_length(request, 0 if looks else len(spliced), before)
         features = [piece.features for piece in pieces if piece.features is not None]
         visual = np.flatnonzero(np.concatenate([piece.visual for piece in pieces]))
         beside = [piece.beside for piece in pieces if piece.beside is not None]
-        encoded = Encoded(
+        return Encoded(
             spliced,
             visual,
             torch.cat(features) if features else None,
@@ -248,11 +246,8 @@ class Encoder:
             _places(pieces, starts),
             sum(piece.pruned for piece in pieces),
             _spans(pieces, starts),
+            _grids(pieces) if looks else (),
         )
-        if looks and self._look is not None and pruner is not None and amount is not None:
-            encoded = self._look.prune(encoded, _grids(pieces), pruner, amount, request.sampling.max_new_tokens)
-            self._check_length(request, len(encoded.ids), before)
-        return encoded
 
     def _prompt(self, request: Request) -> np.ndarray:
         """The chat's ids (int64), one for each image and video."""
@@ -274,17 +269,9 @@ class Encoder:
 
     def _check_length(self, request: Request, prompt: int, before: int) -> None:
         """What is left after pruning takes room in the engine, what there was ``before`` positions of the models."""
-        new = request.sampling.max_new_tokens
         positions = min(model.spec.max_tokens for model in self._models(request))
-        for size, limit in ((prompt, self.max_tokens), (before, positions)):
-            if size + new > limit:
-                field = "sampling.max_new_tokens" if size < limit else "messages"
-                pruned = " (before pruning)" if size > prompt else ""
-                raise InvalidArgument.of(
-                    field,
-                    f"a prompt of {size} tokens{pruned} and {new} new ones exceed the limit of {limit}; "
-                    "shorten the prompt or lower max_new_tokens",
-                )
+        check_length(request, prompt, self.max_tokens)
+        check_length(request, before, positions, pruned=before > prompt)
 
 
 @dataclass(frozen=True)
@@ -351,14 +338,14 @@ def _spans(pieces: list[_Rows], starts: list[int]) -> tuple[Span, ...]:
     )
 
 
-def _grids(pieces: list[_Rows]) -> list[list[np.ndarray]]:
+def _grids(pieces: list[_Rows]) -> tuple[tuple[np.ndarray, ...], ...]:
     """Of each image and clip, the rows of the prompt that are the patches of each of its grids."""
     starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)])
-    return [
-        [start + np.flatnonzero(piece.grid == i) for i in range(int(piece.grid.max()) + 1)]
+    return tuple(
+        tuple(start + np.flatnonzero(piece.grid == i) for i in range(int(piece.grid.max()) + 1))
         for start, piece in zip(starts, pieces, strict=False)
         if piece.features is not None
-    ]
+    )
 
 
 def _content(part: Part) -> dict[str, str]:

@@ -27,7 +27,7 @@ from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed
 from mmserve.encode.watching import VISUAL, Look, Watching, clip_file, ids_of, prepared_clip
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import FailedPrecondition, InvalidArgument
-from mmserve.models.base import Model
+from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
 
@@ -64,13 +64,13 @@ class Visual:
 class _Eye:
     """A model that looks at media: what it sees with, and digests of what decides the pixels and the tokens."""
 
-    model: Model
+    model: EncoderModel
     vision: VisionEncoder
     pixels: bytes
     tokens: bytes
 
     @classmethod
-    def of(cls, model: Model) -> Self | None:
+    def of(cls, model: EncoderModel) -> Self | None:
         vision = model.vision
         if vision is None:
             return None
@@ -101,7 +101,9 @@ class Loaded:
 class Viewer:
     """The towers of a model and its companion over a cache; holds no state of any request."""
 
-    def __init__(self, model: Model, media: MediaConfig, cache: EncoderCache, decoders: Decoders | None = None) -> None:
+    def __init__(
+        self, model: EncoderModel, media: MediaConfig, cache: EncoderCache, decoders: Decoders | None = None
+    ) -> None:
         self.media, self.cache = media, cache
         self._decoders = decoders or InPlace(media)
         self._eye = _Eye.of(model)

@@ -21,7 +21,7 @@ from mmserve.encode.sampling import Sampled
 from mmserve.encode.slow_fast import chosen_frames, compacted, detailed_grids, details_of
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import InvalidArgument
-from mmserve.models.base import Model
+from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, Resize, Text, Tile, VisionEncoder
 from mmserve.prune.base import Evidence
 
@@ -54,7 +54,7 @@ class _Part:
 class Watching:
     """How a clip is encoded. ``tower`` is held while the tower runs; ``field``: of the request, for errors."""
 
-    model: Model
+    model: EncoderModel
     vision: VisionEncoder
     field: str
     sampling: VideoSampling | None

@@ -9,6 +9,8 @@ asks attention itself; a page that is shared has no one request's attention to a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
@@ -43,6 +45,31 @@ class QuantizedStore(KVStore):
         self.kernels[op.op] = op.path
         with memory_of(pages, page_size):
             self._layers = [self._blank(pages) for _ in range(config.num_layers)]
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``KVStore._stored``; places of salient tokens count from those of their page in ``read_pages``."""
+        for layer, pair in enumerate(self._layers):
+            for name, pages in zip(("keys", "values"), pair, strict=True):
+                assert pages.low is not None, "integers have a lowest value"
+                yield f"{name}.{layer}.codes", pages.codes
+                yield f"{name}.{layer}.scale", pages.scale
+                yield f"{name}.{layer}.low", pages.low
+                if pages.kept is not None:
+                    yield f"{name}.{layer}.kept", pages.kept.unflatten(0, (-1, self._kept))
+            if pair[0].kept_at is not None:
+                yield f"kept_at.{layer}", pair[0].kept_at
+
+    def _relative(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        return self._moved(name, held, -pages)
+
+    def _absolute(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        return self._moved(name, held, pages)
+
+    def _moved(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        """``held``; where it says which salient tokens are whose, those ``pages`` farther."""
+        if not name.startswith("kept_at"):
+            return held
+        return torch.where(held < 0, held, held + pages[:, None] * self._kept).to(held.dtype)
 
     @property
     def bytes(self) -> int:

@@ -138,6 +138,16 @@ class Sparse:
             return frozenset()
         return frozenset({*range(_DENSE_LAYERS), *choosing_layers(self._layers)} & {*range(self._layers)})
 
+    def took(self, pages: np.ndarray, positions: int) -> None:
+        """Take note of ``pages`` (int64) that no pass wrote: the first ``positions`` of them hold keys now."""
+        if self._bounds is None:
+            return
+        size = self._store.page_size
+        at = torch.from_numpy(pages).to(self._store.device)
+        filled = (positions - torch.arange(len(at), device=at.device) * size).clamp(0, size)
+        for layer, keys in enumerate(self._store.keys):
+            self._bounds.update(layer, keys, at, filled)
+
     def _index(
         self,
         s: Selection,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from mmserve_kernels.cached_attention import FixedBatch, Ragged
 from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, TransferError
 from mmserve.models.decoder import Attend, DecoderConfig
 
 #: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: attention of a pass over the pages.
@@ -145,6 +146,35 @@ class KVStore:
             for page in last[a : a + 1].tolist()
         ]
 
+    def read_pages(self, pages: np.ndarray) -> dict[str, Tensor]:
+        """A copy of what ``pages`` (int64) hold, in their order, layer by layer: what ``write_pages`` takes."""
+        at = self._tensor(pages)
+        return {name: self._relative(name, stored.index_select(0, at), at) for name, stored in self._stored()}
+
+    def write_pages(self, pages: np.ndarray, held: Mapping[str, Tensor]) -> None:
+        """Fill ``pages`` (int64) with what ``read_pages`` of another store gave for as many.
+
+        Raises ``TransferError``, and writes nothing, where that store is of another form.
+        """
+        at, stored = self._tensor(pages), dict(self._stored())
+        check_form({name: (len(at), *into.shape[1:], into.dtype) for name, into in stored.items()}, held)
+        for name, into in stored.items():
+            into[at] = self._absolute(name, held[name].to(into.device), at)
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the store holds of pages, by name: ``[pages, …]`` each."""
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            yield f"keys.{layer}", keys
+            yield f"values.{layer}", values
+
+    def _relative(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        """What of ``pages`` is ``held`` under ``name``, whatever pages they are: here the same."""
+        return held
+
+    def _absolute(self, name: str, held: Tensor, pages: Tensor) -> Tensor:
+        """The inverse of ``_relative``."""
+        return held
+
     def values_at(self, layer: int, ragged: Ragged) -> Tensor:
         """Stored values ``[rows, kv_heads, head_dim]`` of the rows' own positions."""
         return self.values[layer].flatten(0, 1)[ragged.slots]
@@ -176,6 +206,14 @@ class KVStore:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+
+def check_form(wanted: Mapping[str, tuple[Any, ...]], held: Mapping[str, Tensor]) -> None:
+    """``TransferError`` unless ``held`` has tensors of the shapes and dtypes ``wanted`` (dtype last), and no others."""
+    found = {name: (*tensor.shape, tensor.dtype) for name, tensor in held.items()}
+    if found != wanted:
+        name = next(name for name in (*wanted, *found) if wanted.get(name) != found.get(name))
+        raise TransferError(f"K/V {name!r} came as {found.get(name)}, and this store has {wanted.get(name)}")
 
 
 def written_pages(ragged: Ragged, pages: int, page_size: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,63 @@ class ModelSpec:
         return {Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}.get(self.attention)
 
 
+class EncoderModel(Protocol):
+    """What encode needs of a model: its tower, its tokens, and the form of what its decoder takes."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    @property
+    def vision(self) -> VisionEncoder | None: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def companion(self) -> EncoderModel | None: ...
+    @property
+    def position_axes(self) -> int: ...
+    @property
+    def deep_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnly:
+    """A model without its decoder, for a process that encodes and does nothing else."""
+
+    spec: ModelSpec
+    tokenizer: PreTrainedTokenizerBase
+    vision: VisionEncoder | None
+    dtype: torch.dtype
+    device: torch.device
+    companion: EncoderOnly | None
+    position_axes: int
+    deep_layers: int
+    vocab_size: int
+    width: int
+
+    @classmethod
+    def of(cls, model: EncoderModel) -> Self:
+        """The part of ``model`` that encodes; its decoder's weights are free once nothing else refers to them."""
+        return cls(
+            spec=model.spec,
+            tokenizer=model.tokenizer,
+            vision=model.vision,
+            dtype=model.dtype,
+            device=model.device,
+            companion=None if model.companion is None else cls.of(model.companion),
+            position_axes=model.position_axes,
+            deep_layers=model.deep_layers,
+            vocab_size=model.vocab_size,
+            width=model.width,
+        )
+
+
 #: Products of rows with a model's weights, one of each shape: widths of a row before and after.
 Products = Mapping[tuple[int, int], Callable[[Tensor], Tensor]]
 
@@ -140,6 +197,14 @@ class CanvasNetwork(Protocol):
         """Logits (fp32 ``[L, V]``) of each canvas, all of one length."""
         ...
 
+    def held(self, past: Any) -> dict[str, Tensor]:
+        """The K/V of ``past`` by name, for another process; ``past`` stays as it is."""
+        ...
+
+    def past_of(self, held: Mapping[str, Tensor], positions: int) -> Any:
+        """What ``held`` was of, after so many ``positions``. Raises ``TransferError`` where it is of another form."""
+        ...
+
 
 @dataclass(frozen=True)
 class CanvasModel:
@@ -165,6 +230,11 @@ class CanvasModel:
     def position_axes(self) -> int:
         """Axes of a position: one."""
         return 1
+
+    @property
+    def deep_layers(self) -> int:
+        """Layers that take visual tokens beside the embedding: none."""
+        return 0
 
     @property
     def vocab_size(self) -> int:
@@ -205,6 +275,11 @@ class LoadedModel:
     def position_axes(self) -> int:
         """Axes of a position: one, or three where images have rows and columns."""
         return self.decoder.config.position_axes
+
+    @property
+    def deep_layers(self) -> int:
+        """Layers that take visual tokens beside the embedding, from the first on."""
+        return self.decoder.config.deep_layers
 
     @property
     def vocab_size(self) -> int:

@@ -7,7 +7,7 @@ in head size and look through windows, so its keys and values stay in transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from mmserve.errors import ConfigError
+from mmserve.errors import ConfigError, TransferError
 from mmserve.models.base import Attention, CanvasModel, ModelSpec, OpenCanvas, Products, Renoising
 from mmserve.models.chat import IMAGE, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
@@ -140,6 +141,25 @@ class GemmaCanvas(nn.Module):
         return [
             logits for i in range(0, len(canvases), _AT_ONCE) for logits in self._predict(canvases[i : i + _AT_ONCE])
         ]
+
+    def held(self, past: Any) -> dict[str, Tensor]:
+        """See ``CanvasNetwork``: ``[1, G, n, K]`` a layer, in layers with a window the last positions only."""
+        layers = enumerate(past.layers)
+        return {f"{name}.{i}": getattr(layer, name) for i, layer in layers for name in ("keys", "values")}
+
+    def past_of(self, held: Mapping[str, Tensor], positions: int) -> Any:
+        """See ``CanvasNetwork``."""
+        past = DynamicCache(config=self.network.config.get_text_config(decoder=True))
+        names = {f"{name}.{i}" for i in range(len(past.layers)) for name in ("keys", "values")}
+        if names != set(held):
+            raise TransferError(f"the K/V of {len(held) // 2} layers came, and this model has {len(past.layers)}")
+        for i, layer in enumerate(past.layers):
+            keys, values = held[f"keys.{i}"], held[f"values.{i}"]
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = positions
+        return past
 
     def _predict(self, canvases: list[OpenCanvas]) -> list[Tensor]:
         length, count = len(canvases[0].tokens_L), len(canvases)

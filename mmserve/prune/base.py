@@ -100,6 +100,11 @@ class Pruner(Protocol):
         ...
 
 
+def judged_by_decoder(pruner: Pruner | None) -> bool:
+    """Whether ``pruner`` must see the whole prompt."""
+    return pruner is not None and bool(pruner.needs & OF_DECODER)
+
+
 #: Amounts that are a number of tokens.
 COUNTED = frozenset({"keep_ratio", "token_budget"})
 #: Also those that leave the number to the scores.

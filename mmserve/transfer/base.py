@@ -1,4 +1,4 @@
-"""How one stage's result reaches the next stage."""
+"""How one stage's result reaches the next stage: all of a request's state, and nothing beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ class Transport(Protocol):
 
     The engine bounds how many payloads wait (``EngineConfig.handover``); a transport only holds and moves them.
     """
+
+    @property
+    def in_process(self) -> bool:
+        """Whether both ends are in one process and over one store.
+
+        A payload is then the sender's own object, without a copy. Otherwise it is one of ``core.payloads``.
+        """
+        ...
 
     def send(self, request: RequestId, payload: Any) -> None:
         """Called by the stage that made the payload."""

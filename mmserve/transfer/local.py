@@ -10,6 +10,8 @@ from mmserve.core.request import RequestId
 class LocalTransport:
     """A table of payloads; single operations on a dict are atomic, so stages on threads share it safely."""
 
+    in_process = True
+
     def __init__(self) -> None:
         self._payloads: dict[RequestId, Any] = {}
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
+from mmserve.core.encoded import DeepStack
 from mmserve.decode.logits import padded_rows
 from mmserve.encode.embedding import deep_rows
-from mmserve.encode.encoded import DeepStack
 from mmserve.models.base import LoadedModel
 from mmserve.models.decoder import DecoderLayer
 from mmserve.video.rows import Buffers

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.core.encoded import DeepStack, Encoded, Past, Span
 from mmserve.core.request import Amount, Request, TextPart
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import DeepStack, Encoded, Past, Span
 from mmserve.encode.slow_fast import compacted
 from mmserve.encode.visual import pruned
 from mmserve.encode.watching import VISUAL, ids_of

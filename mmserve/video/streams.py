@@ -15,10 +15,10 @@ from mmserve.core.request import Request, Vision
 from mmserve.core.tenant import Tenant
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.recompute import KEEPS_PROMPT
-from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.engine import Engine
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 from mmserve.prune import pruner_for
+from mmserve.prune.base import judged_by_decoder
 from mmserve.record import Sink
 from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats
 from mmserve.video.intake import Waiting, closed, failed, take_in

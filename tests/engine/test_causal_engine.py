@@ -15,9 +15,9 @@ from helpers import ask, dkv, picture, threshold, tokenizer
 from llama_checkpoints import SHAPES, Sighted, greedy, llama, load, save, without_special_tokens
 from qwen_checkpoints import KINDS, qwen
 
+from mmserve.core.encoded import Encoded
 from mmserve.core.events import Finished
 from mmserve.core.request import Diffusion, Policy, Request
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.media import decode_image
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel

@@ -24,7 +24,7 @@ def constrained(name: str, pattern: str) -> Request:
 def test_stopping_does_not_wait_for_a_process_that_stands_still(bench: Callable[..., Bench]) -> None:
     b = bench()
     assert b.ask(constrained("first", "a")).text == "a"
-    language = b.engine.stages._admission._language
+    language = b.engine.stages.encoding.admission._language
     assert language is not None
     compiler = language.grammars._compiler
     compiler._patience = 600.0
@@ -48,7 +48,7 @@ def test_stopping_does_not_wait_for_a_process_that_stands_still(bench: Callable[
 def test_a_slow_constraint_holds_up_no_other(bench: Callable[..., Bench], cancelled: bool) -> None:
     b = bench()
     assert b.ask(constrained("first", "a")).text == "a"
-    language = b.engine.stages._admission._language
+    language = b.engine.stages.encoding.admission._language
     assert language is not None
     compiler = language.grammars._compiler
     eventually(lambda: compiler.standby is not None, "a child stands by")

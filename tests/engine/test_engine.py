@@ -24,6 +24,7 @@ import mmserve.engine
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.canvas import MASKED, Canvas
 from mmserve.core.constraint import ConstraintSpec, Regex
+from mmserve.core.encoded import Encoded
 from mmserve.core.events import Admitted, Finished
 from mmserve.core.request import ImagePart, Message, Policy, Request, Stage, TextPart
 from mmserve.decode.commit import COMMIT, DIFFUSION_COMMIT, Candidates
@@ -32,7 +33,6 @@ from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.decode.logits import Logits
 from mmserve.decode.recompute import FULL_ATTENTION, RECOMPUTE
 from mmserve.decode.recompute.none import NoCache
-from mmserve.encode.encoded import Encoded
 from mmserve.engine import Engine
 from mmserve.errors import (
     Cancelled,

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mmserve.decode.graphs
 from mmserve.config import EngineConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
+from mmserve.core.encoded import DeepStack
 from mmserve.core.request import Policy, Request
 from mmserve.decode.forward import row_floor
 from mmserve.decode.graphs import MOST_ROWS, Bucket, CudaCapture, Graphs, Run, graphs_for, obstacle
 from mmserve.decode.logits import padded_rows
-from mmserve.encode.encoded import DeepStack
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore

@@ -20,8 +20,8 @@ from shuffled_checkpoints import ROWS, text_settings
 from transformers import SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, TextPart, VideoPart, Vision
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
 from mmserve.errors import ConfigError, InvalidArgument

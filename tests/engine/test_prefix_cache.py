@@ -87,7 +87,7 @@ class Watched:
             return attend(ragged, read, observe)
 
         def ended(name: str) -> Any:
-            d = stages._decoding[name]
+            d = stages.decoding.live[name]
             n = d.canvas.size - 1  # the last token is never run
             rest = (d.canvas.tokens.tolist(), d.canvas.committed_at.tolist(), d.log_probabilities.tobytes())
             self.ended[name] = (*rest, self._bits(d.prefilled.pages, n))

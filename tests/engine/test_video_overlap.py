@@ -141,7 +141,7 @@ def test_prefill_begins_before_the_clip_is_read(causal: LoadedModel, hold: Hold)
     try:
         [call] = b.submit(watching("v"))
         assert hold.reached.wait(PATIENCE)
-        prefilling = b.engine.stages._prefilling
+        prefilling = b.engine.stages.prefilling.begun
         eventually(lambda: "v" in prefilling and prefilling["v"].run >= 2 * ROWS, "chunks of its prompt are prefilled")
         time.sleep(0.05)
         assert prefilling["v"].run % ROWS == 0 and b.stage("v") is Stage.ENCODED and not call.ended

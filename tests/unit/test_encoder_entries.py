@@ -18,9 +18,9 @@ from PIL import Image
 from tokenizers import normalizers
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel

@@ -20,12 +20,12 @@ from qwen_vl_checkpoints import Qwen
 from shuffled_checkpoints import internvl_chat, smolvlm
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Message, Request, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.encode import encoder
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool, Decoders, InPlace
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.slow_fast import compacted
 from mmserve.encode.visual import Viewer

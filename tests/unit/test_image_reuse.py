@@ -21,13 +21,13 @@ from qwen_vl_checkpoints import KINDS, Qwen
 
 from mmserve.config import MediaConfig
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded, Span
 from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
 from mmserve.decode.forward import Pass, forward
 from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded, Span
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for

@@ -12,13 +12,13 @@ from helpers import ask, picture, tiny_model
 from plain_reduction import Plain, Rule, expected_attention, heavy_hitters, sink_window, visual_cache
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Policy, Request
 from mmserve.decode.extensions.eviction import Eviction, KVEviction
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
 from mmserve.decode.state import Decoding, Prefilling
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for

@@ -12,6 +12,7 @@ from helpers import ask, blank, dkv, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Policy, Request, Sampling
 from mmserve.decode import logits as by_slice
 from mmserve.decode.commit import Candidates
@@ -19,7 +20,6 @@ from mmserve.decode.logits import by_slices
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
 from mmserve.decode.sampler import candidates
-from mmserve.encode.encoded import Encoded
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 from mmserve.models.base import LoadedModel

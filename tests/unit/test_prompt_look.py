@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers import ask, picture, tiny_model
+from helpers import ask, looked, picture, tiny_model
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Request, Vision
 from mmserve.encode.embedding import embedded
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.models.attended import Onlooker, shown_by
 from mmserve.models.base import Attention, LoadedModel
@@ -74,12 +74,12 @@ def asked(pruner: str, value: float, text: str = "what?", name: str = "keep_rati
 
 @torch.inference_mode()
 def test_of_each_image_the_best_stay_in_their_places(model: LoadedModel) -> None:
-    encode = encoder(model).encode
-    [full] = encode([asked("fastv", 1.0)])
+    made = encoder(model)
+    [full] = looked(made, asked("fastv", 1.0))
     for pruner, kind in (("fastv", Evidence.LAST_ROW), ("redvtp", Evidence.MASK_ROWS))[: 2 - model.spec.causal]:
         scores = plain_scores(model, full, kind)
         for keep in (1, 2, 3, 4):
-            [left] = encode([asked(pruner, keep / 4)])
+            [left] = looked(made, asked(pruner, keep / 4))
             images = full.image_rows.reshape(3, 4)
             best = [sorted(rows, key=lambda row: -float(scores[row]))[:keep] for rows in images]
             places = np.arange(len(left.ids)) if left.places is None else left.places[:-1]
@@ -94,11 +94,11 @@ def test_of_each_image_the_best_stay_in_their_places(model: LoadedModel) -> None
 
 @torch.inference_mode()
 def test_a_share_of_attention_is_the_fewest_that_draw_it(model: LoadedModel) -> None:
-    encode = encoder(model).encode
-    [full] = encode([asked("fastv", 1.0)])
+    made = encoder(model)
+    [full] = looked(made, asked("fastv", 1.0))
     scores = plain_scores(model, full, Evidence.LAST_ROW)[torch.from_numpy(full.image_rows)].reshape(3, 4)
     for mass in (0.2, 0.5, 0.8):
-        [left] = encode([asked("fastv", mass, name="attention_mass")])
+        [left] = looked(made, asked("fastv", mass, name="attention_mass"))
         ordered = scores.sort(-1, descending=True).values.cumsum(-1)
         wanted = [next(n for n in range(4) if own[n] >= mass * own[-1]) + 1 for own in ordered]
         assert len(left.image_rows) == sum(wanted)
@@ -107,10 +107,10 @@ def test_a_share_of_attention_is_the_fewest_that_draw_it(model: LoadedModel) -> 
 def test_the_question_chooses_and_the_tower_runs_once(model: LoadedModel) -> None:
     made = encoder(model)
     questions = [asked("fastv", 0.25, text) for text in ("what is left?", "is it red?", "7 + 5", "above the star")]
-    places = [made.encode([request])[0].places for request in questions]
+    places = [looked(made, request)[0].places for request in questions]
     assert len({tuple(p.tolist()) for p in places if p is not None}) > 1
     assert made.cache.tokens.stats().made == 3
-    again = made.encode([asked("fastv", 1.0), *questions])  # in company, and with the cache
+    again = looked(made, asked("fastv", 1.0), *questions)  # in company, and with the cache
     assert again[0].places is None and made.cache.tokens.stats().made == 3
     for before, after in zip(places, again[1:], strict=True):
         assert before is not None and after.places is not None and np.array_equal(before, after.places)

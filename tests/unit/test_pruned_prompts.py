@@ -19,17 +19,17 @@ import shuffled_checkpoints as shuffled
 import torch
 from clips import clip, video_model
 from foreseen import check_foreseen
-from helpers import ask, picture, tiny_model
+from helpers import ask, looked, picture, tiny_model
 from PIL import Image
 from tokenizers import AddedToken
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.kv.prefix import page_keys
@@ -134,13 +134,13 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
     parts: list[Part] = [TextPart("a"), ImagePart(picture(1)), TextPart("b"), ImagePart(picture(2))]
     if model.spec.video_id is not None:
         parts.append(VideoPart(FILE))
-    request, encode = show(*parts), encoder(model).encode
+    request, encode = show(*parts), encoder(model)
     check_foreseen(model)
     names = pruners_for(model.vision.evidence | shown_by(model))[1:]
     judged_late = {Attention.CAUSAL: 1, Attention.FULL: 2, Attention.PREFIX: 0}[model.spec.attention]
     assert len(names) == (8 if layout not in CLASSLESS else 4) + judged_late
     for name in names:
-        [full], [left] = encode([request]), encode([pruned(request, name)])
+        full, left = looked(encode, request, pruned(request, name))
         assert len(left.ids) < len(full.ids), name
         ours, rows = served_logits(model, request, left)
         theirs = masked_logits(model, oracle, full, left, request.sampling.max_new_tokens)[torch.from_numpy(rows)]
@@ -153,7 +153,7 @@ def test_pruning_is_full_attention_with_the_dropped_keys_masked(tmp_path: Path, 
 def test_separators_stay_and_places_are_those_of_before(tmp_path: Path, name: str) -> None:
     model, _oracle = LAYOUTS["llada-v with separators"](tmp_path)
     request = show(ImagePart(picture(1)), VideoPart(FILE))
-    [full], [left] = (encoder(model).encode([r]) for r in (request, pruned(request, name)))
+    full, left = looked(encoder(model), request, pruned(request, name))
     assert left.places is not None and left.places[-1] == len(full.ids)
     assert np.array_equal(full.ids[left.places[:-1]], left.ids)
     assert full.features is not None and left.features is not None
@@ -195,9 +195,9 @@ def test_lengths_count_what_is_left_and_positions_what_was() -> None:
     with pytest.raises(InvalidArgument, match="exceed the limit"):
         tight.encode([request])
     for name in ("random", "fastv"):
-        assert len(tight.encode([pruned(request, name)])[0].ids) == len(full.ids) - 8
+        assert len(looked(tight, pruned(request, name))[0].ids) == len(full.ids) - 8
         with pytest.raises(InvalidArgument, match="exceed the limit"):
-            tight.encode([pruned(request, name, Amount("token_budget", 4))])
+            looked(tight, pruned(request, name, Amount("token_budget", 4)))
     short = replace(model, spec=replace(model.spec, max_tokens=len(full.ids) + 5))
     for name in ("random", "fastv"):
         with pytest.raises(InvalidArgument, match=r"\(before pruning\)"):

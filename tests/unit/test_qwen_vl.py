@@ -17,9 +17,9 @@ from llama_checkpoints import edit
 from qwen_vl_checkpoints import FRAMES, KINDS, Qwen, served_rows
 
 from mmserve.config import EncoderCacheConfig, MediaConfig, ModelConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
 from mmserve.encode.cache import EncoderCache
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel

@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.media import decode_image
 from mmserve.models.base import LoadedModel

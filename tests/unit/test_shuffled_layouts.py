@@ -22,8 +22,8 @@ from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Message, TextPart, VideoPart
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import Clip, decode_video
 from mmserve.errors import ConfigError

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from mmserve.config import MediaConfig
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
-from mmserve.encode.encoded import Encoded
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
 from mmserve.errors import FailedPrecondition, InvalidArgument

@@ -26,6 +26,17 @@ class Projected(NamedTuple):
     padding: int | None  # the token after the budget; None where that part of the canvas is free
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What another observer has found, where a pass was made elsewhere."""
+
+    found: Ranked | SampledRun
+
+    def ranked(self) -> Ranked | SampledRun:
+        """What was found."""
+        return self.found
+
+
 @dataclass
 class Session:
     """The constraint of one sample of a request, from admission to its last token; used by one thread at a time."""
@@ -33,7 +44,7 @@ class Session:
     answer: ConstrainedAnswer
     causal: bool = False  # whether the model predicts next tokens only
     #: Of the current pass, until ``choose``.
-    observers: list[TopKObserver | RejectionSampler] = field(default_factory=list)
+    observers: list[TopKObserver | RejectionSampler | Observed] = field(default_factory=list)
 
     @property
     def stats(self) -> Meter:
@@ -81,8 +92,9 @@ class Session:
         """
         if not more:
             self.observers = []
-        self.observers.append(self.answer.observer(targets - canvas.prompt_length, causal=self.causal))
-        return self.observers[-1]
+        observer = self.answer.observer(targets - canvas.prompt_length, causal=self.causal)
+        self.observers.append(observer)
+        return observer
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: CommitPolicy, *, judged: bool = False) -> Chosen:
         """What of the witness becomes final after a pass: one position at least, if any of ``proposed`` is open.
@@ -161,11 +173,16 @@ class Session:
     def _budgeted(self, canvas: Canvas) -> np.ndarray:
         return known_tokens(canvas)[: len(self.answer.witness.tokens)]
 
-    def _ranked(self) -> Ranked | SampledRun:
-        """What was observed of the pass."""
-        found, self.observers = [observer.ranked() for observer in self.observers], []
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            raise ValueError("chosen before it was observed")
+    def observed(self) -> Ranked | SampledRun | None:
+        """What was observed of the pass under way, for the next ``choose``; None = nothing."""
+        found = [observer.ranked() for observer in self.observers]
+        if len(found) < 2:
+            return found[0] if found else None
         return Ranked.joined([part for part in found if isinstance(part, Ranked)])
+
+    def _ranked(self) -> Ranked | SampledRun:
+        """What was observed of the pass, which is then used up."""
+        found, self.observers = self.observed(), []
+        if found is None:
+            raise ValueError("chosen before it was observed")
+        return found

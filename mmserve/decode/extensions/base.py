@@ -20,11 +20,11 @@ from torch import Tensor
 
 from mmserve.core.candidates import Chosen
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack, Encoded
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import LogitsObserver
 from mmserve.decode.forward import Pass
-from mmserve.encode.encoded import DeepStack, Encoded
 
 if TYPE_CHECKING:
     from mmserve.decode.state import Answer, Decoding, Live, Prefilling

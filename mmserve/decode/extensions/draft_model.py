@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack
 from mmserve.core.request import Request
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.decode.commit import Candidates, Commit
@@ -28,7 +29,6 @@ from mmserve.decode.sampler import candidates
 from mmserve.decode.scores import scores_for
 from mmserve.decode.state import Answer, Decoding, Live, Prefilling
 from mmserve.encode.embedding import place_features
-from mmserve.encode.encoded import DeepStack
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from mmserve.constraint.session.session import Session
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import Encoded
+from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.commit.scheduled import Scheduled
 from mmserve.decode.emit import advanced, answer_of, snapshot_of
@@ -27,9 +29,9 @@ from mmserve.decode.sampler import step_generator
 from mmserve.decode.state import Answer, Stepped
 from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
+from mmserve.decode.uniform_state.handover import go_on, payload_of, prefilled_of
 from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler
 from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled
-from mmserve.encode.encoded import Encoded
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas
 
@@ -76,7 +78,12 @@ class UniformStateDecoder:
 
     def open(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
         """The decode state of a request whose prompt is read: its first canvas is noise."""
-        d = CanvasDecoding(
+        d = self._opened(request, prefilled)
+        self._begin_canvas(d)
+        return d
+
+    def _opened(self, request: Request, prefilled: CanvasPrefilled) -> CanvasDecoding:
+        return CanvasDecoding(
             request,
             prefilled.canvas,
             prefilled.features,
@@ -89,8 +96,24 @@ class UniformStateDecoder:
             prefilled.run,
             prefilled.constraint,
         )
-        self._begin_canvas(d)
-        return d
+
+    def payload(self, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
+        """As of ``Decoder.payload``."""
+        return payload_of(self.model, state)
+
+    @torch.inference_mode()
+    def restored(
+        self,
+        request: Request,
+        payload: PrefilledPayload | CanvasPayload,
+        pages: PageTable,
+        session: Session | None = None,
+    ) -> CanvasDecoding:
+        """As of ``Decoder.restored``."""
+        begun = prefilled_of(self.model, payload.prefilled, session)
+        if isinstance(payload, CanvasPayload):
+            return go_on(self._opened(request, begun), payload)
+        return self.open(request, begun)
 
     @torch.inference_mode()
     def propose(self, batch: list[CanvasDecoding]) -> list[None]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
 from mmserve.core.tuning import ACCOMPANIED, DRAFTING
-from mmserve.encode.encoded import Encoded
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.models.base import Attention, CanvasModel, Model

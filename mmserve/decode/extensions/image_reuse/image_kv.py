@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.core.encoded import Encoded, Span
 from mmserve.encode.cache import Entry, TensorCache
 from mmserve.encode.embedding import deep_rows, embedded
-from mmserve.encode.encoded import Encoded, Span
 from mmserve.encode.keys import digest
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.alone import kv_alone

@@ -17,6 +17,7 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.encoded import DeepStack, Encoded, Past
 from mmserve.core.request import Request
 from mmserve.decode.extensions.base import Extension, Opening, RequestExtension
 from mmserve.decode.extensions.image_reuse.checks import reusable, reused
@@ -25,7 +26,6 @@ from mmserve.decode.extensions.image_reuse.selective import AskingRows, RowWatch
 from mmserve.decode.forward import Pass
 from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import deep_rows
-from mmserve.encode.encoded import DeepStack, Encoded, Past
 from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.kv.store import KVStore
 from mmserve.models.alone import kv_alone

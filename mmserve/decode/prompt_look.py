@@ -1,31 +1,24 @@
-"""Visual tokens that are pruned by what the decoder sees in the whole prompt: after encode, before any page is taken.
+"""Visual tokens that are pruned by what the decoder sees in the whole prompt: the first of prefill, before any page.
 
 The towers' tokens are the same whatever is asked about them, so the cache keeps them unpruned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmserve.core.request import Amount
+from mmserve.core.encoded import Encoded
+from mmserve.core.request import Amount, Request
 from mmserve.encode.embedding import deep_rows, embedded
-from mmserve.encode.encoded import Encoded
+from mmserve.encode.lengths import check_length
 from mmserve.models.attended import Onlooker
 from mmserve.models.base import LoadedModel
-from mmserve.prune.base import OF_DECODER, Look, Pruner
-
-#: Of an image or a clip: the rows of the prompt (int64, ascending) that are the patches of each grid.
-Grids = Sequence[np.ndarray]
-
-
-def judged_by_decoder(pruner: Pruner | None) -> bool:
-    """Whether ``pruner`` must see the whole prompt."""
-    return pruner is not None and bool(pruner.needs & OF_DECODER)
+from mmserve.prune import pruner_of
+from mmserve.prune.base import Look, Pruner
 
 
 class PromptLook:
@@ -34,10 +27,19 @@ class PromptLook:
     def __init__(self, model: LoadedModel, onlooker: Onlooker | None = None) -> None:
         self._model, self._onlooker = model, onlooker or Onlooker(model)
 
-    def prune(
-        self, encoded: Encoded, media: Sequence[Grids], pruner: Pruner, amount: Amount, new_tokens: int
-    ) -> Encoded:
-        """``encoded`` with what ``pruner`` leaves of each image and clip; an answer of ``new_tokens`` is to follow."""
+    def pruned(self, request: Request, encoded: Encoded, max_tokens: int) -> Encoded:
+        """What the request's pruner leaves of ``encoded``, which has ``grids``.
+
+        ``InvalidArgument`` where that, and the answer, are more than ``max_tokens``.
+        """
+        pruner, amount = pruner_of(request), request.vision.amount
+        assert pruner is not None and amount is not None, "encode leaves grids to pruners"
+        left = self.prune(encoded, pruner, amount, request.sampling.max_new_tokens)
+        check_length(request, len(left.ids), max_tokens)
+        return left
+
+    def prune(self, encoded: Encoded, pruner: Pruner, amount: Amount, new_tokens: int) -> Encoded:
+        """``encoded`` with what ``pruner`` leaves of each of its ``grids``; an answer of ``new_tokens`` follows."""
         (kind,) = pruner.needs
         spec, size = self._model.spec, len(encoded.ids)
         new = 0 if spec.causal else new_tokens
@@ -51,7 +53,7 @@ class PromptLook:
         positions = torch.from_numpy(places).to(self._model.device)
         scores = self._onlooker.look(kind, embeddings, positions, size, added)
         kept = np.ones(size, dtype=bool)
-        for grids in media:
+        for grids in encoded.grids:
             looks = [Look(1, len(rows), {kind: _at(scores, rows)}) for rows in grids]
             for rows, plan in zip(grids, pruner.plans(looks, amount), strict=True):
                 kept[rows] = False
@@ -64,9 +66,9 @@ def _at(scores: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _kept(encoded: Encoded, kept: np.ndarray) -> Encoded:
-    """The rows of a prompt where ``kept`` (bool ``[prompt]``) is True, each with its position."""
+    """The rows of a prompt where ``kept`` (bool ``[prompt]``) is True, each with its position; no grids are left."""
     if kept.all():
-        return encoded
+        return replace(encoded, grids=())
     size = len(encoded.ids)
     places = encoded.places if encoded.places is not None else np.arange(size + 1)
     visual = np.zeros(size, dtype=bool)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
+
+from mmserve.core.tensors import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Encoded:
     places: np.ndarray | None = None  # int64 [prompt + 1], or [axes, prompt + 1]: see ``Canvas.create``
     pruned: int = 0  # visual tokens that are gone
     spans: tuple[Span, ...] = ()  # of each image and clip, in order
+    #: Of each image and clip, the rows (int64, ascending) of the prompt that are the patches of each grid, where the
+    #: decoder is to look at them before any page is taken; empty = the prompt is what it will be.
+    grids: tuple[tuple[np.ndarray, ...], ...] = ()
     span_keys: tuple[bytes, ...] = ()  # of each, where its K/V are to be taken from elsewhere
     past: Past | None = None  # rows that no pass runs: their K/V are there already
 

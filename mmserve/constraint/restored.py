@@ -1,0 +1,236 @@
+"""Sessions of constrained requests to plain data and back: grammars are compiled again, and led to their places."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from llguidance import LLParserLimits
+
+from mmserve.constraint.admission import ANYTHING, SharedParserStates, spelled_vocabulary
+from mmserve.constraint.limits import PARSER_LIMITS
+from mmserve.constraint.search.concatenation import BoundedHole, Concatenation
+from mmserve.constraint.search.lattice import TopK
+from mmserve.constraint.search.lexicon import Lexicon
+from mmserve.constraint.search.matcher import Constraint, Grammar
+from mmserve.constraint.search.vocabulary import Vocabulary
+from mmserve.constraint.search.witness import Outcome, Witness
+from mmserve.constraint.session.answer import ConstrainedAnswer, splitter
+from mmserve.constraint.session.judge import Judge, judge_of
+from mmserve.constraint.session.meter import Meter
+from mmserve.constraint.session.sampling import SampledRun, SampleState, Visit
+from mmserve.constraint.session.session import Observed, Session
+from mmserve.constraint.session.template import HoleAnswer, TemplateAnswer
+from mmserve.constraint.session.top_k import Ranked
+from mmserve.core.constraint import ConstraintSpec, Hole, Template
+from mmserve.core.constraint_state import (
+    ConstraintState,
+    GapState,
+    LanguageState,
+    MeterState,
+    MetState,
+    RankedState,
+    RunState,
+    SampledState,
+    WitnessState,
+)
+from mmserve.core.request import Request
+from mmserve.errors import Unimplemented
+from mmserve.models.base import EncoderModel
+
+
+def session_state(session: Session) -> ConstraintState:
+    """``session`` as plain data.
+
+    Raises ``Unimplemented`` for ``asap`` sampling, whose samples learn from each other in one process.
+    """
+    ranked = session.observed()
+    state = _answer_state(session.answer)
+    return state if ranked is None else replace(state, ranked=_ranked_state(ranked))
+
+
+class Restorer:
+    """Makes constrained requests of one model from plain data; may be called from any thread."""
+
+    def __init__(self, model: EncoderModel) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._made: tuple[Vocabulary, Lexicon, SharedParserStates] | None = None
+
+    def restored(self, request: Request, state: ConstraintState) -> Session:
+        """The request's session as ``state`` has it, with parsers of its own; takes as long as compiling."""
+        assert request.constraint is not None
+        with self._lock:
+            if self._made is None:
+                vocabulary = spelled_vocabulary(self._model)
+                lexicon = Lexicon.of(vocabulary.token_bytes)
+                self._made = vocabulary, lexicon, SharedParserStates(lexicon)
+        restoring = _Restoring(*self._made, request.tenant.cache)
+        answer = restoring.answer(state, request.constraint)
+        observed = [] if state.ranked is None else [Observed(restoring.ranked(state.ranked, answer.witness))]
+        return Session(answer, self._model.spec.causal, list(observed))
+
+
+@dataclass(frozen=True)
+class _Restoring:
+    vocabulary: Vocabulary
+    lexicon: Lexicon
+    states: SharedParserStates
+    cache: str
+
+    def answer(
+        self, state: ConstraintState, spec: ConstraintSpec | None, meter: Meter | None = None
+    ) -> ConstrainedAnswer:
+        """``spec``: None = of a hole, whose judge is the whole answer's."""
+        meter = meter or _meter(state.meter)
+        judges: Sequence[Judge | None] = ()
+        if spec is not None and isinstance(spec.kind, Template) and state.judged_holes:
+            holes = [part for part in spec.kind.parts if isinstance(part, Hole)]
+            specs = [ConstraintSpec(hole.kind or ANYTHING, hole.mode) for hole in holes]
+            judges = [judge_of(each, exact=not has) for each, has in zip(specs, state.judged_holes, strict=True)]
+        judge = None if spec is None else judge_of(spec, exact=not state.judged)
+        if state.gaps:
+            gaps = tuple(HoleAnswer(gap.start, self.answer(gap.state, None, meter)) for gap in state.gaps)
+            of = state.witness
+            whole = replace(gaps[0].state.witness, tokens=of.tokens, length=of.length, known=of.known, cut=of.cut)
+            made: ConstrainedAnswer = TemplateAnswer(
+                whole,
+                self.lexicon,
+                state.warnings,
+                judge,
+                judges=tuple(judges),
+                meter=meter,
+                gaps=gaps,
+                given=state.given,
+            )
+        else:
+            witness = self.witness(state.witness, broken=state.broken)
+            made = ConstrainedAnswer(
+                witness,
+                self.lexicon,
+                state.warnings,
+                judge,
+                judges=tuple(judges),
+                meter=meter,
+                split=splitter(witness) if judges or (spec and isinstance(spec.kind, Template)) else None,
+                given=state.given,
+            )
+        if state.sampled is not None:
+            taken = state.sampled
+            made.sampled = SampleState(
+                None, taken.speculates, taken.log_weight, met=[_met_of(met) for met in taken.met]
+            )
+        made.drafted, made.forced, made.asked = state.drafted, state.forced, state.asked
+        made.broken, made.late = state.broken, state.late
+        return made
+
+    def witness(self, state: WitnessState, *, broken: bool = False) -> Witness:
+        """The witness; a parser that has failed is not led anywhere: it is not asked any more."""
+        language, shared = self.language(state.language)
+        matcher = language.start()
+        if not broken:
+            matcher.consume(state.tokens[: min(state.known, state.length)].tolist())
+        return Witness(
+            state.tokens,
+            state.length,
+            matcher,
+            state.known,
+            language.vocabulary.end_ids,
+            closes=state.closes,
+            classes=language.classes,
+            states=self.states.of(shared, self.cache) if shared is not None else None,
+            language=language,
+            cut=state.cut,
+        )
+
+    def language(self, state: LanguageState) -> tuple[Constraint, Grammar | None]:
+        """The language, and the grammar under which searches share what they have learned, if it is one."""
+        limits = LLParserLimits(**PARSER_LIMITS)
+        grammars = [Grammar(text, self.vocabulary, limits) for text in state.grammars]
+        if not state.texts:
+            return grammars[0], grammars[0]
+        holes = tuple(BoundedHole(grammar, most) for grammar, most in zip(grammars, state.most, strict=True))
+        return Concatenation(state.texts, holes, self.vocabulary), None
+
+    def ranked(self, state: RankedState | RunState, witness: Witness) -> Ranked | SampledRun:
+        """What the pass under way says, whose tokens are not yet final."""
+        if isinstance(state, RankedState):
+            top = TopK(state.positions, state.tokens, state.log_probabilities)
+            return Ranked(top, state.plain, state.own, state.kept)
+        of = state.witness
+        matcher = witness.matcher.fork()
+        first, last = (min(each.known, each.length) for each in (witness, of))
+        matcher.consume(of.tokens[first:last].tolist())
+        ahead = replace(witness, tokens=of.tokens, length=of.length, matcher=matcher, known=of.known, cut=of.cut)
+        met = tuple(_met_of(each) for each in state.met)
+        return SampledRun(state.tokens, state.log_probabilities, ahead, state.log_weight, met)
+
+
+def _answer_state(answer: ConstrainedAnswer) -> ConstraintState:
+    sampled = answer.sampled
+    if sampled is not None and sampled.futures is not None:
+        raise Unimplemented("constraint.sampling 'asap' needs prefill and decode in one process; use 'awrs'")
+    return ConstraintState(
+        witness=_witness_state(answer.witness),
+        warnings=answer.warnings,
+        judged=answer.judge is not None,
+        judged_holes=tuple(judge is not None for judge in answer.judges),
+        sampled=None if sampled is None else SampledState(sampled.speculates, sampled.log_weight, _met(sampled.met)),
+        ranked=None,
+        drafted=answer.drafted,
+        forced=answer.forced,
+        asked=answer.asked,
+        broken=answer.broken,
+        late=answer.late,
+        given=answer.given,
+        meter=_meter_state(answer.meter),
+        gaps=tuple(GapState(gap.start, replace(_answer_state(gap.state), meter=None)) for gap in answer.gaps)
+        if isinstance(answer, TemplateAnswer)
+        else (),
+    )
+
+
+def _witness_state(witness: Witness) -> WitnessState:
+    return WitnessState(
+        _language_state(witness.language), witness.tokens, witness.length, witness.known, witness.closes, witness.cut
+    )
+
+
+def _language_state(language: Constraint | None) -> LanguageState:
+    if isinstance(language, Grammar):
+        return LanguageState((language.source,))
+    assert isinstance(language, Concatenation), "every request's witness knows its language"
+    grammars = [hole.constraint for hole in language.holes]
+    texts = tuple(grammar.source for grammar in grammars if isinstance(grammar, Grammar))
+    return LanguageState(texts, language.texts, tuple(hole.most for hole in language.holes))
+
+
+def _ranked_state(ranked: Ranked | SampledRun) -> RankedState | RunState:
+    if isinstance(ranked, Ranked):
+        top = ranked.top
+        return RankedState(top.positions, top.tokens, top.log_probabilities, ranked.plain, ranked.own, ranked.kept)
+    witness = _witness_state(ranked.witness)
+    return RunState(ranked.tokens, ranked.log_probabilities, witness, ranked.log_weight, _met(ranked.met))
+
+
+def _met(met: Sequence[Visit]) -> tuple[MetState, ...]:
+    return tuple(MetState(each.token, each.probability, each.allowed, each.rejected) for each in met)
+
+
+def _met_of(state: MetState) -> Visit:
+    return Visit(state.token, state.probability, state.allowed, state.rejected)
+
+
+def _meter_state(meter: Meter) -> MeterState:
+    outcomes = tuple(sorted(outcome.value for outcome in meter._outcomes))
+    steps = np.array(meter._steps, np.float64)
+    return MeterState(meter.fallbacks, meter.late, meter.forward_seconds, steps, meter._open, outcomes)
+
+
+def _meter(state: MeterState | None) -> Meter:
+    if state is None:
+        return Meter()
+    outcomes = {Outcome(each) for each in state.outcomes}
+    return Meter(state.fallbacks, state.late, state.forward_seconds, state.steps.tolist(), state.open, outcomes)

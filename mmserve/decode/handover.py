@@ -1,0 +1,161 @@
+"""Canvases as plain data, and back: from the pages of one store to those of another."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from mmserve.constraint.restored import session_state
+from mmserve.constraint.session.session import Session
+from mmserve.core.encoded import DeepStack
+from mmserve.core.payloads import CanvasPayload, GuidanceState, KVState, PrefilledPayload
+from mmserve.core.request import Request
+from mmserve.decode.commit import Candidates
+from mmserve.decode.commit.base import Verdict
+from mmserve.decode.extensions.base import RequestExtension
+from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.extensions.draft_model import DraftModel, DraftState
+from mmserve.decode.extensions.image_reuse.reuse import ReusedKV
+from mmserve.decode.extensions.image_reuse.selective import SelectiveRecompute
+from mmserve.decode.parts import Parts
+from mmserve.decode.state import Decoding, Guidance, Prefilled, extension_of
+from mmserve.errors import TransferError
+from mmserve.kv.evictor import EvictionState, LayerNotes
+from mmserve.kv.pool import pages_for
+from mmserve.kv.store import KVStore
+from mmserve.kv.table import PageTable
+
+#: What extensions' snapshots consist of; in a payload each is a table of its fields, under its name.
+_STATES = (Candidates, DeepStack, DraftState, EvictionState, LayerNotes, ReusedKV, SelectiveRecompute, Verdict)
+_BY_NAME = {kind.__name__: kind for kind in _STATES}
+_KIND = "is"
+
+
+def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
+    """A request that goes on over another store: as prefill hands it over, or between two steps of decode."""
+    if isinstance(state, Prefilled):
+        return _prefilled(parts, state, state.candidates)
+    return CanvasPayload(
+        _prefilled(parts, state.prefilled, state.candidates),
+        state.text.state(),
+        state.log_probabilities,
+        state.forwards,
+        state.edits,
+        state.rows,
+        state.fresh,
+    )
+
+
+def prefilled_of(
+    parts: Parts, request: Request, payload: PrefilledPayload, pages: PageTable, session: Session | None
+) -> tuple[Prefilled, Candidates | None]:
+    """The state of ``request`` over ``pages`` of this store, which are its own, and the candidates of its next step
+    where they are there. ``session``: its constraint.
+
+    Raises ``TransferError`` where what came does not fit this store, or this server.
+    """
+    ids = np.asarray(pages.ids, dtype=np.int64)
+    guidance, held = None, payload.kv.positions
+    if payload.guidance is not None:
+        ids, beside = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        _fill(parts.store, beside, payload.guidance.kv)
+        guidance = Guidance(payload.guidance.scale, beside, payload.guidance.embeddings)
+    _fill(parts.store, ids, payload.kv)
+    parts.runner.took(ids[: pages_for(held, parts.store.page_size)], held)
+    extensions = [_restored(parts, request, payload, plain) for plain in payload.extensions]
+    if payload.draft_kv is not None:
+        draft_model = parts.extension(DraftModel)
+        if draft_model is None:
+            raise TransferError("a canvas came with the K/V of a draft model, and this server has none")
+        _fill(draft_model.store, ids, payload.draft_kv)
+    if session is not None:
+        extensions.append(Constraint(session))
+    found = payload.candidates
+    assert payload.embeddings is not None, "models with pages have embeddings"
+    none = Candidates(ids[:0], ids[:0], np.zeros(0, np.float32), None, None)
+    return Prefilled(
+        payload.canvas,
+        ids,
+        payload.embeddings,
+        none if found is None else found,
+        payload.recomputed,
+        held,
+        tuple(extensions),
+        payload.deep,
+        guidance,
+    ), found
+
+
+def _prefilled(parts: Parts, state: Prefilled, candidates: Candidates | None) -> PrefilledPayload:
+    guidance, constraint = state.guidance, extension_of(state.extensions, Constraint)
+    snapshots = [each.snapshot() for each in state.extensions if each is not constraint]
+    draft, draft_model = next((s for s in snapshots if isinstance(s, DraftState)), None), parts.extension(DraftModel)
+    return PrefilledPayload(
+        canvas=state.canvas,
+        kv=_kv(parts.store, state.pages, state.held),
+        recomputed=state.recomputed,
+        candidates=candidates,
+        constraint=None if constraint is None else session_state(constraint.session),
+        embeddings=state.embeddings,
+        deep=state.deep,
+        guidance=None
+        if guidance is None
+        else GuidanceState(guidance.scale, guidance.embeddings, _kv(parts.store, guidance.pages, state.held)),
+        draft_kv=None if draft is None or draft_model is None else _draft_kv(draft_model.store, draft, state.pages),
+        extensions=tuple(_plain(snapshot) for snapshot in snapshots if snapshot is not None),
+    )
+
+
+def _restored(parts: Parts, request: Request, payload: PrefilledPayload, plain: Any) -> RequestExtension:
+    snapshot = _live(plain)
+    for extension in parts.extensions:
+        restored = extension.restore(request, payload.canvas, snapshot)
+        if restored is not None:
+            return restored
+    name = type(snapshot).__name__
+    raise TransferError(f"a canvas came with {name!r}, and this server or its request has no extension for that")
+
+
+def _kv(store: KVStore, pages: np.ndarray, positions: int) -> KVState:
+    held = pages[: pages_for(positions, store.page_size)]
+    return KVState(positions, store.page_size, store.read_pages(held))
+
+
+def _draft_kv(store: KVStore, state: DraftState, pages: np.ndarray) -> KVState:
+    known = np.flatnonzero(state.seen >= 0)
+    return _kv(store, pages, int(known[-1]) + 1 if len(known) else 0)
+
+
+def _fill(store: KVStore, pages: np.ndarray, kv: KVState) -> None:
+    if kv.page_size != store.page_size:
+        raise TransferError(f"pages of {kv.page_size} positions came to a store of pages of {store.page_size}")
+    count = pages_for(kv.positions, kv.page_size)
+    if count > len(pages):
+        raise TransferError(f"{count} pages came, and {len(pages)} are there for them")
+    store.write_pages(pages[:count], kv.tensors)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with a table in place of each of ``_STATES``."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    name = type(value).__name__
+    assert name in _BY_NAME, f"{name} is in no table of states"
+    return {_KIND: name, **{field.name: _plain(getattr(value, field.name)) for field in fields(value)}}
+
+
+def _live(plain: Any) -> Any:
+    """As ``_plain`` was given it. ``TransferError`` for a state that is not known."""
+    if isinstance(plain, list):
+        return [_live(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    name = plain.get(_KIND)
+    try:
+        return _BY_NAME[str(name)](**{key: _live(value) for key, value in plain.items() if key != _KIND})
+    except (KeyError, TypeError) as error:
+        raise TransferError(f"a canvas came with the state {name!r}, which this server does not know") from error

@@ -1,0 +1,79 @@
+"""The decode stage: canvases, step by step, to answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmserve.constraint.restored import Restorer
+from mmserve.core.isolation import run_isolated
+from mmserve.core.payloads import CanvasPayload, PrefilledPayload
+from mmserve.core.request import Request, RequestId
+from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.state import Answer, Stepped, extension_of
+from mmserve.decode.step import step
+from mmserve.kv.table import PageTable
+from mmserve.memory import trim_soon
+from mmserve.models.base import Model
+from mmserve.transfer.base import Transport
+
+
+class DecodeStage:
+    """Decode of one model: canvases come by ``to_decode``. For one worker."""
+
+    def __init__(self, model: Model, decoder: Any, to_decode: Transport) -> None:
+        self._model, self._decoder, self._to_decode = model, decoder, to_decode
+        self._restorer = Restorer(model)
+        self.live: dict[RequestId, Any] = {}  # the decoder's states
+        self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
+
+    def admit(self, request: Request, pages: PageTable) -> None:
+        """Take over a request that was prefilled, or was being decoded, over another store; ``pages`` are its own here.
+
+        Where both stages are in one process ``decode`` does that by itself. Raises ``TransferError`` where what came
+        does not fit this store.
+        """
+        payload = self._to_decode.receive(request.id)
+        assert isinstance(payload, PrefilledPayload | CanvasPayload), "live states come with pages of this store"
+        constraint = payload.constraint
+        session = None if constraint is None else self._restorer.restored(request, constraint)
+        self.live[request.id] = self._decoder.restored(request, payload, pages, session)
+
+    def move(self, request: RequestId, to: Transport) -> None:
+        """Send a canvas on as it is between two steps, and forget it here; its pages are for others to take back."""
+        state = self.live[request]
+        to.send(request, self._decoder.payload(state))
+        del self.live[request]
+
+    def decode(self, batch: list[Request]) -> list[Stepped | BaseException]:
+        """One step of each request."""
+        opened = [outcome for request in batch for outcome in run_isolated(self._states, [request])]
+        ran = iter(step(self._decoder, [s for s in opened if not isinstance(s, BaseException)]))
+        return [state if isinstance(state, BaseException) else next(ran) for state in opened]
+
+    def finished(self, request: RequestId) -> Answer:
+        """What came of a request that ended in decode."""
+        answer: Answer = self._decoder.answer(self.live[request])
+        return answer
+
+    def release(self, request: RequestId) -> None:
+        """Forget a request; its pages are for others to take back. Not while the worker runs it."""
+        self._to_decode.drop(request)
+        ended = self.live.pop(request, None)
+        constraint = None if ended is None else extension_of(ended.extensions, Constraint)
+        if constraint is not None:
+            took = constraint.session.stats.report()
+            self.constraint_steps += took.steps
+            self.constraint_fallbacks += took.fallbacks
+            self.constraint_late += took.late
+            trim_soon()  # its parsers have gone
+
+    @property
+    def held(self) -> int:
+        """Requests of which anything is kept here."""
+        return len(self.live)
+
+    def _states(self, requests: list[Request]) -> list[Any]:
+        for request in requests:
+            if request.id not in self.live:
+                self.live[request.id] = self._decoder.open(request, self._to_decode.receive(request.id))
+        return [self.live[request.id] for request in requests]

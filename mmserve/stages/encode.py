@@ -1,0 +1,194 @@
+"""The encode stage: constraints to grammars, media to pixels, and requests to prompts. It needs no language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from mmserve.config import EngineConfig, MediaConfig
+from mmserve.constraint.admission import Admission
+from mmserve.constraint.restored import session_state
+from mmserve.constraint.session.session import Session
+from mmserve.core.cancellation import Cancellation
+from mmserve.core.encoded import Encoded
+from mmserve.core.isolation import run_isolated
+from mmserve.core.payloads import EncodedPayload
+from mmserve.core.request import Request, RequestId, TextPart, VideoPart
+from mmserve.core.samples import samples
+from mmserve.core.tuning import ACCOMPANIED
+from mmserve.encode.arriving import Arriving
+from mmserve.encode.cache import EncoderCache
+from mmserve.encode.decoding import Decoders
+from mmserve.encode.encoder import Encoder, LoadedPrompt
+from mmserve.models.base import EncoderModel
+from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
+from mmserve.transfer.base import Transport
+
+#: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
+Tell = Callable[[EncodedPrompt | None, int], None]
+
+
+class EncodeStage:
+    """Encode of one model; what comes of it goes to prefill by ``to_prefill``.
+
+    Each method belongs to one worker; all may run at the same time, and ``constrain`` more than once.
+    """
+
+    def __init__(
+        self,
+        model: EncoderModel,
+        engine: EngineConfig,
+        media: MediaConfig,
+        to_prefill: Transport,
+        *,
+        max_tokens: int,
+        decoders: Decoders,
+        cache: EncoderCache | None = None,
+    ) -> None:
+        self.model, self._to_prefill = model, to_prefill
+        self.summaries = Summaries(model, engine)
+        self.encoder = Encoder(model, media, max_tokens=max_tokens, cache=cache, decoders=decoders)
+        self.admission = Admission(model)
+        self._prefill_rows = engine.prefill_tokens
+        self._admitted: dict[RequestId, list[Session]] = {}  # for each sample of a request that waits
+        self._loaded: dict[RequestId, tuple[LoadedPrompt, Cancellation]] = {}
+        self._given: dict[RequestId, Encoded] = {}  # prompts that came encoded
+
+    def give(self, request: RequestId, prompt: Encoded) -> None:
+        """The prompt of a request that is about to be submitted; encode then reads no message of it."""
+        self._given[request] = prompt
+
+    def constrain(self, batch: list[Request]) -> list[BaseException | None]:
+        """Make each request's constraint ready, or say why it cannot be kept."""
+        return run_isolated(self._admit, batch)
+
+    def load(
+        self, batch: list[Request], cancellation: Cancellation, tell: Tell = lambda _prompt, _rows: None
+    ) -> list[EncodedPrompt | BaseException | None]:
+        """Read the media of a request, which ``cancellation`` ends between two frames.
+
+        The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``tell`` is told of it first,
+        and later of how many of its rows are final. Such a request is encoded in the end, and its prompt returned; None
+        where it is only loaded, in spite of what was told.
+        """
+
+        def load(requests: list[Request]) -> list[EncodedPrompt | None]:
+            [request] = requests
+            arriving = self._arriving_of(request, tell) if self._overlaps(request) else None
+            loaded = self.encoder.load(request, cancellation.check, arriving)
+            if arriving is not None and arriving.encoded is not None:
+                with closing(loaded):
+                    [encoded] = self.encoder.encode([request], [loaded], cancellation.check)
+                    if arriving.complete(encoded):
+                        return [self.summaries.of(request, arriving.encoded)]
+                loaded = self.encoder.load(request, cancellation.check)
+            self._loaded[request.id] = loaded, cancellation
+            return [None]
+
+        return run_isolated(load, batch)
+
+    def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
+        """Encode each request, once for all of its samples; what the engine must know of its prompt."""
+        together = self.model.device.type != "cpu"  # only there does that save time
+        batches = [batch] if together else [[request] for request in batch]
+        outcomes = [outcome for each in batches for outcome in run_isolated(self._encoded, each)]
+        for request in batch:
+            self._unload(request.id)
+        sent: list[EncodedPrompt | BaseException] = []
+        for request, outcome in zip(batch, outcomes, strict=True):
+            sent += [outcome] if isinstance(outcome, BaseException) else run_isolated(self._sent, [(request, outcome)])
+        return sent
+
+    def release(self, request: RequestId) -> None:
+        """Forget a request; not while a worker runs it."""
+        self._admitted.pop(request, None)
+        self._unload(request)
+        self._to_prefill.drop(request)
+
+    def warm(self) -> None:
+        """Make ready what the first constrained request would wait for: seconds. Blocks, for less than that."""
+        self.admission.warm()
+
+    def close(self) -> None:
+        """End what runs beside the stage, and what waits for it; from any thread, and more than once."""
+        self.admission.close()
+
+    @property
+    def held(self) -> int:
+        """Requests of which anything is kept here."""
+        return len(self._admitted) + len(self._loaded) + len(self._given)
+
+    def _admit(self, batch: list[Request]) -> list[None]:
+        for request in batch:
+            assert request.constraint is not None
+            sampling = request.sampling
+            self._admitted[request.id] = self.admission.admit(
+                request.constraint,
+                sampling.max_new_tokens,
+                sampling.n,
+                request.tenant.cache,
+                speculates=sampling.repetition_penalty == 1,
+            )
+        return [None] * len(batch)
+
+    def _encoded(self, batch: list[Request]) -> list[Encoded]:
+        given = [r for r in batch if r.id in self._given]
+        others = [r for r in batch if r.id not in self._given]
+        found = [self._loaded.get(request.id) for request in others]
+        loaded = [one[0] for one in found if one is not None]
+
+        def check() -> None:
+            for one in found:
+                if one is not None:
+                    one[1].check()
+
+        check()
+        whole = loaded if len(loaded) == len(others) else None
+        made = dict(zip((r.id for r in others), self.encoder.encode(others, whole, check), strict=True))
+        made |= {r.id: self._given[r.id] for r in given}
+        return [made[request.id] for request in batch]
+
+    def _unload(self, request: RequestId) -> None:
+        self._given.pop(request, None)
+        found = self._loaded.pop(request, None)
+        if found is not None:
+            found[0].close()
+
+    def _sent(self, batch: list[tuple[Request, Encoded]]) -> list[EncodedPrompt]:
+        return [self._send(request, encoded) for request, encoded in batch]
+
+    def _send(self, request: Request, encoded: Encoded) -> EncodedPrompt:
+        """To prefill, once for each sample; once for all where the decoder is to look at the prompt first."""
+        sessions = self._admitted.pop(request.id, [])
+        if encoded.grids:
+            self._hand_over(request.id, encoded, sessions)
+        else:
+            for i, sample in enumerate(samples(request)):  # what is in the prompt is read, never changed
+                self._hand_over(sample.id, encoded, sessions[i : i + 1])
+        return self.summaries.of(request, encoded)
+
+    def _hand_over(self, request: RequestId, encoded: Encoded, sessions: list[Session]) -> None:
+        if self._to_prefill.in_process:
+            self._to_prefill.send(request, Prompt(encoded, sessions))
+        else:
+            states = tuple(session_state(session) for session in sessions)
+            self._to_prefill.send(request, EncodedPayload(encoded, states))
+
+    def _overlaps(self, request: Request) -> bool:
+        """Whether the prompt may be prefilled while its clip is read: nothing in it depends on what comes later."""
+        model = self.model
+        if not self._to_prefill.in_process or not model.spec.causal or model.deep_layers:
+            return False
+        media = [p for m in request.messages for p in m.parts if not isinstance(p, TextPart)]
+        plain = request.kv_reduction is None and request.image_reuse is None and request.constraint is None
+        plain &= request.vision.pruner == "none" and request.diffusion.commit.name not in ACCOMPANIED
+        one = request.sampling.n == 1 and request.id not in self._given and self._prefill_rows > 0
+        return plain and one and len(media) == 1 and isinstance(media[0], VideoPart) and model.position_axes == 1
+
+    def _arriving_of(self, request: Request, tell: Tell) -> Arriving:
+        def begun(encoded: Encoded) -> None:
+            self._to_prefill.send(request.id, Prompt(encoded, arriving=arriving))
+            tell(self.summaries.begun(request, encoded), int(encoded.image_rows[0]))
+
+        arriving = Arriving(begun, lambda rows: tell(None, rows))
+        return arriving

@@ -1,0 +1,146 @@
+"""The prefill stage: prompts into pages of K/V, and the first candidates of their answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mmserve.constraint.restored import Restorer
+from mmserve.core.encoded import Encoded
+from mmserve.core.isolation import run_isolated
+from mmserve.core.payloads import EncodedPayload
+from mmserve.core.request import Request, RequestId
+from mmserve.core.samples import samples
+from mmserve.decode.extensions.image_reuse.checks import reused
+from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
+from mmserve.decode.prompt_look import PromptLook
+from mmserve.encode.arriving import Arriving
+from mmserve.encode.embedding import place_features
+from mmserve.kv.reuse import reuse_of
+from mmserve.kv.table import PageTable
+from mmserve.models.attended import shown_by
+from mmserve.models.base import LoadedModel, Model
+from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
+from mmserve.transfer.base import Transport
+
+#: As of ``PrefillStage.prefill``.
+Outcome = int | EncodedPrompt | BaseException | None
+
+
+class PrefillStage:
+    """Prefill of one model: prompts come by ``to_prefill``, and what comes of them goes to decode by ``to_decode``.
+
+    For one worker.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        decoder: Any,
+        summaries: Summaries,
+        to_prefill: Transport,
+        to_decode: Transport,
+        *,
+        max_tokens: int,
+    ) -> None:
+        self.model, self._decoder, self._summaries, self._max_tokens = model, decoder, summaries, max_tokens
+        self._to_prefill, self._to_decode = to_prefill, to_decode
+        self._look = PromptLook(model) if isinstance(model, LoadedModel) and shown_by(model) else None
+        self._restorer = Restorer(model)
+        self._prompts: dict[RequestId, Prompt] = {}  # of samples whose prompt was looked at
+        self.begun: dict[RequestId, Any] = {}  # the decoder's states
+        self._arriving: dict[RequestId, Arriving] = {}  # visual tokens of those that are not all there
+
+    def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
+        """Prefill each request into its pages, a long prompt by a chunk.
+
+        None = done; a number = so many positions have been run, and some of the prompt is left. An ``EncodedPrompt``:
+        the decoder has looked at a prompt that said so, no page was used, and this is what is left of it.
+        """
+        opened = [outcome for item in batch for outcome in run_isolated(self._begin, [item])]
+        ready = [o for o in opened if isinstance(o, tuple)]
+        ran = iter(run_isolated(self._decoder.prefill, ready))
+        outcomes: list[Outcome] = []
+        for (request, _pages), state in zip(batch, opened, strict=True):
+            if not isinstance(state, tuple):
+                outcomes.append(self.begun[request.id].run if state is None else state)
+                continue
+            outcome = next(ran)
+            if outcome is None:
+                outcomes.append(self.begun[request.id].run)
+            elif isinstance(outcome, BaseException):
+                outcomes.append(outcome)
+            else:
+                del self.begun[request.id]
+                self._arriving.pop(request.id, None)
+                outcomes += run_isolated(self._handed_over, [(request, outcome)])
+        return outcomes
+
+    def forget(self, request: RequestId) -> None:
+        """Drop what there is of a request, and its prompt if it waits; not while the worker runs it."""
+        self._to_prefill.drop(request)
+        self._prompts.pop(request, None)
+        self.begun.pop(request, None)
+        self._arriving.pop(request, None)
+
+    @property
+    def held(self) -> int:
+        """Requests of which anything is kept here."""
+        return len(self._prompts) + len(self.begun) + len(self._arriving)
+
+    def _handed_over(self, batch: list[tuple[Request, Any]]) -> list[None]:
+        for request, prefilled in batch:
+            live = self._to_decode.in_process
+            self._to_decode.send(request.id, prefilled if live else self._decoder.payload(prefilled))
+        return [None] * len(batch)
+
+    def _begin(self, batch: list[tuple[Request, PageTable]]) -> list[tuple[Request, Any] | EncodedPrompt | None]:
+        """The prefill state of each request; None where something comes before its first pass, and is not yet done."""
+        return [self._begun(request, pages) for request, pages in batch]
+
+    def _begun(self, request: Request, pages: PageTable) -> tuple[Request, Any] | EncodedPrompt | None:
+        if request.id not in self.begun:
+            prompt = self._prompts.pop(request.id, None) or self._received(request)
+            if prompt.encoded.grids:
+                return self._looked(request, prompt)
+            if prompt.arriving is not None:
+                self._arriving[request.id] = prompt.arriving
+            session = next(iter(prompt.constraints), None)
+            self.begun[request.id] = self._decoder.begin(request, self._keyed(request, prompt.encoded), pages, session)
+        state = self.begun[request.id]
+        self._place_new(request.id, state)
+        return (request, state) if self._decoder.ready(state) else None
+
+    def _received(self, request: Request) -> Prompt:
+        payload = self._to_prefill.receive(request.id)
+        if not isinstance(payload, EncodedPayload):
+            prompt: Prompt = payload
+            return prompt
+        restored = [self._restorer.restored(request, state) for state in payload.constraints]
+        return Prompt(payload.encoded, restored)
+
+    @torch.inference_mode()
+    def _looked(self, request: Request, prompt: Prompt) -> EncodedPrompt:
+        """Prune a prompt by what the decoder sees of it, once for all samples of its request."""
+        assert self._look is not None, "a model that shows nothing serves no such pruner"
+        encoded = self._look.pruned(request, prompt.encoded, self._max_tokens)
+        for i, sample in enumerate(samples(request)):
+            self._prompts[sample.id] = Prompt(encoded, prompt.constraints[i : i + 1])
+        return self._summaries.of(request, encoded)
+
+    def _keyed(self, request: Request, encoded: Encoded) -> Encoded:
+        """``encoded`` with the keys of images whose K/V are taken from elsewhere."""
+        if not reused(reuse_of(request), encoded):
+            return encoded
+        reuse: ImageKVReuse | None = self._decoder.parts.extension(ImageKVReuse)
+        return encoded if reuse is None else replace(encoded, span_keys=reuse.keys(encoded, request.tenant.cache))
+
+    @torch.inference_mode()
+    def _place_new(self, request: RequestId, state: Any) -> None:
+        """Take over the visual tokens that came since the last chunk."""
+        arriving = self._arriving.get(request)
+        new = None if arriving is None else arriving.fetch()
+        if new is not None and isinstance(self.model, LoadedModel):
+            place_features(self.model, state.embeddings, *new)

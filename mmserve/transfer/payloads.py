@@ -1,0 +1,39 @@
+"""The kinds of payload that have a byte form, and the version of each.
+
+A version goes up with any change of what a kind holds: an older or newer server then refuses it.
+"""
+
+from __future__ import annotations
+
+from mmserve.core.candidates import Candidates
+from mmserve.core.canvas import Canvas
+from mmserve.core.constraint_state import (
+    ConstraintState,
+    GapState,
+    LanguageState,
+    MeterState,
+    MetState,
+    RankedState,
+    RunState,
+    SampledState,
+    WitnessState,
+)
+from mmserve.core.encoded import DeepStack, Encoded, Past, Span
+from mmserve.core.payloads import (
+    CanvasPayload,
+    EncodedPayload,
+    GuidanceState,
+    KVState,
+    PrefilledPayload,
+    TextState,
+)
+from mmserve.transfer.codec import Kinds
+
+PAYLOADS = Kinds(
+    {EncodedPayload: 1, PrefilledPayload: 1, CanvasPayload: 1},
+    (
+        *(Candidates, Canvas, DeepStack, Encoded, GuidanceState, KVState, Past, Span, TextState),
+        *(ConstraintState, GapState, LanguageState, MeterState, MetState, RankedState, RunState, SampledState),
+        WitnessState,
+    ),
+)

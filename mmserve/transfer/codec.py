@@ -96,7 +96,7 @@ class Kinds:
         name = type(value).__name__
         if self._classes.get(name) is not type(value):
             raise TypeError(f"{type(value).__qualname__} is no plain data")
-        named = [field.name for field in fields(type(value)) if field.init]
+        named = [field.name for field in fields(self._classes[name]) if field.init]
         found = {field: self._plain(getattr(value, field), tensors) for field in named}
         return {"is": name, "of": found}
 

@@ -94,8 +94,9 @@ class Session:
         """
         if not more:
             self.observers = []
-        self.observers.append(self.answer.observer(targets - canvas.prompt_length, causal=self.causal))
-        return self.observers[-1]
+        observer = self.answer.observer(targets - canvas.prompt_length, causal=self.causal)
+        self.observers.append(observer)
+        return observer
 
     def choose(self, canvas: Canvas, proposed: Candidates, commit: CommitPolicy, *, judged: bool = False) -> Chosen:
         """What of the witness becomes final after a pass: one position at least, if any of ``proposed`` is open.

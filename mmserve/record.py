@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from mmserve.config import EngineConfig
 from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
@@ -13,6 +14,7 @@ from mmserve.core.plan import Entry
 from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
 from mmserve.core.samples import samples
 from mmserve.decode.state import Answer
+from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
 from mmserve.schedule.fair import aged
@@ -100,6 +102,17 @@ class Record:
     def pages_wanted(self, page_size: int) -> int:
         """Pages that hold its K/V, each sequence's own."""
         return self.request.sequences * pages_for(self.tokens, page_size)
+
+    def too_large(self, config: EngineConfig) -> InvalidArgument | None:
+        """Why a request that needs more pages than there are is refused: it would wait for them for good."""
+        wanted = self.pages_wanted(config.page_size)
+        if wanted <= config.pages:
+            return None
+        why = (
+            f"{self.tokens} positions of {self.request.sequences} sequences need {wanted} K/V pages, and there are "
+            f"{config.pages}: leave out cfg_scale, or shorten the prompt or max_new_tokens"
+        )
+        return InvalidArgument.of("diffusion.cfg_scale", why)
 
     def entry(self, page_size: int, frames_per_video: int, prefill_tokens: int, now: float) -> Entry:
         """What the scheduler sees; a video counts as its frames, as far as the request says.

@@ -178,7 +178,7 @@ class Bench:
         return self.submit(request)[0].finished()
 
     def stage(self, name: str) -> Stage | None:
-        record = self.engine._records.get(name)
+        record = self.engine._live.by_id.get(name)
         return record.stage if record else None
 
     def await_stage(self, name: str, stage: Stage) -> None:

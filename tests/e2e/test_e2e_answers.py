@@ -33,7 +33,7 @@ def test_64_clients_at_once_get_the_answers_they_get_alone(server: Running, gate
     with ThreadPoolExecutor(CLIENTS) as pool:
         futures = [pool.submit(one, ask) for ask in asks]
         wait_for("all of them at once", lambda: server.engine.stats().live == CLIENTS)
-        records, handover = server.engine._records, server.engine.config.handover
+        records, handover = server.engine._live.by_id, server.engine.config.handover
         full = lambda: [r.stage for r in list(records.values())].count(Stage.PREFILLED) >= handover  # noqa: E731
         wait_for("as many to be prefilled as may wait", full)
         gates.decode.open()

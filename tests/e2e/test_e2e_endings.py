@@ -118,7 +118,7 @@ def test_a_request_can_be_cancelled_in_every_stage(narrow: Running, gates: Gates
 
 def test_a_deadline_ends_a_request_in_every_stage(narrow: Running, gates: Gates) -> None:
     with one_in_each_stage(narrow, gates) as callers:
-        for record in list(narrow.engine._records.values()):
+        for record in list(narrow.engine._live.by_id.values()):
             record.request = replace(record.request, deadline=time.monotonic())
         narrow.engine.cancel("nobody")  # wakes the engine, which looks at deadlines then
         errors = {stage: failure(caller.done) for stage, caller in callers.items()}

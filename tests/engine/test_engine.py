@@ -537,7 +537,7 @@ def test_cancelling_one_of_a_batch_leaves_the_others_tokens_alone(bench: Make, a
     await_prefilled(b, calls)
     first.open()
     gate.wait()
-    victims = set(b.engine._records) & {f"r{i}" for i in range(0, 24, 3)}
+    victims = set(b.engine._live.by_id) & {f"r{i}" for i in range(0, 24, 3)}
     assert victims
     for name in victims:
         b.engine.cancel(name)
@@ -937,7 +937,7 @@ def test_a_drain_in_time_lets_everyone_finish_and_refuses_newcomers(bench: Make)
     results: list[bool] = []
     drain = threading.Thread(target=lambda: results.append(b.engine.drain(PATIENCE)))
     drain.start()
-    eventually(lambda: b.engine._refusal is not None, "newcomers are refused")
+    eventually(lambda: b.engine._queue.refusal, "newcomers are refused")
     with pytest.raises(Unavailable, match="shutting down"):
         b.submit(ask("newcomer"))
     gate.open()
@@ -987,13 +987,13 @@ def test_a_drain_out_of_time_reaches_a_request_that_is_being_admitted(bench: Mak
     b = bench()
     gate = b.gate("encode")
     failed_all = threading.Event()
-    fail_all = b.engine._fail_all
+    fail_all = b.engine._live.fail_all
 
     def watched(error: MMServeError) -> None:
         fail_all(error)
         failed_all.set()
 
-    b.engine._fail_all = watched  # type: ignore[method-assign]
+    b.engine._live.fail_all = watched  # type: ignore[method-assign]
     call = Call(ask("between"))
     drain = threading.Thread(target=lambda: b.engine.drain(0.0))
 

@@ -30,7 +30,7 @@ FLOORS = (
     ("constraint",),
     ("encode",),
     ("decode",),
-    ("engine", "stages", "decoders", "capabilities", "defaults", "record", "worker", "workers"),
+    ("engine", "stages", "decoders", "capabilities", "defaults", "live", "record", "waiting", "worker", "workers"),
     ("video",),
     ("rpc", "settle"),
     ("client",),

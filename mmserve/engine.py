@@ -36,7 +36,7 @@ from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.live import LiveRequests, typed
 from mmserve.models.base import Model
-from mmserve.record import Record, Sink, open_call
+from mmserve.request_state import RequestState, Sink, open_group
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import EncodedPrompt, Stages
 from mmserve.waiting import WaitingQueue
@@ -115,7 +115,7 @@ class Engine:
         """
         self.stages.check(request)
         self._queue.check(request)
-        record = open_call(request, sink, time.monotonic())
+        state = open_group(request, sink, time.monotonic())
         with self._queue.lock:
             ahead = self._queue.take(request, of_session=of_session)
             if prompt is not None:
@@ -123,7 +123,7 @@ class Engine:
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
             # Before `Admitted`: so must a client that cancels as soon as it has that. No other event comes before that
             # one, for whatever happens to a queued request first takes it out of the queue, under this lock.
-            self._inbox.put(lambda: self._live.by_id.__setitem__(request.id, record))
+            self._inbox.put(lambda: self._live.by_id.__setitem__(request.id, state))
             sink(Admitted(ahead))
 
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
@@ -196,9 +196,9 @@ class Engine:
         self._absorb()
         self._live.expire(time.monotonic())
         self._queue.measure(time.monotonic())
-        records = sorted(self._live, key=lambda r: r.call.arrived)
+        states = sorted(self._live, key=lambda r: r.group.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
-        entries = [r.entry(size, frames, self.config.prefill_tokens, now) for r in records if not r.waits]
+        entries = [r.entry(size, frames, self.config.prefill_tokens, now) for r in states if not r.waits]
         budgets = self._budgets()
         plan = schedule(entries, budgets)
         self._served, self._now = plan.served, plan.now
@@ -231,7 +231,7 @@ class Engine:
         return Budgets(
             idle=self._workers.idle(),
             free_pages=self._pool.free,
-            handover=c.handover,
+            max_pending_per_stage=c.max_pending_per_stage,
             max_running=c.max_running,
             encode_batch=c.encode_batch,
             prefill_tokens=c.prefill_tokens,
@@ -248,149 +248,149 @@ class Engine:
         self,
         name: str,
         ids: Sequence[RequestId],
-        stage: Callable[[list[Record]], Callable[[], list[Any]]],
+        stage: Callable[[list[RequestState]], Callable[[], list[Any]]],
         within: int = 0,
     ) -> None:
         """Give a stage's worker its next batch; the report comes back through the inbox."""
         if not ids:
             return
-        records = [self._live.by_id[i] for i in ids]
-        for record in records:
-            self._live.advance(record, _RUNNING[name])
-        run = stage(records)
-        for record in records:
-            record.holds += 1
+        states = [self._live.by_id[i] for i in ids]
+        for state in states:
+            self._live.advance(state, _RUNNING[name])
+        run = stage(states)
+        for state in states:
+            state.holds += 1
 
         def job() -> None:
             begun = time.monotonic()
             try:
                 outcomes = run()
             except BaseException as error:  # noqa: BLE001 - reported to every request; native code's panics are these
-                outcomes = [error] * len(records)
+                outcomes = [error] * len(states)
             seconds = time.monotonic() - begun
-            self._inbox.put(lambda: self._report(name, records, outcomes, seconds))
+            self._inbox.put(lambda: self._report(name, states, outcomes, seconds))
 
         self._workers.run(name, job, within)
 
-    def _constrain(self, records: list[Record]) -> Callable[[], list[Any]]:
-        requests = [r.request for r in records]
+    def _constrain(self, states: list[RequestState]) -> Callable[[], list[Any]]:
+        requests = [r.request for r in states]
         return lambda: self.stages.constrain(requests)
 
-    def _load(self, records: list[Record]) -> Callable[[], list[Any]]:
-        [record] = records
+    def _load(self, states: list[RequestState]) -> Callable[[], list[Any]]:
+        [state] = states
 
         def tell(prompt: EncodedPrompt | None, rows: int) -> None:
-            self._inbox.put(lambda: self._arrived(record, prompt, rows))
+            self._inbox.put(lambda: self._arrived(state, prompt, rows))
 
-        return lambda: self.stages.load([record.request], record.call.cancellation, tell)
+        return lambda: self.stages.load([state.request], state.group.cancellation, tell)
 
-    def _encode(self, records: list[Record]) -> Callable[[], list[Any]]:
-        requests = [r.request for r in records]
+    def _encode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
+        requests = [r.request for r in states]
         return lambda: self.stages.encode(requests)
 
-    def _prefill(self, records: list[Record]) -> Callable[[], list[Any]]:
-        for record in records:
-            if not record.pages.ids:
-                count = record.pages_wanted(self.config.page_size)
-                record.pages = PageTable.take(self._pool, count, record.keys)
-                record.usage = replace(record.usage, cached_tokens=record.pages.shared * self.config.page_size)
-        batch = [(r.request, r.pages) for r in records]
+    def _prefill(self, states: list[RequestState]) -> Callable[[], list[Any]]:
+        for state in states:
+            if not state.pages.ids:
+                count = state.pages_wanted(self.config.page_size)
+                state.pages = PageTable.take(self._pool, count, state.keys)
+                state.usage = replace(state.usage, cached_tokens=state.pages.shared * self.config.page_size)
+        batch = [(r.request, r.pages) for r in states]
         return lambda: self.stages.prefill(batch)
 
-    def _decode(self, records: list[Record]) -> Callable[[], list[Any]]:
-        requests = [r.request for r in records]
+    def _decode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
+        requests = [r.request for r in states]
         return lambda: self.stages.decode(requests)
 
-    def _report(self, name: str, records: list[Record], outcomes: list[Any], seconds: float) -> None:
+    def _report(self, name: str, states: list[RequestState], outcomes: list[Any], seconds: float) -> None:
         """A stage's batch is done: advance each of its requests, or end it."""
         self._workers.ended(name)
-        for record in records:
-            record.holds -= 1
-        for record, outcome in zip(records, outcomes, strict=True):
-            record.run[name] += seconds
-            if record.stage in TERMINAL:
+        for state in states:
+            state.holds -= 1
+        for state, outcome in zip(states, outcomes, strict=True):
+            state.run[name] += seconds
+            if state.stage in TERMINAL:
                 continue  # another sample of the same batch failed, and with it this one
-            if record.doomed:
-                if not record.held:
-                    self._live.end_failed(record)
+            if state.aborted:
+                if not state.in_flight:
+                    self._live.end_failed(state)
             elif isinstance(outcome, BaseException):
-                self._live.fail(record, typed(outcome, record))
+                self._live.fail(state, typed(outcome, state))
             elif name == "decode":
                 try:
-                    self._stepped(record, outcome)
+                    self._stepped(state, outcome)
                 except Exception as error:  # noqa: BLE001 - a bug with one request's result ends that request only
-                    self._live.fail(record, typed(error, record))
+                    self._live.fail(state, typed(error, state))
             elif name == "constrain":
-                self._live.advance(record, Stage.CONSTRAINED)
+                self._live.advance(state, Stage.CONSTRAINED)
             elif name == "load":
-                self._loaded(record, outcome)
+                self._loaded(state, outcome)
             elif name in ("tokenize", "encode"):
-                record.usage, record.keys = outcome.usage, outcome.keys
-                if (refusal := record.too_large(self.config)) is not None:
-                    self._live.fail(record, refusal)
+                state.usage, state.keys = outcome.usage, outcome.keys
+                if (refusal := state.too_large(self.config)) is not None:
+                    self._live.fail(state, refusal)
                     continue
-                self._live.advance(record, Stage.ENCODED)
-                self._live.split(record)
+                self._live.advance(state, Stage.ENCODED)
+                self._live.split(state)
             else:
-                self._prefilled(record, outcome)
+                self._prefilled(state, outcome)
 
-    def _arrived(self, record: Record, prompt: EncodedPrompt | None, rows: int) -> None:
+    def _arrived(self, state: RequestState, prompt: EncodedPrompt | None, rows: int) -> None:
         """While a clip is read its prompt is known, and so many rows of it are final: it can be prefilled so far."""
-        if record.doomed or record.stage in TERMINAL:
+        if state.aborted or state.stage in TERMINAL:
             return
-        record.final = rows
+        state.final = rows
         if prompt is not None:
-            record.usage, record.keys = prompt.usage, prompt.keys
+            state.usage, state.keys = prompt.usage, prompt.keys
             for stage in (Stage.LOADED, Stage.ENCODING, Stage.ENCODED):
-                self._live.advance(record, stage)
+                self._live.advance(state, stage)
 
-    def _loaded(self, record: Record, outcome: EncodedPrompt | None) -> None:
+    def _loaded(self, state: RequestState, outcome: EncodedPrompt | None) -> None:
         """All media of a request are read. One that is prefilled meanwhile is encoded, too, unless it was not as
         foreseen: then it begins anew from here."""
-        if record.final is None:
-            self._live.advance(record, Stage.LOADED)
+        if state.final is None:
+            self._live.advance(state, Stage.LOADED)
         elif outcome is None:
-            record.again = True
-            self._begin_again(record)
+            state.again = True
+            self._begin_again(state)
         else:
-            record.final, record.keys = None, outcome.keys
-            record.pages = replace(record.pages, keys=outcome.keys)
+            state.final, state.keys = None, outcome.keys
+            state.pages = replace(state.pages, keys=outcome.keys)
 
-    def _begin_again(self, record: Record) -> None:
-        if record.held:
+    def _begin_again(self, state: RequestState) -> None:
+        if state.in_flight:
             return  # prefill has it, and comes here with its report
-        self.stages.forget_prefill(record.request.id)
-        self._pool.release(record.pages.ids)
-        record.pages, record.keys, record.prefilled = PageTable(), (), None
-        record.final, record.again = None, False
-        self._live.advance(record, Stage.LOADED)
+        self.stages.forget_prefill(state.request.id)
+        self._pool.release(state.pages.ids)
+        state.pages, state.keys, state.prefilled = PageTable(), (), None
+        state.final, state.again = None, False
+        self._live.advance(state, Stage.LOADED)
 
-    def _prefilled(self, record: Record, run: int | None) -> None:
+    def _prefilled(self, state: RequestState, run: int | None) -> None:
         """So many positions have been run, or all: the pages they fill are there for others, too."""
-        record.pages.publish(self._pool, None if run is None else run // self.config.page_size)
-        record.prefilled = run
-        record.turn = self._now  # a newcomer to decode begins at its clock
-        self._live.advance(record, Stage.PREFILLED if run is None else Stage.ENCODED)
-        if record.again:
-            self._begin_again(record)
+        state.pages.publish(self._pool, None if run is None else run // self.config.page_size)
+        state.prefilled = run
+        state.turn = self._now  # a newcomer to decode begins at its clock
+        self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
+        if state.again:
+            self._begin_again(state)
 
-    def _stepped(self, record: Record, outcome: Any) -> None:
-        wanted = record.request.streaming
-        if outcome.delta and not record.first_token:
-            record.first_token = time.monotonic()
+    def _stepped(self, state: RequestState, outcome: Any) -> None:
+        wanted = state.request.streaming
+        if outcome.delta and not state.first_token:
+            state.first_token = time.monotonic()
         if outcome.snapshot is not None:
-            record.call.sink(replace(outcome.snapshot, sample=record.sample))
+            state.group.sink(replace(outcome.snapshot, sample=state.sample))
         if outcome.delta and wanted.deltas:
-            record.call.sink(Delta(outcome.delta, record.sample))
-        record.rows = outcome.rows
+            state.group.sink(Delta(outcome.delta, state.sample))
+        state.rows = outcome.rows
         if outcome.reason is None:
             if outcome.pages is not None:
-                record.pages = record.pages.trimmed(self._pool, outcome.pages)
-            self._live.advance(record, Stage.READY)
+                state.pages = state.pages.trimmed(self._pool, outcome.pages)
+            self._live.advance(state, Stage.READY)
             return
-        answer = self.stages.finished(record.request.id)
-        self._live.advance(record, Stage.FINISHED)
-        event = record.finished(outcome.reason, answer, time.monotonic())
-        self._queue.served(record.work, event.times.total / 1000)
-        self._live.release(record)
-        record.call.sink(event)
+        answer = self.stages.finished(state.request.id)
+        self._live.advance(state, Stage.FINISHED)
+        event = state.finished(outcome.reason, answer, time.monotonic())
+        self._queue.served(state.work, event.times.total / 1000)
+        self._live.release(state)
+        state.group.sink(event)

@@ -10,7 +10,7 @@ from mmserve.core.request import TERMINAL, RequestId, Stage, advance
 from mmserve.core.samples import samples
 from mmserve.errors import DeadlineExceeded, Internal, MMServeError
 from mmserve.kv.pool import PagePool
-from mmserve.record import Record
+from mmserve.request_state import RequestState
 from mmserve.stages import Stages
 from mmserve.waiting import WaitingQueue
 
@@ -21,87 +21,87 @@ class LiveRequests:
     """The table of them, ``by_id``; only the engine's thread touches it."""
 
     def __init__(self, queue: WaitingQueue, pool: PagePool, stages: Stages) -> None:
-        self.by_id: dict[RequestId, Record] = {}
+        self.by_id: dict[RequestId, RequestState] = {}
         self._queue, self._pool, self._stages = queue, pool, stages
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[RequestState]:
         """Over those there are now; they may end meanwhile."""
         return iter(list(self.by_id.values()))
 
-    def advance(self, record: Record, stage: Stage) -> None:
+    def advance(self, state: RequestState, stage: Stage) -> None:
         """Go on to ``stage``; ``ValueError`` where that does not follow."""
-        if record.stage is Stage.QUEUED:
-            self._queue.leave(record.request.tenant, record.samples, record.work)
-        record.stage = advance(record.stage, stage)
+        if state.stage is Stage.QUEUED:
+            self._queue.leave(state.request.tenant, state.samples, state.work)
+        state.stage = advance(state.stage, stage)
 
-    def split(self, record: Record) -> None:
-        """A record for each sample of a request, in its place."""
-        del self.by_id[record.request.id]
-        self.by_id.update((each.request.id, each) for each in record.split())
+    def split(self, state: RequestState) -> None:
+        """Put a state for each sample of a request in its place."""
+        del self.by_id[state.request.id]
+        self.by_id.update((each.request.id, each) for each in state.split())
 
-    def release(self, record: Record) -> None:
-        """A record has ended: nothing of it stays."""
-        if record.stage not in TERMINAL:
-            raise ValueError(f"released while {record.stage.name}")
-        for sample in samples(record.request):  # encoded, but not yet split, it has left something for each
+    def release(self, state: RequestState) -> None:
+        """A request, or sample, has ended: nothing of it stays."""
+        if state.stage not in TERMINAL:
+            raise ValueError(f"released while {state.stage.name}")
+        for sample in samples(state.request):  # encoded, but not yet split, it has left something for each
             self._stages.release(sample.id)
-        self._pool.release(record.pages.ids)
-        del self.by_id[record.request.id]
-        record.call.records.remove(record)
-        self._queue.end(record.samples)
+        self._pool.release(state.pages.ids)
+        del self.by_id[state.request.id]
+        state.group.members.remove(state)
+        self._queue.end(state.samples)
 
-    def end_failed(self, record: Record) -> None:
-        """End a record whose client has its error; not while a worker has it."""
-        if record.stage not in TERMINAL:
-            self.advance(record, Stage.FAILED)
-        self.release(record)
+    def end_failed(self, state: RequestState) -> None:
+        """End one whose client has its error; not while a worker has it."""
+        if state.stage not in TERMINAL:
+            self.advance(state, Stage.FAILED)
+        self.release(state)
 
-    def fail(self, record: Record, error: MMServeError) -> None:
+    def fail(self, state: RequestState, error: MMServeError) -> None:
         """Tell the client now, once; free its samples now, or when the workers that hold them report."""
-        if record.call.failed:
+        if state.group.failed:
             return
-        record.call.failed = True
-        record.call.cancellation.cancel(error)
-        for each in list(record.call.records):
-            if not each.held:
+        state.group.failed = True
+        state.group.cancellation.cancel(error)
+        for each in list(state.group.members):
+            if not each.in_flight:
                 self.end_failed(each)
-        record.call.sink(Failed(error))
+        state.group.sink(Failed(error))
 
     def fail_all(self, error: MMServeError) -> None:
         """End every request with ``error``."""
-        for record in self:
-            self.fail(record, error)
+        for state in self:
+            self.fail(state, error)
 
     def recover(self, error: MMServeError) -> None:
         """After a bug in the engine itself nothing is known of anybody's state: every request ends with ``error``."""
-        for record in self:
-            told, record.call.failed = record.doomed, True
-            record.call.cancellation.cancel(error)
-            if not record.held:  # else its worker's report ends it
-                self.end_failed(record)
+        for state in self:
+            told, state.group.failed = state.aborted, True
+            state.group.cancellation.cancel(error)
+            if not state.in_flight:  # else its worker's report ends it
+                self.end_failed(state)
             if not told:
-                record.call.sink(Failed(error))
+                state.group.sink(Failed(error))
 
     def cancel(self, request: RequestId, error: MMServeError) -> None:
         """End a request, all of its samples, with ``error``; nothing where it ended already."""
-        record = next((r for r in self if r.call.id == request), None)
-        if record is not None:
-            self.fail(record, error)
+        state = next((r for r in self if r.group.id == request), None)
+        if state is not None:
+            self.fail(state, error)
 
     def expire(self, now: float) -> None:
         """End the requests whose deadline has passed; ``now`` is on the monotonic clock (seconds)."""
-        for record in self:
-            if record.request.deadline is not None and record.request.deadline <= now:
-                self.fail(record, DeadlineExceeded(f"the deadline passed while the request was {record.stage.name}"))
+        for state in self:
+            if state.request.deadline is not None and state.request.deadline <= now:
+                self.fail(state, DeadlineExceeded(f"the deadline passed while the request was {state.stage.name}"))
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a request that has no error yet, on the monotonic clock (seconds)."""
-        deadlines = (r.request.deadline for r in self if not r.doomed)
+        deadlines = (r.request.deadline for r in self if not r.aborted)
         return min((deadline for deadline in deadlines if deadline), default=None)
 
 
-def typed(error: BaseException, record: Record) -> MMServeError:
+def typed(error: BaseException, state: RequestState) -> MMServeError:
     """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
     if isinstance(error, MMServeError):
         return error
-    return Internal.logged(error, f"request {record.request.id} while {record.stage.name}", logger)
+    return Internal.logged(error, f"request {state.request.id} while {state.stage.name}", logger)

@@ -33,7 +33,7 @@ from mmserve.errors import (
     Unimplemented,
 )
 from mmserve.prune import pruner_for
-from mmserve.record import Sink
+from mmserve.request_state import Sink
 from mmserve.video.append import New, append
 from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats
 from mmserve.video.layout import Shown, header_of, question, see, streaming_model

@@ -336,7 +336,7 @@ def test_a_bug_while_a_cancelled_request_is_freed_leaves_nothing(
         gone = server.start(leaving.generate, "gone")
         server.reach("gone", Stage.STEPPING)
     assert isinstance(failure(gone), MMServeError)
-    wait_for("the engine to hear of it", lambda: server.doomed() == {"gone"})
+    wait_for("the engine to hear of it", lambda: server.aborted() == {"gone"})
     failed = fail_once(monkeypatch, server.engine._live, "advance")
     gates.decode.open()
     wait_for("the bug", lambda: failed)

@@ -85,7 +85,7 @@ def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, m
     """As measured, the engine ends a token a second; 24 are asked for by the one who waits already."""
     shed = small.engine.stats().shed
     monkeypatch.setattr(small.engine._queue, "_measured", Measured(work=10.0, seconds=10.0))
-    monkeypatch.setattr("mmserve.engine.measured", lambda before, *_, **__: before)
+    monkeypatch.setattr("mmserve.waiting.measured", lambda before, *_, **__: before)
     with gated(small.engine, monkeypatch) as gates, Client(small.address, timeout=50) as patient:
         assert once(small.address, "idle").WhichOneof("event") == "finished"  # nobody is ahead: there is no wait
         gates.encode.close()
@@ -289,7 +289,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[in
 
 
 @pytest.mark.parametrize("held", ["encode", "prefill", "decode"])
-@pytest.mark.parametrize("place", ["schedule", "_expire", "_budgets"])
+@pytest.mark.parametrize("place", ["schedule", "expire", "_budgets"])
 def test_a_bug_in_the_engines_own_thread_leaves_nobody_waiting(
     server: Running,
     gates: Gates,
@@ -303,7 +303,8 @@ def test_a_bug_in_the_engines_own_thread_leaves_nobody_waiting(
     asked = [server.ask(f"live {i}") for i in range(4)]
     wait_for("all live", lambda: server.engine.stats().live == 4)
     wait_for("a worker that holds one", lambda: gate.waiting)
-    failed = fail_once(monkeypatch, mmserve.engine if place == "schedule" else server.engine, place)
+    owner = {"schedule": mmserve.engine, "expire": server.engine._live, "_budgets": server.engine}[place]
+    failed = fail_once(monkeypatch, owner, place)
     server.engine.cancel("nobody")  # wakes the engine
     errors = [failure(f) for f in asked]
     assert failed and {type(e) for e in errors} == {Internal}

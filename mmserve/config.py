@@ -65,7 +65,7 @@ class EngineConfig:
     max_wait_seconds: float = 60.0  # a request that is expected to wait longer to start is refused; 0 = it may wait
     max_samples: int = 16  # of one request
     max_running: int = 64  # requests holding pages at once
-    handover: int = 8  # requests that may wait between two stages
+    max_pending_per_stage: int = 8  # requests that may wait between two stages
     page_size: int = 16  # token positions a K/V page
     pages: int = 0  # 0 = as many as max_running requests of max_tokens need
     max_tokens: int = 1024  # prompt and generated tokens of one request
@@ -356,7 +356,7 @@ _LEAST = (
             "max_queued",
             "max_samples",
             "max_running",
-            "handover",
+            "max_pending_per_stage",
             "page_size",
             "max_tokens",
             "encode_batch",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from mmserve.config import EngineConfig
-from mmserve.record import MEDIA_WORKERS, WORKERS
+from mmserve.request_state import MEDIA_WORKERS, WORKERS
 from mmserve.worker import InlineWorker, Job, ThreadWorker, Worker
 
 

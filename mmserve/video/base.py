@@ -14,7 +14,7 @@ from mmserve.core.tenant import Tenant
 if TYPE_CHECKING:  # the client knows these types without torch
     from torch import Tensor
 
-    from mmserve.record import Sink
+    from mmserve.request_state import Sink
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mmserve.errors import (
     MMServeError,
     ResourceExhausted,
 )
-from mmserve.record import Sink
+from mmserve.request_state import Sink
 from mmserve.video import messages as m
 from mmserve.video.base import Asked, Scope
 from mmserve.video.clock import Moment, moments

@@ -19,7 +19,7 @@ from mmserve.engine import Engine
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
-from mmserve.record import Sink
+from mmserve.request_state import Sink
 from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats
 from mmserve.video.intake import Waiting, closed, failed, take_in
 from mmserve.video.layout import header_of, question, streaming_model

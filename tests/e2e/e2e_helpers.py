@@ -73,11 +73,11 @@ class Running:
 
     def stages(self) -> dict[str, Stage]:
         """Where each live request is, by the text of its last message."""
-        return {text_of(r.request): r.stage for r in list(self.engine._records.values())}
+        return {text_of(r.request): r.stage for r in list(self.engine._live.by_id.values())}
 
-    def doomed(self) -> set[str]:
+    def aborted(self) -> set[str]:
         """Requests whose clients have their error, and that a worker still holds."""
-        return {text_of(r.request) for r in list(self.engine._records.values()) if r.doomed}
+        return {text_of(r.request) for r in list(self.engine._live.by_id.values()) if r.aborted}
 
     def reach(self, prompt: str, stage: Stage) -> None:
         wait_for(f"{prompt!r} to be {stage.name}: {self.stages()}", lambda: self.stages().get(prompt) is stage)

@@ -102,7 +102,7 @@ HELD = {stage.name for stage in STAGES if stage in RUNNING}
 def assert_only_held_ones_stay(server: Running) -> None:
     """Requests in no worker's hands are gone at once, the others as soon as their workers report."""
     wait_for("the waiting ones to be freed", lambda: set(server.stages()) == HELD)
-    assert server.doomed() == HELD
+    assert server.aborted() == HELD
     stats = server.engine.stats()
     assert (stats.live, stats.queued) == (3, 0)
 
@@ -118,7 +118,7 @@ def test_a_request_can_be_cancelled_in_every_stage(narrow: Running, gates: Gates
 
 def test_a_deadline_ends_a_request_in_every_stage(narrow: Running, gates: Gates) -> None:
     with one_in_each_stage(narrow, gates) as callers:
-        for record in list(narrow.engine._records.values()):
+        for record in list(narrow.engine._live.by_id.values()):
             record.request = replace(record.request, deadline=time.monotonic())
         narrow.engine.cancel("nobody")  # wakes the engine, which looks at deadlines then
         errors = {stage: failure(caller.done) for stage, caller in callers.items()}
@@ -136,7 +136,7 @@ def test_the_clients_own_deadline_frees_a_request_that_a_stage_holds(narrow: Run
         assert isinstance(failure(future), DeadlineExceeded)
     wait_for(
         "only the one that the gate holds",
-        lambda: set(narrow.stages()) == narrow.doomed() and len(narrow.doomed()) <= 1,
+        lambda: set(narrow.stages()) == narrow.aborted() and len(narrow.aborted()) <= 1,
     )
 
 
@@ -159,7 +159,7 @@ def test_leaving_a_stream_cancels_its_request(narrow: Running, gates: Gates) -> 
     assert isinstance(next(stream), Admitted)
     narrow.reach("left early", Stage.STEPPING)
     stream.close()
-    wait_for("the engine to hear of it", lambda: narrow.doomed() == {"left early"})
+    wait_for("the engine to hear of it", lambda: narrow.aborted() == {"left early"})
 
 
 def test_a_cancel_that_comes_after_the_end_is_ignored(narrow: Running) -> None:
@@ -190,10 +190,10 @@ def test_a_client_that_is_killed_leaves_nothing(narrow: Running, gates: Gates, s
         assert peer.stdout is not None
         assert peer.stdout.readline() == b"Admitted\n"
         narrow.reach("killed", stage)
-        assert not narrow.doomed()
+        assert not narrow.aborted()
         peer.kill()
     assert peer.returncode == -signal.SIGKILL
-    wait_for("the engine to hear of it", lambda: narrow.doomed() == {"killed"})
+    wait_for("the engine to hear of it", lambda: narrow.aborted() == {"killed"})
 
 
 def test_a_client_that_stops_reading_holds_up_nobody(narrow: Running) -> None:

@@ -84,8 +84,8 @@ def test_a_full_queue_refuses_and_loses_nobody(small: Running, monkeypatch: pyte
 def test_who_would_wait_beyond_the_deadline_is_refused_at_once(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """As measured, the engine ends a token a second; 24 are asked for by the one who waits already."""
     shed = small.engine.stats().shed
-    monkeypatch.setattr(small.engine, "_measured", Measured(work=10.0, seconds=10.0))
-    monkeypatch.setattr("mmserve.engine.measured", lambda before, *_, **__: before)
+    monkeypatch.setattr(small.engine._queue, "_measured", Measured(work=10.0, seconds=10.0))
+    monkeypatch.setattr("mmserve.waiting.measured", lambda before, *_, **__: before)
     with gated(small.engine, monkeypatch) as gates, Client(small.address, timeout=50) as patient:
         assert once(small.address, "idle").WhichOneof("event") == "finished"  # nobody is ahead: there is no wait
         gates.encode.close()
@@ -123,7 +123,7 @@ def test_a_busy_engine_measures_what_it_ends(small: Running, monkeypatch: pytest
         each.result(PATIENCE)
     wait_for("an empty queue", lambda: not small.engine.stats().queued)
     assert small.engine.stats().expected_wait == 0.0
-    monkeypatch.setattr(small.engine, "_measured", Measured())
+    monkeypatch.setattr(small.engine._queue, "_measured", Measured())
 
 
 def test_a_rush_is_answered_or_refused_one_by_one(small: Running) -> None:
@@ -158,7 +158,7 @@ def test_a_client_with_time_asks_a_full_server_until_there_is_room(
     small: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmserve.client.retries._LAST_DELAY", 0.1)
-    monkeypatch.setattr(small.engine, "_seconds", 0.0)  # a request takes nothing: short waits
+    monkeypatch.setattr(small.engine._queue, "_seconds", 0.0)  # a request takes nothing: short waits
     check, attempts = small.engine.stages.check, Counter[str]()
 
     def counted(request: Request) -> None:
@@ -289,7 +289,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[in
 
 
 @pytest.mark.parametrize("held", ["encode", "prefill", "decode"])
-@pytest.mark.parametrize("place", ["schedule", "_expire", "_budgets"])
+@pytest.mark.parametrize("place", ["schedule", "expire", "_budgets"])
 def test_a_bug_in_the_engines_own_thread_leaves_nobody_waiting(
     server: Running,
     gates: Gates,
@@ -303,7 +303,8 @@ def test_a_bug_in_the_engines_own_thread_leaves_nobody_waiting(
     asked = [server.ask(f"live {i}") for i in range(4)]
     wait_for("all live", lambda: server.engine.stats().live == 4)
     wait_for("a worker that holds one", lambda: gate.waiting)
-    failed = fail_once(monkeypatch, mmserve.engine if place == "schedule" else server.engine, place)
+    owner = {"schedule": mmserve.engine, "expire": server.engine._live, "_budgets": server.engine}[place]
+    failed = fail_once(monkeypatch, owner, place)
     server.engine.cancel("nobody")  # wakes the engine
     errors = [failure(f) for f in asked]
     assert failed and {type(e) for e in errors} == {Internal}
@@ -322,7 +323,7 @@ def test_a_bug_in_taking_a_report_leaves_nobody_waiting(
     asked = [server.ask(f"live {i}") for i in range(4)]
     wait_for("all live", lambda: server.engine.stats().live == 4)
     wait_for("a worker that holds one", lambda: gate.waiting)
-    failed = fail_once(monkeypatch, server.engine, "_advance")
+    failed = fail_once(monkeypatch, server.engine._live, "advance")
     gate.open()
     ended = [f.exception(PATIENCE) for f in asked]
     assert failed and {type(e) for e in ended} <= {Internal, type(None)} and any(ended)
@@ -336,8 +337,8 @@ def test_a_bug_while_a_cancelled_request_is_freed_leaves_nothing(
         gone = server.start(leaving.generate, "gone")
         server.reach("gone", Stage.STEPPING)
     assert isinstance(failure(gone), MMServeError)
-    wait_for("the engine to hear of it", lambda: server.doomed() == {"gone"})
-    failed = fail_once(monkeypatch, server.engine, "_advance")
+    wait_for("the engine to hear of it", lambda: server.aborted() == {"gone"})
+    failed = fail_once(monkeypatch, server.engine._live, "advance")
     gates.decode.open()
     wait_for("the bug", lambda: failed)
     server.assert_serves()

@@ -246,7 +246,8 @@ def test_a_bad_picture_fails_alone_among_the_good_ones_it_is_encoded_with(server
     bad = asked.pop(2)
     assert isinstance(bad.exception(60), InvalidArgument)
     wait_for(
-        "all to be decoded", lambda: [r.stage for r in list(server.engine._records.values())].count(Stage.LOADED) == 5
+        "all to be decoded",
+        lambda: [r.stage for r in server.engine._live].count(Stage.LOADED) == 5,
     )
     gates.encode.open()
     first.result(60)

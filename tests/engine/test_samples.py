@@ -240,7 +240,7 @@ def test_a_request_ends_with_all_of_its_samples(
     """While a worker holds some of them and others wait; nothing of any stays, and one error is told."""
     ahead = [0.0]
     monkeypatch.setattr(mmserve.engine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
-    b = bench(handover=2, max_running=2)
+    b = bench(max_pending_per_stage=2, max_running=2)
     gate = b.gate(stage)
     request = several(drawn("r", deadline=time.monotonic() + 500 if how == "deadline" else None), 4)
     call = Samples(b, request)

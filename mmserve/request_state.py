@@ -1,4 +1,4 @@
-"""A live request as the engine keeps it: one record until it is encoded, then one for each of its samples."""
+"""A live request as the engine keeps it: one state until it is encoded, then one for each of its samples."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ WORKERS = {"constrain": WAITING, "load": LOADS, "tokenize": 1, "encode": 1, "pre
 
 
 @dataclass(eq=False)
-class Call:
+class RequestGroup:
     """What all samples of a request share: who asked, when, and whether it failed, which ends them all."""
 
     id: RequestId
     sink: Sink
     arrived: float
-    failed: bool = False  # the client has its error; workers may still hold some of its records
-    records: list[Record] = field(default_factory=list, repr=False)  # those that have not ended
+    failed: bool = False  # the client has its error; workers may still hold some of its samples
+    members: list[RequestState] = field(default_factory=list, repr=False)  # those that have not ended
     cancellation: Cancellation = field(default_factory=Cancellation)  # ends what workers do for it, where they look
 
 
 @dataclass(eq=False)
-class Record:
+class RequestState:
     """A request, or once it is encoded one sample of it, as the engine keeps it."""
 
     request: Request
-    call: Call
+    group: RequestGroup
     sample: int = 0
     stage: Stage = Stage.QUEUED
     usage: Usage = field(default_factory=lambda: Usage(0, 0, 0))
@@ -64,12 +64,12 @@ class Record:
     first_token: float = 0.0
 
     @property
-    def doomed(self) -> bool:
-        """Whether the client has its error: the record is only here because a worker still holds its state."""
-        return self.call.failed
+    def aborted(self) -> bool:
+        """Whether the client has its error: the state is only here because a worker still holds its state."""
+        return self.group.failed
 
     @property
-    def held(self) -> bool:
+    def in_flight(self) -> bool:
         """Whether a worker has it: its stage's batch has not reported yet."""
         return self.holds > 0
 
@@ -83,7 +83,7 @@ class Record:
         """Whether it begins only when the samples before it have ended: it learns from them."""
         constraint = self.request.constraint
         learns = constraint is not None and constraint.sampling is ConstraintSampling.ASAP
-        return learns and any(other.sample < self.sample for other in self.call.records)
+        return learns and any(other.sample < self.sample for other in self.group.members)
 
     @property
     def samples(self) -> int:
@@ -135,18 +135,18 @@ class Record:
             self.request.constraint is not None,
             self.request.tenant.name,
             self.request.tenant.share,
-            aged(self.request.tenant.priority, now - self.call.arrived),
+            aged(self.request.tenant.priority, now - self.group.arrived),
             tokens if self.rows is None else self.rows,
             self.awaits(page_size, prefill_tokens),
         )
 
-    def split(self) -> list[Record]:
-        """A record for each sample, all of them where this one stands; this one is not needed any more."""
-        self.call.records = [
-            Record(one, self.call, i, self.stage, self.usage, self.keys, turn=self.turn, run=dict(self.run))
+    def split(self) -> list[RequestState]:
+        """A state for each sample, at the stage of this one, which is not needed any more."""
+        self.group.members = [
+            RequestState(one, self.group, i, self.stage, self.usage, self.keys, turn=self.turn, run=dict(self.run))
             for i, one in enumerate(samples(self.request))
         ]
-        return self.call.records
+        return self.group.members
 
     def finished(self, reason: str, answer: Answer, now: float) -> Finished:
         """The event that ends it; ``now`` is on the monotonic clock (seconds)."""
@@ -170,8 +170,8 @@ class Record:
         )
 
     def _times(self, now: float) -> StageTimes:
-        total = now - self.call.arrived
-        first = (self.first_token or now) - self.call.arrived
+        total = now - self.group.arrived
+        first = (self.first_token or now) - self.group.arrived
         encode = self.run["load"] + self.run["tokenize"] + self.run["encode"]
         run = [encode, self.run["prefill"], self.run["decode"]]  # waiting for a grammar is waiting
         seconds = (max(0.0, total - sum(run)), *run, total, first)  # a long clip is read while it is prefilled
@@ -183,9 +183,9 @@ def _frames(video: VideoPart, usual: int) -> int:
     return usual if video.sampling is None else video.sampling.frames or usual
 
 
-def open_call(request: Request, sink: Sink, arrived: float) -> Record:
-    """The first record of a request that comes in; ``arrived`` is on the monotonic clock (seconds)."""
-    call = Call(request.id, sink, arrived, cancellation=Cancellation(request.deadline))
-    record = Record(request, call)
-    call.records.append(record)
-    return record
+def open_group(request: Request, sink: Sink, arrived: float) -> RequestState:
+    """The first state of a request that comes in; ``arrived`` is on the monotonic clock (seconds)."""
+    group = RequestGroup(request.id, sink, arrived, cancellation=Cancellation(request.deadline))
+    state = RequestState(request, group)
+    group.members.append(state)
+    return state

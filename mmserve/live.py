@@ -1,0 +1,107 @@
+"""The requests of an engine that have not ended: how each advances from stage to stage, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from mmserve.core.events import Failed
+from mmserve.core.request import TERMINAL, RequestId, Stage, advance
+from mmserve.core.samples import samples
+from mmserve.errors import DeadlineExceeded, Internal, MMServeError
+from mmserve.kv.pool import PagePool
+from mmserve.request_state import RequestState
+from mmserve.stages import Stages
+from mmserve.waiting import WaitingQueue
+
+logger = logging.getLogger("mmserve.engine")
+
+
+class LiveRequests:
+    """The table of them, ``by_id``; only the engine's thread touches it."""
+
+    def __init__(self, queue: WaitingQueue, pool: PagePool, stages: Stages) -> None:
+        self.by_id: dict[RequestId, RequestState] = {}
+        self._queue, self._pool, self._stages = queue, pool, stages
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Over those there are now; they may end meanwhile."""
+        return iter(list(self.by_id.values()))
+
+    def advance(self, state: RequestState, stage: Stage) -> None:
+        """Go on to ``stage``; ``ValueError`` where that does not follow."""
+        if state.stage is Stage.QUEUED:
+            self._queue.leave(state.request.tenant, state.samples, state.work)
+        state.stage = advance(state.stage, stage)
+
+    def split(self, state: RequestState) -> None:
+        """Put a state for each sample of a request in its place."""
+        del self.by_id[state.request.id]
+        self.by_id.update((each.request.id, each) for each in state.split())
+
+    def release(self, state: RequestState) -> None:
+        """A request, or sample, has ended: nothing of it stays."""
+        if state.stage not in TERMINAL:
+            raise ValueError(f"released while {state.stage.name}")
+        for sample in samples(state.request):  # encoded, but not yet split, it has left something for each
+            self._stages.release(sample.id)
+        self._pool.release(state.pages.ids)
+        del self.by_id[state.request.id]
+        state.group.members.remove(state)
+        self._queue.end(state.samples)
+
+    def end_failed(self, state: RequestState) -> None:
+        """End one whose client has its error; not while a worker has it."""
+        if state.stage not in TERMINAL:
+            self.advance(state, Stage.FAILED)
+        self.release(state)
+
+    def fail(self, state: RequestState, error: MMServeError) -> None:
+        """Tell the client now, once; free its samples now, or when the workers that hold them report."""
+        if state.group.failed:
+            return
+        state.group.failed = True
+        state.group.cancellation.cancel(error)
+        for each in list(state.group.members):
+            if not each.in_flight:
+                self.end_failed(each)
+        state.group.sink(Failed(error))
+
+    def fail_all(self, error: MMServeError) -> None:
+        """End every request with ``error``."""
+        for state in self:
+            self.fail(state, error)
+
+    def recover(self, error: MMServeError) -> None:
+        """After a bug in the engine itself nothing is known of anybody's state: every request ends with ``error``."""
+        for state in self:
+            told, state.group.failed = state.aborted, True
+            state.group.cancellation.cancel(error)
+            if not state.in_flight:  # else its worker's report ends it
+                self.end_failed(state)
+            if not told:
+                state.group.sink(Failed(error))
+
+    def cancel(self, request: RequestId, error: MMServeError) -> None:
+        """End a request, all of its samples, with ``error``; nothing where it ended already."""
+        state = next((r for r in self if r.group.id == request), None)
+        if state is not None:
+            self.fail(state, error)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadline has passed; ``now`` is on the monotonic clock (seconds)."""
+        for state in self:
+            if state.request.deadline is not None and state.request.deadline <= now:
+                self.fail(state, DeadlineExceeded(f"the deadline passed while the request was {state.stage.name}"))
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of a request that has no error yet, on the monotonic clock (seconds)."""
+        deadlines = (r.request.deadline for r in self if not r.aborted)
+        return min((deadline for deadline in deadlines if deadline), default=None)
+
+
+def typed(error: BaseException, state: RequestState) -> MMServeError:
+    """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
+    if isinstance(error, MMServeError):
+        return error
+    return Internal.logged(error, f"request {state.request.id} while {state.stage.name}", logger)

@@ -1,0 +1,131 @@
+"""The bounded queue in front of an engine: which requests are taken in, and how long those that wait will wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+from mmserve.config import EngineConfig
+from mmserve.core.request import Request
+from mmserve.core.tenant import Tenant
+from mmserve.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from mmserve.schedule.expected_wait import Measured, expected_wait, measured, retry_after
+from mmserve.schedule.fair import guaranteed
+
+
+class WaitingQueue:
+    """Counts of the samples that wait and of those that have not ended.
+
+    ``take`` is called with ``lock`` held; the other methods take it where they need it. ``refusal`` says why new
+    requests are refused; "" = they are not. ``draining``: whether questions of open sessions are taken all the same.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.lock = threading.Lock()
+        self.refusal = "the engine is not started"
+        self.draining = False
+        self.queued = 0  # samples
+        self.admitted = 0  # samples that have not ended
+        self.shed = 0  # requests refused for their expected wait
+        self.idle = threading.Event()  # set while nothing is admitted
+        self.idle.set()
+        self._tenants: Counter[Tenant] = Counter()  # samples among those queued, by whose they are
+        self._work = 0  # tokens that those who wait ask for
+        self._ended_work = 0  # the same of those that ended since the last look
+        self._measured = Measured()
+        self._seconds = 0.5  # running mean of a request's service time
+
+    def check(self, request: Request) -> None:
+        """``InvalidArgument`` for a number of samples that no queue takes."""
+        most = min(self._config.max_samples, self._config.max_queued)
+        if not 1 <= request.sampling.n <= most:
+            raise InvalidArgument.of("sampling.n", f"must be in [1, {most}], not {request.sampling.n}")
+
+    def take(self, request: Request, *, of_session: bool) -> int:
+        """Give each sample of ``request`` a place, all of them or none; how many others wait. Locked.
+
+        Raises ``Unavailable``, ``ResourceExhausted`` or ``DeadlineExceeded`` for a request that is not taken in.
+        """
+        wanted, allowed = request.sampling.n, self._config.max_queued
+        if self.refusal and not (of_session and self.draining):
+            raise Unavailable(self.refusal)
+        if self.queued + wanted > allowed and not self._is_owed(request.tenant, wanted):
+            raise ResourceExhausted(
+                f"{self.queued} requests wait already, and max_queued allows {allowed} with the "
+                f"{wanted} asked for; try again later",
+                retry_after=self._retry_after(),
+            )
+        self._shed_by_wait(request)
+        ahead = self.queued
+        self.queued += wanted
+        self._tenants[request.tenant] += wanted
+        self._work += wanted * request.sampling.max_new_tokens
+        self.admitted += wanted
+        self.idle.clear()
+        return ahead
+
+    def leave(self, tenant: Tenant, samples: int, work: int) -> None:
+        """So many samples, which ask for ``work`` tokens, wait no more: they begin, or end."""
+        with self.lock:
+            self.queued -= samples
+            self._tenants[tenant] -= samples
+            self._tenants = +self._tenants  # only tenants that wait
+            self._work -= work
+
+    def served(self, work: int, seconds: float) -> None:
+        """A request that asked for ``work`` tokens was answered, after so many ``seconds``."""
+        self._seconds += 0.1 * (seconds - self._seconds)
+        self._ended_work += work
+
+    def end(self, samples: int) -> None:
+        """So many samples ended, and nothing of them is left."""
+        with self.lock:
+            self.admitted -= samples
+            if not self.admitted:
+                self.idle.set()
+
+    def measure(self, now: float) -> None:
+        """Take in how much work ended since the last call: the engine's thread, once a turn; ``now`` as of
+        ``time.monotonic`` (seconds)."""
+        ended = float(self._ended_work)
+        self._measured = measured(self._measured, now, waiting=self.queued > 0, ended=ended)
+        self._ended_work = 0
+
+    def expected_wait(self) -> float:
+        """Seconds until all that wait now have begun."""
+        return expected_wait(self._measured, self._work)
+
+    def _is_owed(self, tenant: Tenant, wanted: int) -> bool:
+        """Whether a full queue still takes ``wanted`` samples of ``tenant``: others cannot fill its part."""
+        return self._own(tenant) + wanted <= guaranteed(self._config.max_queued, tenant, self._tenants)
+
+    def _work_ahead(self, tenant: Tenant) -> float:
+        """About how much waiting work is served before a new request of ``tenant``: of others, as much as its share
+        allows them meanwhile."""
+        places = guaranteed(max(1, self.queued), tenant, self._tenants)
+        return self._work * min(1.0, self._own(tenant) / places)
+
+    def _own(self, tenant: Tenant) -> int:
+        return sum(count for other, count in self._tenants.items() if other.name == tenant.name)
+
+    def _shed_by_wait(self, request: Request) -> None:
+        """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
+        wait = expected_wait(self._measured, self._work_ahead(request.tenant))
+        left = None if request.deadline is None else request.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was taken in")
+        allowed = self._config.max_wait_seconds
+        later = retry_after(wait, allowed, left)
+        if later is not None:
+            self.shed += 1
+            raise ResourceExhausted(
+                f"the request would wait about {wait:.1f} seconds to start; its deadline and [engine] max_wait_seconds "
+                f"({allowed:g}) do not allow that; try again later",
+                retry_after=later,
+            )
+
+    def _retry_after(self) -> float:
+        """Seconds until a place in the queue is likely: the mean service time over the requests served at once."""
+        return min(30.0, max(0.1, self._seconds * self.queued / self._config.max_running))

@@ -26,6 +26,7 @@ from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import ImageReuse
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
 from mmserve.decode.blending import Blender, in_one_go, no_reuse
 from mmserve.decode.forward import Pass, forward, row_floor
@@ -45,7 +46,6 @@ from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.scenes import draw_scene, png
 from mmserve.reference.tasks import TASKS, correct
-from mmserve.rpc.policies import ImageReuse
 
 DEFAULT_TASKS = ("which", "differs", *SHORT_TASKS)
 SHARES = (0.05, 0.15, 0.3)

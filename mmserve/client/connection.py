@@ -8,7 +8,7 @@ from typing import Any
 from mmserve.client.address import TOKEN_VARIABLE, Address
 from mmserve.client.tls import TLS, channel_credentials
 from mmserve.errors import ConfigError
-from mmserve.rpc import request_id
+from mmserve.wire import request_id
 
 
 def chosen_tls(address: Address, given: TLS | bool | None) -> TLS | None:

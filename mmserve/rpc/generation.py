@@ -16,14 +16,16 @@ from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics, Watch
-from mmserve.rpc import convert, request_id
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
+from mmserve.wire import request_id
+from mmserve.wire.events import to_response
 
 logger = logging.getLogger("mmserve.rpc")
 
@@ -66,7 +68,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         watch.tenant = tenant.name
         engine = self._engines.find(message.model)
         watch.model = calls.current().model = engine.info.name
-        request = convert.to_request(
+        request = to_request(
             message,
             request_id=own,
             info=engine.info,
@@ -89,7 +91,7 @@ async def _relay(engine: EngineLike, request: Request, label: str, context: Any,
             watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
-            await context.write(convert.to_response(event, label))
+            await context.write(to_response(event, label))
     finally:
         if not outbox.ended:  # the client went away, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mmserve.rpc.convert import to_model_info
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import model_pb2, model_pb2_grpc
 from mmserve.video.host import Hosts
+from mmserve.wire.models import to_model_info
 
 
 class ModelService(model_pb2_grpc.ModelServiceServicer):

@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmserve.core.changes import Changes
+from mmserve.core.session import PushFailed, Statistics
 from mmserve.core.tenant import Tenant
 from mmserve.errors import (
     Cancelled,
@@ -28,7 +30,7 @@ from mmserve.errors import (
 )
 from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen, Stream
-from mmserve.video.connection import Changes, Connection
+from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Responses, Window
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
 from mmserve.video.questions import Question, Questions
@@ -102,7 +104,7 @@ class Session:
         self._closing = False
         self._closed = False
         self._failed_push = 0  # index of the last push that was reported
-        self._stats = m.Statistics()
+        self._stats = Statistics()
         self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._watches.judge)]
         for task in self._tasks:
             task.add_done_callback(self._broken)
@@ -375,7 +377,7 @@ class Session:
         self._failed_push = index
         self._stats = replace(self._stats, pushes_failed=self._stats.pushes_failed + 1)
         self._around.metrics.push_failed(error.code)
-        self._report(m.PushFailed(index, error))
+        self._report(PushFailed(index, error))
 
     def _report(self, response: m.Numbered) -> None:
         if self.over:

@@ -17,6 +17,7 @@ import torch
 
 from mmserve.config import VideoConfig
 from mmserve.core.request import Request, Vision
+from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.decode.blending import no_reuse
 from mmserve.decode.commit import ACCOMPANIED
@@ -35,7 +36,7 @@ from mmserve.errors import (
 from mmserve.prune import pruner_for
 from mmserve.record import Sink
 from mmserve.video.append import New, append
-from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats
+from mmserve.video.base import Frame, Scope, Seen, StreamStats
 from mmserve.video.layout import Shown, header_of, question, see, streaming_model
 from mmserve.video.memory import policy_of
 from mmserve.video.positions import RULES

@@ -22,6 +22,8 @@ SHARED = ("base.py", "__init__.py")
 FLOORS = (
     ("errors",),
     ("core", "v1", "memory", "priority"),
+    ("wire",),
+    ("client",),
     ("tenants",),
     ("config",),
     ("prune", "schedule", "observe", "transfer"),
@@ -33,7 +35,6 @@ FLOORS = (
     ("engine", "stages", "decoders", "capabilities", "defaults", "record", "worker", "workers"),
     ("video",),
     ("rpc", "settle"),
-    ("client",),
     ("assembly", "check"),
     ("reference",),
     ("tune", "train_filter"),
@@ -106,6 +107,15 @@ def test_core_and_schedule_import_neither_torch_nor_grpc(folder: str) -> None:
     assert _offences(_files(PACKAGE / folder), ("torch", "grpc", "mmserve_kernels", "transformers")) == []
 
 
+def test_the_client_imports_only_what_is_below_it() -> None:
+    """Neither torch nor a package of the server, so that it can be installed alone."""
+    below = ("errors", "core", "v1", "wire", "client")
+    own = {m.split(".")[1] for f in _files(PACKAGE / "client") for m in imports(f) if m.startswith("mmserve.")}
+    assert own <= set(below)
+    for package in ("wire", "client"):
+        assert _offences(_files(PACKAGE / package), ("torch", "transformers", "numpy", "mmserve_kernels")) == []
+
+
 def test_core_and_schedule_reach_no_torch_through_their_own_imports() -> None:
     """What they import of mmserve keeps the rule too, so that no torch comes in by a detour."""
     pending = [*_files(PACKAGE / "core"), *_files(PACKAGE / "schedule")]
@@ -123,8 +133,8 @@ def test_core_and_schedule_reach_no_torch_through_their_own_imports() -> None:
     assert PACKAGE / "errors.py" in seen, "the walk followed no import"
 
 
-def test_only_rpc_the_client_and_v1_know_protobuf() -> None:
-    allowed = (PACKAGE / "rpc", PACKAGE / "v1", PACKAGE / "client")
+def test_only_wire_rpc_the_client_and_v1_know_protobuf() -> None:
+    allowed = (PACKAGE / "wire", PACKAGE / "rpc", PACKAGE / "v1", PACKAGE / "client")
     others = [f for f in _files(PACKAGE) if not any(f == a or a in f.parents for a in allowed)]
     assert _offences(others, (*PROTOBUF, "google")) == []
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
+from mmserve.core.values import Checked
 from mmserve.decode.constrained.best import Notes
 
 #: Figures of a candidate that take another pass over its logits, by name: they are made where a policy reads them.
@@ -213,7 +214,7 @@ def is_partial(commit: Commit) -> TypeGuard[Partial]:
     return _follows(type(commit), Partial)
 
 
-class Undrafted:
+class Undrafted(Checked):
     """What policies share that draft nothing and, unless they say so, replace and close nothing."""
 
     @property

@@ -172,7 +172,7 @@ def test_samplings_that_are_refused(client: Client) -> None:
     path = "messages[0].parts[0].video.sampling"
     found = {violation.field: violation.description for violation in raised.value.violations}
     assert found == {
-        f"{path}.fps": "must be above 0 and at most 30, not 31.0",
+        f"{path}.fps": "must be in (0, 30], not 31.0",
         f"{path}.frames": "must not be set with fps, scene_similarity or scene_frames: they are other rules",
         f"{path}.scene_similarity": "must be in [-1, 1], not 2.0",
         f"{path}.scene_frames": "must be in [1, 64], not 65",

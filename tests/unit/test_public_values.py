@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import documented
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -207,3 +208,27 @@ def test_the_commands_help_has_every_declared_range_and_default() -> None:
         said = (known[f"--{name.replace('_', '-')}"].help or "").replace("%%", "%")
         assert value.range is None or value.range.words in said
         assert value.default_words in said
+
+
+# --- the documentation ---
+
+
+@pytest.mark.parametrize("page", documented.pages(), ids=lambda page: page.stem)
+def test_tables_of_the_documentation_are_those_of_the_declared_values(page: Path) -> None:
+    text = page.read_text()
+    assert text == documented.written(text), "run: python tests/documented.py"
+
+
+def test_every_table_of_declared_values_is_in_the_documentation() -> None:
+    shown = {name for page in documented.pages() for name in re.findall(r"<!-- values: (\w+) -->", page.read_text())}
+    assert shown == set(documented.TABLES)
+
+
+def test_the_sample_configuration_has_the_declared_defaults_and_meanings() -> None:
+    assert documented.SAMPLE.read_text() == documented.sample(), "run: python tests/documented.py"
+
+
+@pytest.mark.parametrize("page", documented.pages(), ids=lambda page: page.stem)
+def test_a_page_opens_with_what_its_reader_does(page: Path) -> None:
+    """A command, a program or a configuration within the first lines."""
+    assert any(line.startswith("```") for line in page.read_text().splitlines()[:6])

@@ -299,7 +299,7 @@ class Engine:
         return Budgets(
             idle=self._workers.idle(),
             free_pages=self._pool.free,
-            handover=c.handover,
+            max_pending_per_stage=c.max_pending_per_stage,
             max_running=c.max_running,
             encode_batch=c.encode_batch,
             prefill_tokens=c.prefill_tokens,

@@ -120,7 +120,14 @@ class Bench:
         **config: Any,
     ) -> None:
         rows = {"prefill_tokens": 2048, "decode_tokens": 4096}  # enough for all to share a batch
-        settings = {"max_tokens": MAX_TOKENS, "torch_threads": 1, "page_size": 8, "handover": 32, **rows, **config}
+        settings = {
+            "max_tokens": MAX_TOKENS,
+            "torch_threads": 1,
+            "page_size": 8,
+            "max_pending_per_stage": 32,
+            **rows,
+            **config,
+        }
         self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig(), schedulers, cache)
         self.gates: list[Gate] = []
         self.batches: list[list[str]] = []  # request ids of each decode batch

@@ -29,7 +29,7 @@ class EngineConfig:
     )
     max_samples: int = value(16, _COUNT, "samples of one request")
     max_running: int = value(64, _COUNT, "requests holding K/V pages at once")
-    handover: int = value(8, _COUNT, "requests that may wait between two stages")
+    max_pending_per_stage: int = value(8, _COUNT, "requests that may wait between two stages")
     page_size: int = value(16, _COUNT, "token positions of a K/V page")
     pages: int = value(0, _AUTO, "K/V pages; auto = as many as max_running requests of max_tokens need")
     max_tokens: int = value(1024, _COUNT, "prompt and generated tokens of one request")

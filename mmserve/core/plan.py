@@ -48,7 +48,7 @@ class Budgets:
 
     idle: frozenset[str]  # stages whose worker is free: "constrain", "load", "tokenize", "encode", "prefill", "decode"
     free_pages: int
-    handover: int  # requests that may wait behind constrain, for prefill, and for decode
+    max_pending_per_stage: int  # requests that may wait after constrain, for prefill, and for decode
     max_running: int  # requests that may hold pages
     encode_batch: int  # images and frames
     prefill_tokens: int  # rows of a prefill batch

@@ -49,28 +49,28 @@ def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
 
 def _constrain(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     """Those that go side by side begin in order; one whose constraint is slow may be overtaken."""
-    room = budgets.handover - _count(entries, Stage.CONSTRAINING, Stage.CONSTRAINED)
+    room = budgets.max_pending_per_stage - _count(entries, Stage.CONSTRAINING, Stage.CONSTRAINED)
     waiting = [(e, 1) for e in entries if e.stage is Stage.QUEUED and e.constrained]
     return _ordered(waiting, budgets, "constrain")[: min(budgets.constrain, max(0, room))]
 
 
 def _load(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     """Those that are read side by side begin in order; one whose media are slow may be overtaken."""
-    room = budgets.handover - _count(entries, Stage.LOADING, Stage.LOADED)
+    room = budgets.max_pending_per_stage - _count(entries, Stage.LOADING, Stage.LOADED)
     waiting = [(e, e.images) for e in entries if e.images and _startable(e)]
     return _ordered(waiting, budgets, "load")[: min(budgets.load, max(0, room))]
 
 
 def _tokenize(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     tokenizing = sum(e.stage is Stage.ENCODING and not e.images for e in entries)
-    room = budgets.handover - tokenizing - _waiting_for_prefill(entries)
+    room = budgets.max_pending_per_stage - tokenizing - _waiting_for_prefill(entries)
     queued = [(e, 1) for e in entries if not e.images and _startable(e)]
     return _fill(_ordered(queued, budgets, "tokenize")[: max(0, room)], budgets.encode_batch)
 
 
 def _encode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     encoding = sum(e.stage is Stage.ENCODING and e.images > 0 for e in entries)
-    room = budgets.handover - encoding - _waiting_for_prefill(entries)
+    room = budgets.max_pending_per_stage - encoding - _waiting_for_prefill(entries)
     loaded = [(e, e.images) for e in entries if e.stage is Stage.LOADED]
     return _fill(_ordered(loaded, budgets, "encode")[: max(0, room)], budgets.encode_batch)
 
@@ -81,7 +81,7 @@ def _startable(entry: Entry) -> bool:
 
 
 def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
-    places = max(0, budgets.handover - _count(entries, Stage.PREFILLING, Stage.PREFILLED))
+    places = max(0, budgets.max_pending_per_stage - _count(entries, Stage.PREFILLING, Stage.PREFILLED))
     encoded = [e for e in entries if e.stage is Stage.ENCODED]
     begun = [e for e in encoded if e.prefilled is not None]  # these hold their pages already
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages

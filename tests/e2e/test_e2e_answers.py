@@ -33,8 +33,8 @@ def test_64_clients_at_once_get_the_answers_they_get_alone(server: Running, gate
     with ThreadPoolExecutor(CLIENTS) as pool:
         futures = [pool.submit(one, ask) for ask in asks]
         wait_for("all of them at once", lambda: server.engine.stats().live == CLIENTS)
-        records, handover = server.engine._records, server.engine.config.handover
-        full = lambda: [r.stage for r in list(records.values())].count(Stage.PREFILLED) >= handover  # noqa: E731
+        records, max_pending_per_stage = server.engine._records, server.engine.config.max_pending_per_stage
+        full = lambda: [r.stage for r in list(records.values())].count(Stage.PREFILLED) >= max_pending_per_stage  # noqa: E731
         wait_for("as many to be prefilled as may wait", full)
         gates.decode.open()
         together = [answer(f.result(100)) for f in futures]
@@ -57,7 +57,14 @@ def test_stages_on_one_thread_give_the_same_answers_as_on_three(server: Running)
 def test_the_smallest_budgets_give_the_same_answers(server: Running) -> None:
     """One request a batch, one between two stages, pages for one request of the largest size."""
     asks = draw_asks(6, seed=2)
-    tight = {"handover": 1, "encode_batch": 1, "prefill_tokens": 1, "decode_tokens": 1, "pages": 64, "page_size": 16}
+    tight = {
+        "max_pending_per_stage": 1,
+        "encode_batch": 1,
+        "prefill_tokens": 1,
+        "decode_tokens": 1,
+        "pages": 64,
+        "page_size": 16,
+    }
     with running(settings(engine=tight)) as small:
         futures = [small.start(a.of, small.client) for a in asks]
         squeezed = [answer(f.result(100)) for f in futures]

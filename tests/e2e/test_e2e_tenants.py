@@ -27,7 +27,7 @@ ASKED = [Message("user", (TextPart("Look.\n"), ImagePart(picture(1)), TextPart("
 @pytest.fixture(scope="module")
 def server() -> Iterator[BackgroundServer]:
     """A next-token model that runs two requests at a time, for whoever has one of three tokens."""
-    sizes = {"max_running": 2, "handover": 1, "encode_batch": 1, "max_queued": QUEUE}
+    sizes = {"max_running": 2, "max_pending_per_stage": 1, "encode_batch": 1, "max_queued": QUEUE}
     config = settings(server={"auth_tokens": ("alice", "bob", "carol")}, engine=sizes)
     with BackgroundServer(replace(config, models=(ModelConfig(path="bundled-causal", name="m"),))) as found:
         yield found

@@ -161,7 +161,7 @@ def test_a_step_runs_one_row_and_prefill_the_prompt(bench: Make, causal: LoadedM
     [
         {},
         {"page_size": 16, "decode_tokens": 150},
-        {"page_size": 1, "prefill_tokens": 100, "encode_batch": 2, "handover": 3},
+        {"page_size": 1, "prefill_tokens": 100, "encode_batch": 2, "max_pending_per_stage": 3},
         {"max_running": 5, "stages": "inline"},
     ],
     ids=["all together", "small decode batches", "pages of one", "few at once, inline"],

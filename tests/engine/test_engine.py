@@ -127,9 +127,9 @@ def await_prefilled(b: Bench, calls: list[Call]) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"handover": 24},
+        {"max_pending_per_stage": 24},
         {"page_size": 16, "decode_tokens": 150},
-        {"page_size": 1, "prefill_tokens": 100, "encode_batch": 2, "handover": 3},
+        {"page_size": 1, "prefill_tokens": 100, "encode_batch": 2, "max_pending_per_stage": 3},
         {"max_running": 5, "stages": "inline"},
         {"prefill_tokens": 40, "decode_tokens": 40},
     ],
@@ -138,7 +138,7 @@ def await_prefilled(b: Bench, calls: list[Call]) -> None:
 def test_a_request_gives_the_same_tokens_alone_and_in_a_batch(
     bench: Make, alone: dict[str, Outcome], config: dict[str, Any]
 ) -> None:
-    b, together = bench(**config), "handover" in config and len(config) == 1
+    b, together = bench(**config), "max_pending_per_stage" in config and len(config) == 1
     gate = b.gate("decode" if together else "encode") if config.get("stages") != "inline" else None
     calls = b.submit(*mixed())
     if together:
@@ -529,7 +529,7 @@ def test_a_cancel_that_follows_admission_at_once_is_not_lost(bench: Make) -> Non
 
 
 def test_cancelling_one_of_a_batch_leaves_the_others_tokens_alone(bench: Make, alone: dict[str, Outcome]) -> None:
-    b = bench(handover=24)
+    b = bench(max_pending_per_stage=24)
     gate = b.gate("decode", lambda ids: len(ids) > 8)
     first = b.gate("decode")
     calls = b.submit(*mixed())
@@ -882,7 +882,9 @@ def test_what_lies_in_a_page_from_before_is_never_read(bench: Make, alone: dict[
     assert b.most_pages > 12
 
 
-@pytest.mark.parametrize("config", [{"handover": 1}, {"max_running": 1}, {"prefill_tokens": 1, "decode_tokens": 1}])
+@pytest.mark.parametrize(
+    "config", [{"max_pending_per_stage": 1}, {"max_running": 1}, {"prefill_tokens": 1, "decode_tokens": 1}]
+)
 def test_the_tightest_budgets_still_serve_everyone(
     bench: Make, alone: dict[str, Outcome], config: dict[str, int]
 ) -> None:
@@ -894,7 +896,7 @@ def test_the_tightest_budgets_still_serve_everyone(
 def test_a_long_answer_is_not_starved_by_a_stream_of_short_ones(bench: Make) -> None:
     """Whoever waited longest decodes next, also when a newcomer always waits beside it."""
     shorts = 40
-    b = bench(decode_tokens=1, prefill_tokens=1, encode_batch=1, handover=4)
+    b = bench(decode_tokens=1, prefill_tokens=1, encode_batch=1, max_pending_per_stage=4)
     decode, prefill = b.engine.stages.decode, b.engine.stages.prefill
     prefilled: list[str] = []
 

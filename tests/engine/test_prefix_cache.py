@@ -231,7 +231,7 @@ def test_the_last_rows_of_a_prompt_have_the_same_bits_without_the_pages_before_t
         (1, {}),
         (2, {"pages": 16}),
         (3, {"pages": 20, "prefill_tokens": 24, "stages": "inline"}),
-        (4, {"pages": 24, "prefill_tokens": 16, "handover": 4, "decode_tokens": 150}),
+        (4, {"pages": 24, "prefill_tokens": 16, "max_pending_per_stage": 4, "decode_tokens": 150}),
         (5, {"page_size": 1, "pages": 140}),
     ],
     ids=["inline", "threads", "pages for one", "small and in chunks", "threads, chunks, small", "pages of one"],

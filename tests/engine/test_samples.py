@@ -234,7 +234,7 @@ def test_more_samples_than_could_ever_be_taken_are_a_wrong_request(
 @pytest.mark.parametrize("how", ["cancel", "deadline", "drain"])
 def test_a_request_ends_with_all_of_its_samples(bench: Make, stage: str, how: str) -> None:
     """While a worker holds some of them and others wait; nothing of any stays, and one error is told."""
-    b = bench(handover=2, max_running=2)
+    b = bench(max_pending_per_stage=2, max_running=2)
     gate = b.gate(stage)
     request = several(drawn("r", deadline=time.monotonic() + 0.4 if how == "deadline" else None), 4)
     call = Samples(b, request)

@@ -27,7 +27,15 @@ from mmserve.errors import ConfigError
 
 TABLES: dict[str, type[Any]] = {"server": ServerConfig, "engine": EngineConfig, "media": MediaConfig}
 KEYS = [(table, f.name, f.default) for table, kind in TABLES.items() for f in dataclasses.fields(kind)]
-COUNTS = ["max_queued", "max_running", "handover", "page_size", "max_tokens", "encode_batch", "max_samples"]
+COUNTS = [
+    "max_queued",
+    "max_running",
+    "max_pending_per_stage",
+    "page_size",
+    "max_tokens",
+    "encode_batch",
+    "max_samples",
+]
 
 
 def toml(value: Any) -> str:

@@ -30,7 +30,7 @@ def budgets(**changes: object) -> Budgets:
     base = Budgets(
         idle=ALL_IDLE,
         free_pages=1000,
-        handover=8,
+        max_pending_per_stage=8,
         max_running=64,
         encode_batch=8,
         prefill_tokens=2048,
@@ -60,7 +60,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Entry], Budgets]:
     limits = Budgets(
         idle=idle,
         free_pages=draw(st.integers(0, 40)),
-        handover=draw(st.integers(1, 6)),
+        max_pending_per_stage=draw(st.integers(1, 6)),
         max_running=draw(st.integers(1, 10)),
         encode_batch=draw(st.integers(1, 10)),
         prefill_tokens=draw(st.integers(0, 120)),
@@ -89,14 +89,14 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     unready = [e for e in in_stage[Stage.QUEUED] if e.constrained]
     constrain = _prefix(plan.constrain, unready)
     waiting = len(in_stage[Stage.CONSTRAINING]) + len(in_stage[Stage.CONSTRAINED])
-    room = min(limits.constrain, max(0, limits.handover - waiting))
+    room = min(limits.constrain, max(0, limits.max_pending_per_stage - waiting))
     assert len(constrain) == (min(len(unready), room) if "constrain" in limits.idle else 0)
 
     ready = [e for e in entries if e.stage in (Stage.QUEUED, Stage.CONSTRAINED) and e not in unready]
     media, text = [e for e in ready if e.images], [e for e in ready if not e.images]
     load = _prefix(plan.load, media)
     waiting = len(in_stage[Stage.LOADING]) + len(in_stage[Stage.LOADED])
-    room = min(limits.load, max(0, limits.handover - waiting))
+    room = min(limits.load, max(0, limits.max_pending_per_stage - waiting))
     assert len(load) == (min(len(media), room) if "load" in limits.idle else 0)
 
     tokenize = _prefix(plan.tokenize, text)
@@ -105,7 +105,7 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     assert len(encode) <= 1 or sum(e.images for e in encode) <= limits.encode_batch
     for taken, of_media in ((tokenize, False), (encode, True)):
         waiting = len(in_stage[Stage.ENCODED]) + sum(bool(e.images) is of_media for e in in_stage[Stage.ENCODING])
-        assert not taken or waiting + len(taken) <= limits.handover
+        assert not taken or waiting + len(taken) <= limits.max_pending_per_stage
 
     encoded = in_stage[Stage.ENCODED]
     if "prefill" in limits.idle:
@@ -119,7 +119,7 @@ def check(entries: list[Entry], limits: Budgets, plan: Plan) -> None:
     holding = sum(e.stage in HOLDS_PAGES for e in entries)
     assert not prefill or holding + len(prefill) <= limits.max_running
     waiting = len(in_stage[Stage.PREFILLING]) + len(in_stage[Stage.PREFILLED])
-    assert not prefill or waiting + len(prefill) <= limits.handover
+    assert not prefill or waiting + len(prefill) <= limits.max_pending_per_stage
 
     ready = [e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)]
     in_turn = sorted(ready, key=lambda e: (e.turn, entries.index(e)))
@@ -204,8 +204,8 @@ def test_encode_stops_where_the_handover_to_prefill_is_full() -> None:
     queued = [Entry(f"q{i}", Stage.QUEUED) for i in range(3)]
     loaded = [Entry(f"l{i}", Stage.LOADED, images=1) for i in range(3)]
     for name, ready in (("tokenize", queued), ("encode", loaded)):
-        assert getattr(schedule([*waiting, *ready], budgets(handover=3)), name) == ()
-        assert getattr(schedule([*waiting, *ready], budgets(handover=4)), name) == (ready[0].id,)
+        assert getattr(schedule([*waiting, *ready], budgets(max_pending_per_stage=3)), name) == ()
+        assert getattr(schedule([*waiting, *ready], budgets(max_pending_per_stage=4)), name) == (ready[0].id,)
 
 
 def test_text_waits_neither_for_media_nor_for_the_tower() -> None:
@@ -299,7 +299,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[Job], Budgets, int]:
         arrives = max([j.arrives for j in jobs[-1:]], default=0) + draw(st.integers(0, 4))
         jobs.append(Job(entry, arrives, draw(st.integers(1, 8))))
     limits = budgets(
-        handover=draw(st.integers(1, 4)),
+        max_pending_per_stage=draw(st.integers(1, 4)),
         max_running=draw(st.integers(1, 6)),
         encode_batch=draw(st.integers(1, 6)),
         prefill_tokens=draw(st.integers(1, 150)),
@@ -326,15 +326,15 @@ def test_every_workload_runs_to_its_end_in_order_of_arrival(case: tuple, seed: i
 @pytest.mark.parametrize("seed", range(5))
 def test_requests_that_each_need_all_pages_take_turns(seed: int) -> None:
     jobs = [Job(Entry(f"r{i}", Stage.QUEUED, tokens=100, pages=10, rows=100), 0, 3) for i in range(6)]
-    order = simulate(jobs, budgets(handover=1, max_running=1), 10, seed)
+    order = simulate(jobs, budgets(max_pending_per_stage=1, max_running=1), 10, seed)
     assert order["prefill"] == order["decode"] == [f"r{i}" for i in range(6)]
 
 
 def test_a_prompt_whose_clip_is_still_read_waits_and_keeps_nobody_waiting() -> None:
     """Neither the place of another that waits for prefill, nor the turn; what it holds counts."""
     limits = Budgets(
-        idle=frozenset({"tokenize", "encode", "prefill"}), free_pages=2, handover=2, max_running=2, encode_batch=8,
-        prefill_tokens=64, decode_tokens=64, chunked=True,
+        idle=frozenset({"tokenize", "encode", "prefill"}), free_pages=2, max_pending_per_stage=2, max_running=2,
+        encode_batch=8, prefill_tokens=64, decode_tokens=64, chunked=True,
     )  # fmt: skip
     reading = [Entry(f"r{i}", Stage.ENCODED, 60, 700, 50, prefilled=64 if i else None, awaits=True) for i in range(2)]
     ready = Entry("ready", Stage.ENCODED, tokens=16, pages=1)

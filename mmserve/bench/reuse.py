@@ -26,7 +26,7 @@ from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReuse, Result
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
-from mmserve.core.policies import ImageReuse
+from mmserve.core.policies.image_reuse import ImageReuse
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
 from mmserve.decode.blending import Blender, in_one_go, no_reuse
 from mmserve.decode.forward import Pass, forward, row_floor

@@ -34,7 +34,8 @@ from mmserve.client import (
     VisualCache,
 )
 from mmserve.config import Config, EncoderCacheConfig
-from mmserve.core.policies import ImageReuse, KvReduction
+from mmserve.core.policies.image_reuse import ImageReuse
+from mmserve.core.policies.kv_reduction import KvReduction
 from mmserve.encode.prompt_look import judged_by_decoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel

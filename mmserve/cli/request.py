@@ -14,7 +14,8 @@ from mmserve.client import Hole, Options, Template, VideoSampling
 from mmserve.core.constraint import ConstraintMode, ConstraintSampling, SchemaOption
 from mmserve.core.media_id import is_media_id
 from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, REQUEST, SAMPLING
-from mmserve.core.policies import CLASSES, Quality, policy_names
+from mmserve.core.policies import CLASSES, policy_names
+from mmserve.core.tuning import Quality
 from mmserve.core.values import Value, values
 from mmserve.errors import InvalidArgument
 

@@ -11,8 +11,13 @@ import PIL.Image
 
 from mmserve.client.outgoing_constraint import ConstraintMode, SchemaOption, Template
 from mmserve.core.options import REQUEST
-from mmserve.core.policies import Commit, ImageReuse, KvReduction, Pruner, Quality, Recompute
+from mmserve.core.policies.commit import Commit
+from mmserve.core.policies.image_reuse import ImageReuse
+from mmserve.core.policies.kv_reduction import KvReduction
+from mmserve.core.policies.pruner import Pruner
+from mmserve.core.policies.recompute import Recompute
 from mmserve.core.request import Message, VideoSampling
+from mmserve.core.tuning import Quality
 from mmserve.core.values import Value
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.

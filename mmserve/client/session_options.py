@@ -8,7 +8,10 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from mmserve.client.options import describe
 from mmserve.core.options import SESSION
-from mmserve.core.policies import Commit, Pruner, Quality, Recompute
+from mmserve.core.policies.commit import Commit
+from mmserve.core.policies.pruner import Pruner
+from mmserve.core.policies.recompute import Recompute
+from mmserve.core.tuning import Quality
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -7,50 +7,21 @@ policy goes by its name in snake case: ``DkvDecode`` is ``dkv_decode``.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from mmserve.core.policies.commit import (
-    BaseCommit,
-    Commit,
-    Confident,
-    DraftModel,
-    EarlyCommit,
-    Edit,
-    EntropyBound,
-    Factor,
-    Guided,
-    Learned,
-    Ngram,
-    Scheduler,
-    Threshold,
-)
-from mmserve.core.policies.image_reuse import Blend, ImageReuse, KvShare, LegoLink, RandomReuse
-from mmserve.core.policies.kv_reduction import ExpectedAttention, HeavyHitters, KvReduction, SinkWindow, VisualCache
-from mmserve.core.policies.recompute import Adaptive, DkvDecode, DkvGreedy, Recompute
-
-Pruner = Literal[
-    "none",
-    "random",
-    "resize",
-    "cls_attention",
-    "hired",
-    "visionzip",
-    "mustdrop",
-    "tome",
-    "column_attention",
-    "fastv",
-    "redvtp",
-]
-#: Plain decoding, the model's default, the fastest within three points; or the least that is wanted (plain = 1).
-Quality = Literal["exact", "balanced", "fast"] | float
+from mmserve.core.policies import commit, image_reuse, kv_reduction, pruner, recompute
+from mmserve.core.policies.commit import *  # noqa: F403 - the names that each of these lists
+from mmserve.core.policies.image_reuse import *  # noqa: F403
+from mmserve.core.policies.kv_reduction import *  # noqa: F403
+from mmserve.core.policies.recompute import *  # noqa: F403
 
 #: What a request chooses a policy for, and how it may be named.
 KINDS: dict[str, Any] = {
-    "recompute": Recompute,
-    "commit": Commit,
-    "kv_reduction": KvReduction,
-    "image_reuse": ImageReuse,
-    "pruner": Pruner,
+    "recompute": recompute.Recompute,
+    "commit": commit.Commit,
+    "kv_reduction": kv_reduction.KvReduction,
+    "image_reuse": image_reuse.ImageReuse,
+    "pruner": pruner.Pruner,
 }
 
 
@@ -74,35 +45,3 @@ def policy_names(kind: str) -> tuple[str, ...]:
 CLASSES: dict[str, type[Any]] = {
     policy_name(m): m for kind in KINDS.values() for m in _members(kind) if isinstance(m, type)
 }
-
-__all__ = [
-    "Adaptive",
-    "BaseCommit",
-    "Blend",
-    "Commit",
-    "Confident",
-    "DkvDecode",
-    "DkvGreedy",
-    "DraftModel",
-    "EarlyCommit",
-    "Edit",
-    "EntropyBound",
-    "ExpectedAttention",
-    "Factor",
-    "Guided",
-    "HeavyHitters",
-    "ImageReuse",
-    "KvReduction",
-    "KvShare",
-    "Learned",
-    "LegoLink",
-    "Ngram",
-    "Pruner",
-    "Quality",
-    "RandomReuse",
-    "Recompute",
-    "Scheduler",
-    "SinkWindow",
-    "Threshold",
-    "VisualCache",
-]

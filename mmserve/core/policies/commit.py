@@ -124,3 +124,17 @@ Commit = (
     | DraftModel
     | Scheduler
 )
+
+__all__ = [
+    "Confident",
+    "DraftModel",
+    "EarlyCommit",
+    "Edit",
+    "EntropyBound",
+    "Factor",
+    "Guided",
+    "Learned",
+    "Ngram",
+    "Scheduler",
+    "Threshold",
+]

@@ -40,3 +40,5 @@ class RandomReuse:
 
 
 ImageReuse = Blend | KvShare | LegoLink | RandomReuse
+
+__all__ = ["Blend", "KvShare", "LegoLink", "RandomReuse"]

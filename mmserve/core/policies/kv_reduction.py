@@ -42,3 +42,5 @@ class VisualCache:
 
 
 KvReduction = HeavyHitters | ExpectedAttention | SinkWindow | VisualCache
+
+__all__ = ["ExpectedAttention", "HeavyHitters", "SinkWindow", "VisualCache"]

@@ -42,3 +42,9 @@ Recompute = (
     | DkvGreedy
     | Adaptive
 )
+
+__all__ = [
+    "Adaptive",
+    "DkvDecode",
+    "DkvGreedy",
+]

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _row(event: Finished) -> dict[str, Any]:
-    """What JSON says of an answer; a weight of zero has no finite logarithm, and JSON no other number."""
+    """An answer as JSON; a weight of zero has no finite logarithm, and JSON no other number."""
     row = {**asdict(event), "tokens_per_forward": event.tokens_per_forward}
     return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
 

@@ -228,7 +228,7 @@ class AsyncClient(Base):
 
 
 def _raise_if_closed(closed: bool) -> None:
-    """grpc.aio says "cancelled" when its channel is closed; the caller's own task was not cancelled then."""
+    """grpc.aio reports "cancelled" when its channel is closed; the caller's own task was not cancelled then."""
     task = asyncio.current_task()
     if closed and task is not None and not task.cancelling():
         raise Cancelled("the client was closed")

@@ -118,7 +118,7 @@ def check() -> Any:
 
 
 def serving(reply: Any) -> bool:
-    """Whether ``reply`` to it says so."""
+    """Whether ``reply`` to it reports SERVING."""
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 

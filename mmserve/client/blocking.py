@@ -153,7 +153,7 @@ class Client(Base):
         return from_model_info(reply.model)
 
     def wait_ready(self, timeout: float = 30.0) -> None:
-        """Return as soon as the server's health check says it is serving; raises ``Unavailable`` after ``timeout``."""
+        """Return as soon as the server's health check reports SERVING; raises ``Unavailable`` after ``timeout``."""
         retries = self._retries(timeout)
         failure: MMServeError | None = None
         while remaining := retries.remaining():

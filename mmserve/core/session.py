@@ -1,5 +1,5 @@
 """What a session of streaming video is asked for, and what it reports: plain data, the same on the server and in the
-client. Times are seconds of the session's clock, unless a field says otherwise.
+client. Times are seconds of the session's clock, unless a field's description differs.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _number(number: float) -> str:
 
 
 def at_least(least: float, *, meaning: str = "", most: float = math.inf) -> Range:
-    """Finite, from ``least`` to ``most``; ``meaning``: what ``least`` itself stands for."""
+    """Finite, from ``least`` to ``most``; ``meaning``: what ``least`` itself means."""
     words = f"at least {_number(least)}" + (f", which means {meaning}" if meaning else "")
     words += f"{' and' if not meaning else ', and'} at most {_number(most)}" if most < math.inf else ""
     return Range(words, lambda v: least <= v <= most and v < math.inf)
@@ -57,7 +57,7 @@ NUMBER = Range("a number", lambda v: not math.isnan(v))
 def value(
     default: Any = MISSING, within: Range | None = None, meaning: str = "", *, said: str = "", **more: Any
 ) -> Any:
-    """A dataclass field with its range and meaning; ``said``: the default in words, where its value says too little."""
+    """A dataclass field with its range and meaning; ``said``: the default in words, where its value is not enough."""
     return dataclasses.field(default=default, metadata={"range": within, "meaning": meaning, "said": said}, **more)
 
 

@@ -27,7 +27,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     async def DescribeModel(
         self, message: model_pb2.DescribeModelRequest, context: Any
     ) -> model_pb2.DescribeModelResponse:
-        """One model; NOT_FOUND lists the known ones, UNAVAILABLE says that it is loading."""
+        """One model; NOT_FOUND lists the known ones, UNAVAILABLE while it is loading."""
         async with errors_to_status(context, "DescribeModel"):
             engine = self._engines.find(message.model)
             return model_pb2.DescribeModelResponse(model=self._described(engine))

@@ -30,7 +30,7 @@ Wrong = Iterator[tuple[str, str]]
 
 
 def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Iterator[FieldViolation]:
-    """Every wrong field of ``message`` to the model of ``info``: what can be told from the message alone."""
+    """Every wrong field of ``message`` to the model of ``info``: what the message alone shows."""
     for field, description in (
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
@@ -131,7 +131,7 @@ def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
     """An answer region of ``early_commit`` that is not part of the canvas, or is named twice."""
     early = message.diffusion.early_commit
     if early.answer_after and early.answer_start:
-        yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins behind that text"
+        yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins after that text"
     if not early.answer_length:
         return
     canvas = message.sampling.max_new_tokens if message.sampling.HasField("max_new_tokens") else info.max_new_tokens

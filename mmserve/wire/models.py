@@ -1,4 +1,4 @@
-"""What is told of a model, as messages carry it, there and back."""
+"""``ModelInfo`` to its message and back."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 | error | detail |
 |---|---|
 | ``InvalidArgument`` | ``BadRequest`` with its field violations |
-| ``ResourceExhausted`` | ``RetryInfo`` where it says when to try again |
+| ``ResourceExhausted`` | ``RetryInfo`` where it has a time to retry after |
 | ``Internal`` | ``RequestInfo`` with the id that the server's log has too |
 """
 
@@ -73,7 +73,7 @@ def from_status(status: status_pb2.Status) -> MMServeError:
 
 
 def from_rpc_error(error: Any) -> MMServeError:
-    """The error behind a ``grpc.RpcError`` of a finished call, synchronous or asyncio."""
+    """The error of a ``grpc.RpcError`` of a finished call, synchronous or asyncio."""
     code: grpc.StatusCode = error.code()
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:

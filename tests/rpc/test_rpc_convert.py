@@ -91,7 +91,7 @@ def test_policies_of_next_token_models() -> None:
 
 
 def test_a_policy_that_needs_a_filter_says_how_to_get_one() -> None:
-    with pytest.raises(Unimplemented, match=r"no commit policy 'learned'; .*mmserve\.train_filter.*; it has low_conf"):
+    with pytest.raises(Unimplemented, match=r"no commit policy 'learned'; .*mmserve train-filter.*; it has low_conf"):
         build(diffusion={"learned": {}})
 
 

@@ -38,7 +38,7 @@ class EntropyBound:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a filter trained for the model trusts, and as many as the schedule says (Learn2PD, arXiv 2509.25188)."""
+    """What a filter trained for the model trusts, and as many as the schedule requires (Learn2PD, arXiv 2509.25188)."""
 
     threshold: float = value(0.96, ABOVE_0, "trust that a candidate must exceed; 1 or more = the schedule alone")
     end_of_text: bool = value(True, meaning="an accepted end of text settles everything right of it (EoTP)")

@@ -1,6 +1,6 @@
-"""What an answer must look like, as the request defines it: plain data, neither torch nor gRPC.
+"""What an answer must look like, as the request says it: plain data, neither torch nor gRPC.
 
-``mmserve.constraint`` turns a ``ConstraintSpec`` into a grammar, or reports why it cannot.
+``mmserve.constraint`` turns a ``ConstraintSpec`` into a grammar, or says why it cannot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine reports of a request while it runs: plain data, in this order:
+"""What the engine tells about a request while it runs: plain data, in this order:
 one ``Admitted``, then for each sample any number of ``Snapshot`` and ``Delta`` and one ``Finished``, the samples in any
 order; or, at any time after ``Admitted``, one ``Failed`` and nothing more. ``sample`` counts from 0.
 """

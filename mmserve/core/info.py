@@ -1,4 +1,4 @@
-"""What a server reports of a model: plain data, the same on the server and in the client."""
+"""What a served model tells about itself: plain data, the same on the server and in the client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModelInfo:
     Limits count tokens (``max_tokens``: prompt and answer of one request) and bytes; ``visual_tokens_per_image`` is
     0 where it depends on the image. A video is sampled at ``frames_per_video`` frames and may last
     ``max_video_seconds``. Policies and pruners go by their registered names; ``recompute_policy`` and ``commit_policy``
-    are those of requests that name none, and ``tuning`` has the reason. ``kernels``: what runs each op,
+    are those of requests that name none, and ``tuning`` says why. ``kernels``: what runs each op,
     ``triton`` or ``pytorch``, and how a ``decode_step`` runs, as ``cuda_graphs`` or ``eager``; empty where the network
     has attention of its own.
     """
@@ -47,7 +47,7 @@ class ModelInfo:
     kv_reductions: tuple[str, ...] = ()  # none but for next-token models
     image_reuses: tuple[str, ...] = ()  # none without images, and none where a network keeps its K/V to itself
     sessions: bool = False  # whether sessions of streaming video take it
-    tuning: Tuning | None = None  # None where a server of an earlier version reports only the two names
+    tuning: Tuning | None = None  # None where a server of an earlier version says only the two names
 
     @property
     def policies(self) -> Tuning:

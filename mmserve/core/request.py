@@ -204,7 +204,7 @@ class Stage(Enum):
     STEPPING = auto()  # in the decode step that runs now
     READY = auto()  # decoding, waits for its next step
     FINISHED = auto()
-    FAILED = auto()  # also cancelled and expired: the error is of that class
+    FAILED = auto()  # also cancelled and expired: the error says which
 
 
 #: Stages in which a worker holds the request's state: nobody else may touch it until the worker returns.

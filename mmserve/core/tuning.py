@@ -21,7 +21,7 @@ NOISE = 0.1
 DRAFTING = frozenset({"ngram", "draft_model"})
 #: Commit policies for which the model needs a companion.
 ACCOMPANIED = frozenset({"guided", "draft_model"})
-#: Commit policies that judge tokens that are on the canvas already: a penalty on what is there would judge them
+#: Commit policies that judge tokens which stand on the canvas already: a penalty on what stands there would judge them
 #: by their own presence.
 UNPENALISED = frozenset({"edit", "ngram", "guided", "draft_model", "scheduler"})
 
@@ -63,7 +63,7 @@ class Measured:
 class Tuning:
     """The policies of a model's requests that name none.
 
-    ``source`` is where ``default`` comes from: ``policy.json`` (then ``curve`` is what was measured, and ``measured``
+    ``source`` says where ``default`` is from: ``policy.json`` (then ``curve`` is what was measured, and ``measured``
     how), ``literature``, or ``plain``, where the model has nothing faster.
     """
 

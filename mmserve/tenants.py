@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.core.tenant import Tenant
+from mmserve.core.values import ABOVE_0, at_least, value
 from mmserve.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -29,15 +30,17 @@ _FILE_BYTES = 1 << 20
 class TenantConfig:
     """One entry of ``[[tenants]]``: who calls, by which tokens it is known, and how much of the server it may use."""
 
-    name: str = ""  # letters, digits, ".", "_" and "-"; in logs and metrics
-    token_file: str = ""  # a token a line, each accepted: list the old and the new one while clients change over
-    token_env: str = ""  # environment variable that holds the token
-    rate: float = 0.0  # requests a second; 0 = no limit
-    burst: int = 0  # requests that may come at once within the rate; 0 = those of one second
-    concurrency: int = 0  # requests at once, waiting or running; 0 = no limit
-    priority: int = 0  # class: 0 is served first, and each 10 seconds of waiting raise a request by one class
-    share: float = 1.0  # weight among tenants of a class that have requests waiting
-    shared_cache: bool = False  # use uploads and caches together with all other tenants that set this
+    name: str = value("", meaning="letters, digits, '.', '_' and '-'; in logs and metrics")
+    token_file: str = value(
+        "", meaning="a token a line, each accepted: list the old and the new one while clients change over"
+    )
+    token_env: str = value("", meaning="environment variable that holds the token")
+    rate: float = value(0.0, at_least(0, meaning="no limit"), "requests a second")
+    burst: int = value(0, at_least(0), "requests that may come at once within the rate; 0 = those of one second")
+    concurrency: int = value(0, at_least(0, meaning="no limit"), "requests at once, waiting or running")
+    priority: int = value(0, at_least(0), "0 is served first, and each 10 seconds of waiting raise a request by one")
+    share: float = value(1.0, ABOVE_0, "weight among tenants of a class that have requests waiting")
+    shared_cache: bool = value(False, meaning="use uploads and caches together with all other tenants that set this")
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,6 @@ def check_tenants(tenants: Sequence[TenantConfig], source: str) -> None:
         names.add(tenant.name)
         if bool(tenant.token_file) == bool(tenant.token_env):
             raise ConfigError(f"{where} ({tenant.name}) needs either token_file or token_env")
-        if not 0 < tenant.share < math.inf:
-            raise ConfigError(f"{where} ({tenant.name}) share must be above 0, not {tenant.share}")
-        for key in ("rate", "burst", "concurrency", "priority"):
-            if not 0 <= getattr(tenant, key) < math.inf:
-                raise ConfigError(f"{where} ({tenant.name}) {key} must be at least 0, not {getattr(tenant, key)}")
 
 
 def is_loopback(host: str) -> bool:

@@ -15,9 +15,10 @@ from PIL import Image
 from plain_reuse import with_three_layers
 
 from mmserve.core.request import Policy, Request
+from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.models.base import Attention, LoadedModel
-from mmserve.video.base import Asked, Frame, Memory, Scope, Seen
+from mmserve.video.base import Frame, Scope, Seen
 from mmserve.video.streams import EngineStream, EngineStreams
 
 LAST = Policy(name="last")

@@ -27,6 +27,7 @@ from mmserve.client import Blend, Client, KvShare, LegoLink, Options, RandomReus
 from mmserve.config import EncoderCacheConfig, MediaConfig, resolve
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
+from mmserve.core.policies.image_reuse import ImageReuse
 from mmserve.core.request import ImagePart, Message, Part, Policy, Request, Sampling, TextPart
 from mmserve.decode.extensions.image_reuse.checks import no_reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
@@ -46,7 +47,6 @@ from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.scenes import draw_scene, png
 from mmserve.reference.tasks import TASKS, correct
-from mmserve.rpc.policies import ImageReuse
 
 DEFAULT_TASKS = ("which", "differs", *SHORT_TASKS)
 SHARES = (0.05, 0.15, 0.3)

@@ -23,12 +23,13 @@ from mmserve.bench.video_clips import PART, Shown, clips_of, frame_at
 from mmserve.config import Config, ModelConfig
 from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
+from mmserve.core.session import Memory
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.errors import ConfigError
 from mmserve.reference.evaluate import row as share_of
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import correct
-from mmserve.video.base import Frame, Memory, Scope, Stream, Streams
+from mmserve.video.base import Frame, Scope, Stream, Streams
 from mmserve.video.streams import EngineStreams
 
 #: Frames before the first question of a long stream and of one that is kept whole, and seconds with questions.

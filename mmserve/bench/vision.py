@@ -34,6 +34,8 @@ from mmserve.client import (
     VisualCache,
 )
 from mmserve.config import Config, EncoderCacheConfig
+from mmserve.core.policies.image_reuse import ImageReuse
+from mmserve.core.policies.kv_reduction import KvReduction
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.vision import LlavaVision
@@ -43,7 +45,6 @@ from mmserve.reference.evaluate import canvas, item, shown
 from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.tasks import TASKS, correct
-from mmserve.rpc.policies import ImageReuse, KvReduction
 
 RATIOS = (0.5, 0.25, 0.125, 0.05)
 #: K/V positions that are kept at least: room for sinks and one more.

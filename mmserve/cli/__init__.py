@@ -1,4 +1,4 @@
-"""The command line: ``mmserve serve | demo | generate | models | tune | bench | completion``.
+"""The command line: ``mmserve serve | demo | generate | models | tune | train-filter | bench | completion``.
 
 Answers and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = done, 1 = failed, 2 = wrong usage.
 """
@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "mmserve.cli.generate",
     "models": "mmserve.cli.models",
     "tune": "mmserve.cli.tune",
+    "train-filter": "mmserve.cli.train_filter",
     "bench": "mmserve.cli.bench",
     "completion": "mmserve.cli.completion",
 }

@@ -205,7 +205,7 @@ def _by_task(items: list[Item]) -> dict[str, float]:
 
 
 class _Teller:
-    """What the demo says to a person: on stdout, or nothing at all where a program reads it."""
+    """What the demo prints for a person: on stdout, or nothing at all where a program reads it."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet

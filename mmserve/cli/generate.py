@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
-from mmserve.cli.request import add_request, request_options, request_schema
+from mmserve.cli.request import add_request, request_images, request_options, request_prompt, request_schema
 from mmserve.cli.screen import CanvasLine, empty_note
 from mmserve.client import Finished, Snapshot
 
@@ -30,12 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     options = request_options(arguments)
     options["model"] = asked_model(arguments) or None
     schema = request_schema(arguments)
-    images = [path.read_bytes() for path in arguments.image]  # before a server is started for nothing
+    messages = request_prompt(arguments, prompt)
+    images = request_images(arguments)  # before a server is started for nothing
     screen = CanvasLine()
     done: list[Finished] = []
     with connected(arguments) as client:
         events = client.stream(
-            prompt, images, schema=schema, snapshots=screen.live, timeout=arguments.timeout, **options
+            messages, images, schema=schema, snapshots=screen.live, timeout=arguments.timeout, **options
         )
         for event in events:
             if isinstance(event, Snapshot) and event.sample == 0:
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _row(event: Finished) -> dict[str, Any]:
-    """What JSON says of an answer; a weight of zero has no finite logarithm, and JSON no other number."""
+    """An answer as JSON; a weight of zero has no finite logarithm, and JSON no other number."""
     row = {**asdict(event), "tokens_per_forward": event.tokens_per_forward}
     return {**row, "log_weight": "-Infinity"} if event.log_weight == -math.inf else row
 

@@ -166,7 +166,7 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
 
 
 def asked_model(arguments: argparse.Namespace) -> str:
-    """The model that requests name: with ``--server`` what ``--model`` says, else "", the only server's default.
+    """The model that requests name: with ``--server`` the value of ``--model``, else "", the only server's default.
 
     Raises ``ConfigError`` for several names.
     """

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mmserve.client import Hole, Options, Template, VideoSampling
+from mmserve.core.constraint import ConstraintMode, ConstraintSampling, SchemaOption
+from mmserve.core.media_id import is_media_id
+from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, REQUEST, SAMPLING
+from mmserve.core.policies import CLASSES, policy_names
+from mmserve.core.tuning import Quality
+from mmserve.core.values import Value, values
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.policies import Quality, policy_class
 
 _T = TypeVar("_T")
 
 #: How numbers of a field's type are read.
 _READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
 _POLICY = "NAME[:KEY=VALUE,…]"
+#: Defaults of the command line: a terminal shows short answers.
+_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64}
+#: Options that are read from files, or given several times, under another flag.
+_FLAGS = {"videos": "video", "choices": "choice", "schema_options": "schema_option"}
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
     """The options of a request beside its prompt."""
-    _add_media(parser.add_argument_group("images and videos"))
-    _add_sampling(parser.add_argument_group("the answer"))
+    _add_messages(parser.add_argument_group("messages, images and videos"))
+    _add_answer(parser.add_argument_group("the answer"))
     _add_policies(
         parser.add_argument_group(
             "policies",
-            "`mmserve models` lists their names. Numbers follow the name: threshold:confidence=0.8, "
-            "early_commit:base=threshold,late=3",
+            "Numbers follow a policy's name: threshold:confidence=0.8, early_commit:base=threshold,late=3, "
+            "early_commit:base=threshold(confidence=0.8). `mmserve models` lists those of a model. " + _numbers(),
         )
     )
     _add_constraint(parser.add_argument_group("constraint"))
@@ -36,42 +46,26 @@ def add_request(parser: argparse.ArgumentParser) -> None:
 
 def request_options(arguments: argparse.Namespace) -> Options:
     """The options of the request that ``arguments`` describe; its files are read."""
-    return {
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
-        "top_k": arguments.top_k,
-        "min_p": arguments.min_p,
-        "repetition_penalty": arguments.repetition_penalty,
-        "seed": arguments.seed,
-        "n": arguments.n,
-        "stop": arguments.stop,
-        "steps": arguments.steps,
-        "block_length": arguments.block_length,
-        "cfg_scale": arguments.cfg_scale,
-        "recompute": arguments.recompute,
-        "commit": arguments.commit,
-        "quality": arguments.quality,
-        "videos": [path.read_bytes() for path in arguments.video],
-        "video_sampling": arguments.video_sampling,
-        "regex": arguments.regex,
-        "choices": arguments.choice,
-        "grammar": None if arguments.grammar is None else arguments.grammar.read_text(encoding="utf-8"),
-        "template": _template(arguments.template),
-        "schema_options": arguments.schema_option,
-        "constraint_mode": arguments.constraint_mode,
-        "constraint_sampling": arguments.constraint_sampling,
-        "pruner": arguments.pruner,
-        "min_pixels": arguments.min_pixels,
-        "max_pixels": arguments.max_pixels,
-        "video_min_pixels": arguments.video_min_pixels,
-        "video_max_pixels": arguments.video_max_pixels,
-        "keep_ratio": arguments.keep_ratio,
-        "token_budget": arguments.token_budget,
-        "attention_mass": arguments.attention_mass,
-        "kv_reduction": arguments.kv_reduction,
-        "image_reuse": arguments.image_reuse,
-    }
+    given = {name: getattr(arguments, _FLAGS.get(name, name)) for name in Options.__annotations__ if name != "model"}
+    given["videos"] = [_media(video) for video in arguments.video]
+    given["grammar"] = None if arguments.grammar is None else arguments.grammar.read_text(encoding="utf-8")
+    given["template"] = _template(arguments.template)
+    return given  # type: ignore[return-value]  # by the names of its keys
+
+
+def request_images(arguments: argparse.Namespace) -> list[bytes | str]:
+    """The files and media ids of ``--image``."""
+    return [_media(image) for image in arguments.image]
+
+
+def request_prompt(arguments: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
+    """``prompt``, after the messages of ``--system`` and ``--chat``."""
+    chat: list[dict[str, str]] = []
+    if arguments.system is not None:
+        chat.append({"role": "system", "content": arguments.system})
+    if arguments.chat is not None:
+        chat += _read("chat", arguments.chat)
+    return [*chat, {"role": "user", "content": prompt}] if chat else prompt
 
 
 def request_schema(arguments: argparse.Namespace) -> Any:
@@ -79,79 +73,74 @@ def request_schema(arguments: argparse.Namespace) -> Any:
     return None if arguments.schema is None else _read("schema", arguments.schema)
 
 
-def _add_media(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--image", action="append", default=[], type=Path, metavar="FILE", help="an image to show")
-    group.add_argument("--video", action="append", default=[], type=Path, metavar="FILE", help="a video to show")
+def _flag(name: str) -> str:
+    return f"--{_FLAGS.get(name, name).replace('_', '-')}"
+
+
+def _add(group: argparse._ActionsContainer, name: str, **how: Any) -> None:
+    """The option ``name`` of a request, with its meaning, range and default as help."""
+    group.add_argument(_flag(name), help=_help(REQUEST[name]), **how)
+
+
+def _help(option: Value) -> str:
+    default = _DEFAULTS.get(option.name)
+    text = re.sub(r"(, by name or class)? \(``[^)]*\)", "", option.sentence)  # which is for Python
+    return (text if default is None else f"{text}, here {default}").replace("%", "%%")
+
+
+def _add_numbers(group: argparse._ActionsContainer, options: dict[str, Value]) -> None:
+    for name, option in options.items():
+        kind = option.kind.removesuffix(" | None")
+        if kind in ("int", "float"):
+            default = _DEFAULTS.get(name)
+            _add(group, name, type=_READERS[kind], default=default, metavar="N" if kind == "int" else "X")
+
+
+def _add_messages(group: argparse._ArgumentGroup) -> None:
+    files = {"action": "append", "default": [], "metavar": "FILE|ID"}
+    group.add_argument("--system", metavar="TEXT", help="system message before the prompt; default none")
+    group.add_argument(
+        "--chat",
+        type=Path,
+        metavar="FILE",
+        help='messages before the prompt: a JSON array of {"role": …, "content": …}; default none',
+    )
+    group.add_argument("--image", help="an image to show: a file, or the media id of an upload", **files)  # type: ignore[arg-type]
+    _add(group, "videos", **files)
+    sampling = ", ".join(f"{name} ({value.sentence})" for name, value in values(VideoSampling).items())
     group.add_argument(
         "--video-sampling",
-        type=_video_sampling,
+        type=lambda text: _made(VideoSampling, text),
         metavar="KEY=VALUE,…",
-        help="which frames of videos the model sees: fps, frames, scene_similarity, scene_frames, detail_every, as in "
-        "'fps=2' or 'scene_frames=3,detail_every=4' (default the model's own)",
+        help=f"which frames of videos the model sees: {sampling}",
     )
+    _add_numbers(group, PIXELS)
+    _add(group, "pruner", choices=policy_names("pruner"))
+    _add_numbers(group.add_mutually_exclusive_group(), AMOUNTS)
 
 
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens that the answer may take (default 64)"
-    )
-    group.add_argument("--temperature", type=float, default=0.0, help="0 (the default) = the likeliest tokens")
-    group.add_argument("--top-p", type=float, help="share of the probability that tokens are drawn from (default 1)")
-    group.add_argument(
-        "--top-k", type=int, metavar="N", help="number of likeliest tokens that are drawn from (default all)"
-    )
-    group.add_argument(
-        "--min-p", type=float, help="share of the highest probability that tokens drawn have at least (default 0)"
-    )
-    group.add_argument(
-        "--repetition-penalty", type=float, help="divisor of the logits of tokens that were there (default 1)"
-    )
-    group.add_argument("--seed", type=int, default=0, help="what is drawn at a temperature above 0 (default 0)")
-    group.add_argument("--n", type=int, default=1, metavar="N", help="samples of the answer (default 1)")
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; give several"
-    )
+def _add_answer(group: argparse._ArgumentGroup) -> None:
+    _add_numbers(group, SAMPLING)
+    _add(group, "stop", action="append", default=[], metavar="TEXT")
+    _add(group, "tokens", action="store_true")
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--recompute", type=_policy, metavar=_POLICY, help="cache policy (default the model's)")
-    group.add_argument("--commit", type=_policy, metavar=_POLICY, help="commit policy (default the model's)")
-    group.add_argument(
-        "--quality",
-        type=_quality,
-        metavar="exact|balanced|fast|NUMBER",
-        help="choose both policies by how close to plain decoding they were measured; a number is the least wanted, "
-        "plain decoding being 1 (default balanced)",
-    )
-    group.add_argument(
-        "--steps", type=int, metavar="N", help="denoising steps of the whole answer (default one for each token)"
-    )
-    group.add_argument("--block-length", type=int, metavar="N", help="tokens of a block (default the model's)")
-    for of, flag in (("an image", "--{}-pixels"), ("a frame of a video", "--video-{}-pixels")):
-        for name, meaning in (("min", "fewest"), ("max", "most")):
-            said = f"{meaning} pixels that {of} is resized to, for models that take any size (default the checkpoint's)"
-            group.add_argument(flag.format(name), type=int, metavar="N", help=said)
-    group.add_argument(
-        "--cfg-scale", type=float, metavar="S", help="classifier-free guidance, in [0, 100] (default 0: none)"
-    )
-    group.add_argument("--pruner", metavar="NAME", help="pruner of visual tokens (default none)")
-    amounts = group.add_mutually_exclusive_group()
-    amounts.add_argument("--keep-ratio", type=float, help="share of the visual tokens that --pruner keeps, in (0, 1]")
-    amounts.add_argument("--token-budget", type=int, metavar="N", help="visual tokens kept of an image or video")
-    amounts.add_argument("--attention-mass", type=float, help="share of the attention that those kept draw, in (0, 1]")
-    group.add_argument(
-        "--kv-reduction",
-        type=_policy,
-        metavar=_POLICY,
-        help="which K/V an autoregressive model keeps while it decodes, as in heavy_hitters:budget=64 (default all)",
-    )
-    group.add_argument(
-        "--image-reuse",
-        type=_policy,
-        metavar=_POLICY,
-        help="take images' K/V from where they stood alone, but for positions that this rule has run again, as in "
-        "blend:recompute=0.3 (default none)",
-    )
+    _add(group, "recompute", type=_policy, metavar=_POLICY)
+    _add(group, "commit", type=_policy, metavar=_POLICY)
+    _add(group, "quality", type=_quality, metavar="exact|balanced|fast|X")
+    _add_numbers(group, DIFFUSION)
+    _add(group, "kv_reduction", type=_policy, metavar=_POLICY)
+    _add(group, "image_reuse", type=_policy, metavar=_POLICY)
+
+
+def _numbers() -> str:
+    """The policies that have numbers, each as it can be written with the defaults of its own."""
+    shown = []
+    for name, kind in CLASSES.items():
+        pairs = (f"{v.name}={v.default_words or v.name.upper()}" for v in values(kind).values() if v.default != "")
+        shown.append(f"{name}:{','.join(pairs)}")
+    return f"Their defaults: {', '.join(shown)}."
 
 
 def _add_constraint(group: argparse._ArgumentGroup) -> None:
@@ -160,29 +149,21 @@ def _add_constraint(group: argparse._ArgumentGroup) -> None:
         "--schema",
         type=Path,
         metavar="FILE",
-        help="a JSON schema that the answer must satisfy, alone or as OpenAI's {name, strict, schema}",
+        help="a JSON schema that the answer must satisfy, alone or as OpenAI's {name, strict, schema}; default none",
     )
-    kinds.add_argument("--regex", help="a regular expression that all of the answer must match")
-    kinds.add_argument("--choice", action="append", metavar="TEXT", help="an answer to choose from; give several")
-    kinds.add_argument("--grammar", type=Path, metavar="FILE", help="a grammar (Lark or GBNF) that the answer obeys")
-    kinds.add_argument("--template", type=Path, metavar="FILE", help="a JSON array of texts and holes (objects)")
-    group.add_argument(
-        "--schema-option",
-        action="append",
-        metavar="NAME",
-        help="how --schema is read, and answers are written: unknown_formats, one_of_as_any_of, closed_objects, "
-        "white_space or exponents; give several",
+    _add(kinds, "regex")
+    _add(kinds, "choices", action="append", metavar="TEXT")
+    _add(kinds, "grammar", type=Path, metavar="FILE")
+    kinds.add_argument(
+        "--template",
+        type=Path,
+        metavar="FILE",
+        help="a JSON array of texts and holes, which are objects of max_tokens, schema, regex, choices, grammar, "
+        "constraint_mode and schema_options; default none",
     )
-    group.add_argument(
-        "--constraint-mode",
-        choices=("strict", "validate", "lenient"),
-        help="refuse what no grammar can express (strict, the default), check it afterwards, or ignore it",
-    )
-    group.add_argument(
-        "--constraint-sampling",
-        choices=("mask", "awrs", "asap"),
-        help="what constrained samples are drawn from; 'awrs' and 'asap' are true to the model, and weighted",
-    )
+    _add(group, "schema_options", action="append", choices=[str(option) for option in SchemaOption])
+    _add(group, "constraint_mode", choices=[str(mode) for mode in ConstraintMode])
+    _add(group, "constraint_sampling", choices=[str(sampling) for sampling in ConstraintSampling])
 
 
 def _policy(text: str) -> Any:
@@ -190,33 +171,32 @@ def _policy(text: str) -> Any:
     name, colon, numbers = text.partition(":")
     if not colon:
         return name  # the server knows more of them than have a class here
-    kind = policy_class(name)
+    kind = CLASSES.get(name)
     if kind is None:
         raise argparse.ArgumentTypeError(f"{name!r} is no policy with numbers")
     return _made(kind, numbers)
 
 
-def _video_sampling(text: str) -> VideoSampling:
-    return _made(VideoSampling, text)
-
-
 def _made(kind: type[_T], text: str) -> _T:
     """The dataclass ``kind`` with the values that ``text`` (``KEY=VALUE,…``) gives its fields."""
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for pair in text.split(","):
+    given: dict[str, Any] = {}
+    for pair in re.split(r",(?![^(]*\))", text):
         name, _, value = pair.partition("=")
-        if name not in known or name in values:
+        if name not in known or name in given:
             raise argparse.ArgumentTypeError(f"must be pairs KEY=VALUE of {', '.join(known)}, not {pair!r}")
-        values[name] = _value(name, str(known[name].type), value)
-    missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+        given[name] = _value(name, str(known[name].type), value)
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in given]
     if missing:
         raise argparse.ArgumentTypeError(f"{missing[0]} is missing: {missing[0]}=VALUE")
-    return kind(**values)
+    return kind(**given)
 
 
 def _value(name: str, kind: str, text: str) -> Any:
     """``text`` as a value of the field ``name``, whose type is called ``kind``."""
+    if name == "base":
+        policy, numbers, rest = text.partition("(")
+        return _policy(f"{policy}:{rest.removesuffix(')')}" if numbers else policy)
     if kind == "bool":
         if text not in ("true", "false"):
             raise argparse.ArgumentTypeError(f"{name} must be true or false, not {text!r}")
@@ -254,3 +234,8 @@ def _read(name: str, path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidArgument.of(name, f"{path} is no JSON: {error}") from error
+
+
+def _media(given: str) -> bytes | str:
+    """The media id that ``given`` is, or the bytes of the file at that path."""
+    return given if is_media_id(given) else Path(given).read_bytes()

@@ -35,25 +35,7 @@ from mmserve.core.events import (
     Usage,
 )
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import ImagePart, Message, TextPart, VideoPart, VideoSampling
-from mmserve.core.tuning import Measured, Pair, Tuning
-from mmserve.errors import (
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    FailedPrecondition,
-    FieldViolation,
-    Internal,
-    InvalidArgument,
-    MMServeError,
-    NotFound,
-    ResourceExhausted,
-    TLSError,
-    Unauthenticated,
-    Unavailable,
-    Unimplemented,
-)
-from mmserve.rpc.policies import (
+from mmserve.core.policies import (
     Adaptive,
     Blend,
     Confident,
@@ -77,9 +59,25 @@ from mmserve.rpc.policies import (
     Threshold,
     VisualCache,
 )
-from mmserve.video.base import Asked
-from mmserve.video.clock import Moment
-from mmserve.video.messages import Alert, PushFailed, Statistics
+from mmserve.core.request import ImagePart, Message, TextPart, VideoPart, VideoSampling
+from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
+from mmserve.core.tuning import Measured, Pair, Tuning
+from mmserve.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FieldViolation,
+    Internal,
+    InvalidArgument,
+    MMServeError,
+    NotFound,
+    ResourceExhausted,
+    TLSError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
 
 __all__ = [
     "TLS",

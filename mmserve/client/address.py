@@ -24,7 +24,7 @@ _ACCEPTED = "HOST:PORT, grpc://HOST:PORT (not encrypted) or grpcs://HOST:PORT (T
 
 @dataclass(frozen=True)
 class Address:
-    """``target`` as gRPC takes it; ``host`` and ``port`` where it names them; ``tls``: whether its scheme says so."""
+    """``target`` as gRPC takes it; ``host`` and ``port`` where it names them; ``tls``: whether it begins with grpcs."""
 
     target: str
     host: str | None = None

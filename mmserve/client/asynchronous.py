@@ -24,8 +24,9 @@ from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
-from mmserve.rpc.convert import from_model_info, from_response
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
+from mmserve.wire.events import from_response
+from mmserve.wire.models import from_model_info
 
 T = TypeVar("T")
 
@@ -227,7 +228,7 @@ class AsyncClient(Base):
 
 
 def _raise_if_closed(closed: bool) -> None:
-    """grpc.aio says "cancelled" when its channel is closed; the caller's own task was not cancelled then."""
+    """grpc.aio reports "cancelled" when its channel is closed; the caller's own task was not cancelled then."""
     task = asyncio.current_task()
     if closed and task is not None and not task.cancelling():
         raise Cancelled("the client was closed")

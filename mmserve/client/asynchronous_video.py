@@ -21,12 +21,12 @@ from mmserve.client.video_files import SEGMENT_SECONDS, due, file_segments
 from mmserve.client.video_requests import Push, image_push, segment_push
 from mmserve.client.video_state import Pending, Watching, lost
 from mmserve.client.video_view import LEAVING_SECONDS, AlertsView, QuestionView, SessionView
+from mmserve.core.changes import Changes
 from mmserve.core.events import Event
+from mmserve.core.session import Alert, Statistics
 from mmserve.errors import Cancelled, DeadlineExceeded, Internal, MMServeError, Unavailable
-from mmserve.rpc.status import from_server
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.connection import Changes
-from mmserve.video.messages import Alert, Statistics
+from mmserve.wire.status import from_server
 
 logger = logging.getLogger("mmserve.client")
 _T = TypeVar("_T")

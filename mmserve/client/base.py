@@ -15,8 +15,8 @@ from mmserve.client.outgoing import UPLOAD_CHUNK
 from mmserve.client.retries import Retries
 from mmserve.client.tls import TLS, mistake
 from mmserve.errors import DeadlineExceeded, MMServeError, TLSError, Unavailable
-from mmserve.rpc.status import from_rpc_error, from_server
 from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc, video_pb2_grpc
+from mmserve.wire.status import from_rpc_error, from_server
 
 #: How often a server is asked whether it is ready, and how long it may take to say so (seconds).
 POLL_SECONDS = 0.1
@@ -118,7 +118,7 @@ def check() -> Any:
 
 
 def serving(reply: Any) -> bool:
-    """Whether ``reply`` to it says so."""
+    """Whether ``reply`` to it reports SERVING."""
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -23,8 +23,9 @@ from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
 from mmserve.core.info import ModelInfo
 from mmserve.errors import Cancelled, MMServeError
-from mmserve.rpc.convert import from_model_info, from_response
 from mmserve.v1 import generation_pb2, model_pb2
+from mmserve.wire.events import from_response
+from mmserve.wire.models import from_model_info
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ class Client(Base):
         return from_model_info(reply.model)
 
     def wait_ready(self, timeout: float = 30.0) -> None:
-        """Return as soon as the server's health check says it is serving; raises ``Unavailable`` after ``timeout``."""
+        """Return as soon as the server's health check reports SERVING; raises ``Unavailable`` after ``timeout``."""
         retries = self._retries(timeout)
         failure: MMServeError | None = None
         while remaining := retries.remaining():

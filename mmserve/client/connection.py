@@ -8,11 +8,11 @@ from typing import Any
 from mmserve.client.address import TOKEN_VARIABLE, Address
 from mmserve.client.tls import TLS, channel_credentials
 from mmserve.errors import ConfigError
-from mmserve.rpc import request_id
+from mmserve.wire import request_id
 
 
 def chosen_tls(address: Address, given: TLS | bool | None) -> TLS | None:
-    """The TLS of a channel; None = not encrypted. Raises ``ConfigError`` where the address says otherwise."""
+    """The TLS of a channel; None = not encrypted. Raises ``ConfigError`` where the address contradicts it."""
     if address.tls is False and given:
         raise ConfigError(f"{address.target} was given as grpc://, which is not encrypted, and with tls: use grpcs://")
     if address.tls and given is False:

@@ -1,4 +1,4 @@
-"""The options of ``generate`` and ``stream``: defined, typed and documented once, here."""
+"""The options of ``generate`` and ``stream``, typed; ``core.options`` has their ranges, defaults and meanings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from typing import Any, Literal, TypedDict, TypeVar
 import PIL.Image
 
 from mmserve.client.outgoing_constraint import ConstraintMode, SchemaOption, Template
+from mmserve.core.options import REQUEST
+from mmserve.core.policies.commit import Commit
+from mmserve.core.policies.image_reuse import ImageReuse
+from mmserve.core.policies.kv_reduction import KvReduction
+from mmserve.core.policies.pruner import Pruner
+from mmserve.core.policies.recompute import Recompute
 from mmserve.core.request import Message, VideoSampling
-from mmserve.rpc.policies import Commit, ImageReuse, KvReduction, Pruner, Quality, Recompute
+from mmserve.core.tuning import Quality
+from mmserve.core.values import Value
 
 #: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
 Image = bytes | Path | PIL.Image.Image | str
@@ -24,51 +31,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Options(TypedDict, total=False):
-    """Options of a request beside ``schema``; one that is left out or None has its default.
-
-    model: name of one of the server's models; default the server's first.
-    max_new_tokens: tokens that the answer may take, at least 1; default the model's (``describe`` returns it).
-    temperature: 0 or more; 0 (default) takes the most probable token.
-    top_p: share of the probability that tokens are drawn from, in (0, 1]; default 1.
-    top_k: number of most probable tokens that are drawn from; 0 (default) is all.
-    min_p: tokens below this share of the highest probability are not drawn, in [0, 1]; default 0.
-    repetition_penalty: divides logits of tokens already in the prompt or answer, in [0.01, 100]; default 1 is none.
-    seed: 0 to 2**64 - 1; the same seed gives the same answer; default 0.
-    n: number of samples of the answer, at least 1; default 1.
-    stop: a string, or up to 16 strings; the answer ends before the first that occurs in it; default none.
-    steps: denoising steps of a diffusion model for the whole answer, at least 1; default one for each token.
-    block_length: tokens of a block of a diffusion model, at least 1; default the model's.
-    cfg_scale: scale of classifier-free guidance of a masked diffusion model, in [0, 100]; 0 (default) is none, any
-        other makes each pass cost twice as much.
-    recompute: recompute policy of a diffusion model, by name or class (``DkvDecode`` …); default the model's.
-    commit: commit policy, by name or class (``Threshold`` …); default the model's.
-    quality: what both policies are chosen for where neither is named: ``exact`` (plain decoding), ``balanced`` (the
-        model's default), ``fast``, or the least share, in (0, 1], of plain decoding's accuracy; default ``balanced``.
-    tokens: whether ``Result.tokens`` has the tokens of the answer and their log-probabilities; default False.
-    videos: videos placed after the images, before the text of the last message; default none.
-    video_sampling: which frames of each of ``videos`` the model sees (``VideoSampling``); default the model's own.
-    regex: regular expression (ECMAScript) that the whole answer matches; default none.
-    choices: list of strings, one of which is the answer; default none.
-    grammar: grammar of the answer, in Lark or GBNF; default none.
-    template: list of texts and ``Hole`` between them; ``Result.holes`` has what fills them; default none.
-    pruner: method that drops visual tokens, with one of the three amounts below; default none.
-    min_pixels: fewest pixels that an image is resized to, for models that take images of any size (Qwen-VL); at most
-        the checkpoint's own max_pixels; default the checkpoint's own.
-    max_pixels: most pixels that an image is resized to, as min_pixels; default the checkpoint's own.
-    video_min_pixels: fewest pixels of a frame of a video (Qwen3-VL: of all frames); default the checkpoint's own.
-    video_max_pixels: most pixels of a frame of a video (Qwen3-VL: of all frames); default the checkpoint's own.
-    keep_ratio: share of the visual tokens of an image or video that the pruner keeps, in (0, 1]; default none.
-    token_budget: number of visual tokens that it keeps, at least 1; default none.
-    attention_mass: share of the attention that the kept tokens draw together, in (0, 1]; default none.
-    kv_reduction: which keys and values an autoregressive model keeps (``SinkWindow`` …); default all.
-    image_reuse: which keys and values of images are reused between prompts (``Blend`` …); default none.
-    constraint_mode: what to do with a constraint no grammar can express: "strict" (default) refuses it, "validate"
-        checks the finished answer, "lenient" ignores it.
-    schema_options: with ``schema``, how it is read: "unknown_formats" have no effect, "one_of_as_any_of",
-        "closed_objects" have declared properties only; and how answers are written: with "white_space", with
-        "exponents" of numbers; default none.
-    constraint_sampling: distribution that constrained answers are drawn from: "mask" (default), "awrs" or "asap".
-    """
+    """Options of a request beside ``schema``; one that is left out or None has its default."""
 
     model: str | None
     max_new_tokens: int | None
@@ -114,6 +77,15 @@ images: images placed before the text of the last message: file bytes, ``Path``,
 schema: JSON schema, or Python type, of the answer; default none.
 timeout: seconds until the call fails, above 0; default the client's.
 request_id: name of the request in the server's log, 1 to 128 printable ASCII characters; default a new one."""
+
+
+def describe(options: type[Any], known: Mapping[str, Value]) -> None:
+    """Append a line on each key of the typed dictionary ``options`` to its docstring."""
+    lines = [f"{name}: {known[name].sentence}." for name in options.__annotations__]
+    options.__doc__ = "\n\n".join([inspect.getdoc(options) or "", "\n".join(lines)])
+
+
+describe(Options, REQUEST)
 
 
 def documented(method: _Method) -> _Method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,20 +14,17 @@ import PIL.Image
 from mmserve.client.options import Chat, Image, Options, Video
 from mmserve.client.outgoing_constraint import put_constraint
 from mmserve.client.schemas import Schema
+from mmserve.core.media_id import is_media_id
+from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, SAMPLING
 from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart, VideoSampling
-from mmserve.encode.store import is_media_id
 from mmserve.errors import InvalidArgument
-from mmserve.rpc import request_id
-from mmserve.rpc.default_policies import put_quality
-from mmserve.rpc.policies import put, put_policy
-from mmserve.rpc.roles import role_number
-from mmserve.rpc.video_sampling import with_sampling
-from mmserve.rpc.vision_messages import PIXELS
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire import request_id
+from mmserve.wire.enums import ROLES, number_of
+from mmserve.wire.plain import put
+from mmserve.wire.policies import put_policy, put_quality
 
 UPLOAD_CHUNK = 1 << 20
-#: Options that are fields of ``SamplingParams``; ``stop`` is put there on its own.
-_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
 
 
 def build_request(
@@ -48,13 +45,13 @@ def build_request(
     videos, sampling = options.get("videos") or (), options.get("video_sampling")
     request = pb.GenerateRequest(messages=_messages(prompt, images, videos, sampling))
     put(request, "", model=options.get("model"))
-    put(request.sampling, "sampling.", **_named(options, _SAMPLING))
+    put(request.sampling, "sampling.", **_named(options, [name for name in SAMPLING if name != "stop"]))
     stop = options.get("stop") or ()
     for i, text in enumerate([stop] if isinstance(stop, str) else stop):
         if not isinstance(text, str):
             raise InvalidArgument.of(f"sampling.stop[{i}]", f"must be a string, not {text!r}")
         request.sampling.stop.append(text)
-    put(request.diffusion, "diffusion.", **_named(options, ("steps", "block_length", "cfg_scale")))
+    put(request.diffusion, "diffusion.", **_named(options, DIFFUSION))
     put_policy(request.diffusion, "recompute", options.get("recompute"), "diffusion.")
     put_policy(request.diffusion, "commit", options.get("commit"), "diffusion.")
     put_quality(request.diffusion, options.get("quality"))
@@ -66,7 +63,7 @@ def build_request(
         schema_options=options.get("schema_options") or (),
     )
     put_policy(request.vision, "pruner", options.get("pruner"), "vision.")
-    amounts = _named(options, ("keep_ratio", "token_budget", "attention_mass"))
+    amounts = _named(options, AMOUNTS)
     if sum(value is not None for value in amounts.values()) > 1:
         raise InvalidArgument.of("vision", f"at most one of {', '.join(amounts)} can be set")
     put(request.vision, "vision.", **amounts)
@@ -78,7 +75,7 @@ def build_request(
     return request
 
 
-def _named(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: options.get(name) for name in names}
 
 
@@ -137,7 +134,7 @@ def _message(chat: Chat, where: str) -> pb.ChatMessage:
 
 
 def _role(name: str) -> Any:
-    return role_number(name)
+    return number_of(ROLES, name, "messages.role")
 
 
 def _part(part: Part, where: str) -> pb.ContentPart:
@@ -145,7 +142,7 @@ def _part(part: Part, where: str) -> pb.ContentPart:
         if isinstance(part, ImagePart):
             return pb.ContentPart(image=pb.Image(data=part.data))
         if isinstance(part, VideoPart):
-            return pb.ContentPart(video=with_sampling(pb.Video(data=part.data), part.sampling, where))
+            return pb.ContentPart(video=_sampled(pb.Video(data=part.data), part.sampling, where))
         return pb.ContentPart(text=part.text)
     except (TypeError, ValueError) as error:
         raise InvalidArgument.of(where, f"cannot be sent: {error}") from error
@@ -153,19 +150,32 @@ def _part(part: Part, where: str) -> pb.ContentPart:
 
 def _image(image: Image, where: str) -> pb.Image:
     if isinstance(image, str):
-        if not is_media_id(image):
-            raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
-        return pb.Image(media_id=image)
+        return pb.Image(media_id=_media_id(image, where))
     return pb.Image(data=file_bytes(image, where))
 
 
 def _video(video: Video, sampling: VideoSampling | None, where: str) -> pb.Video:
     if isinstance(video, str):
-        if not is_media_id(video):
-            raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
-        return with_sampling(pb.Video(media_id=video), sampling, "video_sampling")
-    if isinstance(video, Path):
-        return with_sampling(pb.Video(data=video.read_bytes()), sampling, "video_sampling")
-    if isinstance(video, bytes | bytearray | memoryview):
-        return with_sampling(pb.Video(data=bytes(video)), sampling, "video_sampling")
-    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path or a media id 'sha256:…'")
+        message = pb.Video(media_id=_media_id(video, where))
+    elif isinstance(video, Path):
+        message = pb.Video(data=video.read_bytes())
+    elif isinstance(video, bytes | bytearray | memoryview):
+        message = pb.Video(data=bytes(video))
+    else:
+        raise InvalidArgument.of(where, "must be bytes, a pathlib.Path or a media id 'sha256:…'")
+    return _sampled(message, sampling, "video_sampling")
+
+
+def _media_id(given: str, where: str) -> str:
+    if not is_media_id(given):
+        raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
+    return given
+
+
+def _sampled(video: pb.Video, sampling: VideoSampling | None, where: str) -> pb.Video:
+    if sampling is None:
+        return video
+    if not isinstance(sampling, VideoSampling):
+        raise InvalidArgument.of(where, f"must be a VideoSampling, not {sampling!r}")
+    put(video.sampling, f"{where}.", **vars(sampling))
+    return video

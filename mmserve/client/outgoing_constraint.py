@@ -9,30 +9,13 @@ from typing import Any, Literal
 from mmserve.client.schemas import Schema, schema_text
 from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.enums import CONSTRAINT_MODES, CONSTRAINT_SAMPLINGS, SCHEMA_OPTIONS, number_of
 
 #: What to do with a constraint that no grammar can express.
 ConstraintMode = Literal["strict", "validate", "lenient"]
 
 #: How a JSON schema is read, and how its documents are written, otherwise than by default.
 SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents"]
-
-_SCHEMA_OPTIONS = {
-    "unknown_formats": pb.SCHEMA_OPTION_UNKNOWN_FORMATS,
-    "one_of_as_any_of": pb.SCHEMA_OPTION_ONE_OF_AS_ANY_OF,
-    "closed_objects": pb.SCHEMA_OPTION_CLOSED_OBJECTS,
-    "white_space": pb.SCHEMA_OPTION_WHITE_SPACE,
-    "exponents": pb.SCHEMA_OPTION_EXPONENTS,
-}
-_MODES = {
-    "strict": pb.CONSTRAINT_MODE_STRICT,
-    "validate": pb.CONSTRAINT_MODE_VALIDATE,
-    "lenient": pb.CONSTRAINT_MODE_LENIENT,
-}
-_SAMPLINGS = {
-    "mask": pb.CONSTRAINT_SAMPLING_MASK,
-    "awrs": pb.CONSTRAINT_SAMPLING_AWRS,
-    "asap": pb.CONSTRAINT_SAMPLING_ASAP,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +60,18 @@ def _constraint(
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise InvalidArgument.of(names[1], f"cannot be given together with {names[0]}")
-    for field, known, asked in (("mode", _MODES, mode), ("sampling", _SAMPLINGS, sampling)):
+    numbers = {}
+    for field, known, asked in (("mode", CONSTRAINT_MODES, mode), ("sampling", CONSTRAINT_SAMPLINGS, sampling)):
         if asked is None:
             continue
-        if asked not in known:
-            raise InvalidArgument.of(f"constraint_{field}", f"must be one of {', '.join(known)}, not {asked!r}")
+        numbers[field] = number_of(known, asked, f"constraint_{field}")
         if not names:
             raise InvalidArgument.of(f"constraint_{field}", "needs a schema, regex, choices, grammar or template")
     if schema_options and names != ["schema"]:
         raise InvalidArgument.of("schema_options", "needs a schema")
     if not names:
         return None
-    made = pb.Constraint(schema_options=_options(schema_options))
-    if mode is not None:
-        made.mode = _MODES[mode]
-    if sampling is not None:
-        made.sampling = _SAMPLINGS[sampling]
+    made = pb.Constraint(schema_options=_options(schema_options), **numbers)
     try:
         _put(made, names[0], given[names[0]])
     except (TypeError, ValueError) as error:
@@ -101,9 +80,10 @@ def _constraint(
 
 
 def _options(names: Sequence[str]) -> list[pb.SchemaOption]:
-    if isinstance(names, str) or not set(names) <= _SCHEMA_OPTIONS.keys():
-        raise InvalidArgument.of("schema_options", f"must be a list of {', '.join(_SCHEMA_OPTIONS)}, not {names!r}")
-    return [_SCHEMA_OPTIONS[name] for name in dict.fromkeys(names)]
+    known = SCHEMA_OPTIONS.values()
+    if isinstance(names, str) or not set(names) <= set(known):
+        raise InvalidArgument.of("schema_options", f"must be a list of {', '.join(known)}, not {names!r}")
+    return [number_of(SCHEMA_OPTIONS, name, "schema_options") for name in dict.fromkeys(names)]
 
 
 def _put(message: pb.Constraint, name: str, value: Any) -> None:

@@ -88,7 +88,7 @@ class NarrowSchema(GenerateJsonSchema):
         return patterns.time(schema)
 
     def bytes_schema(self, schema: Any) -> JsonSchemaValue:
-        """Text as bytes, or encoded as the configuration says."""
+        """Text as bytes, or encoded as configured."""
         return patterns.binary(schema, self._config.val_json_bytes)
 
     def complex_schema(self, schema: Any) -> JsonSchemaValue:

@@ -1,4 +1,4 @@
-"""The options of ``video_session``: defined, typed and documented once, here."""
+"""The options of ``video_session``, typed; ``core.options`` has their ranges, defaults and meanings."""
 
 from __future__ import annotations
 
@@ -6,34 +6,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
-from mmserve.rpc.policies import Commit, Pruner, Quality, Recompute
+from mmserve.client.options import describe
+from mmserve.core.options import SESSION
+from mmserve.core.policies.commit import Commit
+from mmserve.core.policies.pruner import Pruner
+from mmserve.core.policies.recompute import Recompute
+from mmserve.core.tuning import Quality
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class SessionOptions(TypedDict, total=False):
-    """Options of a session; one that is left out or None has its default.
-
-    model: name of one of the server's models that takes sessions; default the server's first.
-    memory: what goes when there are more rows of K/V than ``budget``: "window" (default), "carrier", "similarity",
-        "group" or "recall".
-    positions: how the rows left are numbered: "renumber" (default), "gaps" or "reanchor".
-    budget: rows of K/V that are kept; default 256.
-    host_bytes: bytes of features of old frames that are kept for questions about the past; default 64 MiB.
-    carriers: rows at most that stand for old frames, where ``memory`` makes such; default 64.
-    rate: frames of segments a second that are looked at, above 0, at most 30; default 1.
-    scene_similarity: in [-1, 1]; frames less similar than this to the one before begin a scene, of whose other frames
-        few are looked at; default all at ``rate``.
-    scene_frames: with ``scene_similarity``, frames of a scene at most; default 4.
-    detail_every: every so many frames one is taken in detail, the others compactly; default all in detail.
-    overload: what happens to frames that come too fast: "block" (default: pushes wait), "drop_oldest" or "thin".
-    pruner: method that drops visual tokens, with one of the three amounts below; default none.
-    keep_ratio: share of the visual tokens of a frame that the pruner keeps, in (0, 1]; default none.
-    token_budget: number of visual tokens of a frame that it keeps, at least 1; default none.
-    attention_mass: share of the attention that the kept tokens draw together, in (0, 1]; default none.
-    max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop, steps, block_length, recompute,
-        commit, quality: as options of ``generate``, for questions that do not set any of their kind themselves.
-    """
+    """Options of a session; one that is left out or None has its default. Those of ``generate`` are for questions that
+    do not set any of their kind themselves."""
 
     model: str | None
     memory: Literal["window", "carrier", "similarity", "group", "recall"] | None
@@ -63,6 +48,9 @@ class SessionOptions(TypedDict, total=False):
     recompute: Recompute | None
     commit: Commit | None
     quality: Quality | None
+
+
+describe(SessionOptions, SESSION)
 
 
 def documented_session(method: _Method) -> _Method:

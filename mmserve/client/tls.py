@@ -67,7 +67,7 @@ def mistake(tls: TLS | None, host: str | None, port: int, details: str) -> TLSEr
     """What client and server do not agree on, where a connection failed with ``details``; None = not about TLS.
 
     gRPC reports "Socket closed" both where a server ends and where it refuses a client for its lack of TLS or of a
-    certificate. These are told apart by a TLS handshake with ``host`` and ``port``, which blocks.
+    certificate. These are distinguished by a TLS handshake with ``host`` and ``port``, which blocks.
     """
     if tls is not None:
         if "WRONG_VERSION_NUMBER" in details:

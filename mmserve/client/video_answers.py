@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
+from mmserve.core.session import Moment
 from mmserve.errors import BY_CODE, FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Asked
-from mmserve.video.clock import Moment
-from mmserve.video.messages import Statistics
 
 
 def from_error(error: pb.SessionError) -> MMServeError:
@@ -26,17 +24,6 @@ def from_error(error: pb.SessionError) -> MMServeError:
     return kind(error.message)
 
 
-def from_asked(asked: pb.Asked) -> Asked:
-    """What a question was asked about."""
-    return Asked(asked.frames, asked.begin_seconds, asked.end_seconds, asked.recomputed_rows)
-
-
 def from_moments(answer: pb.AnswerEvent) -> tuple[Moment, ...]:
     """The moments of a finished answer."""
     return tuple(Moment(each.begin, each.end, each.seconds, each.ambiguous) for each in answer.moments)
-
-
-def from_statistics(statistics: pb.SessionStatistics) -> Statistics:
-    """Counters of a session."""
-    names = [field.name for field in pb.SessionStatistics.DESCRIPTOR.fields]
-    return Statistics(**{name: getattr(statistics, name) for name in names})

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from mmserve.client.outgoing import build_request
+from mmserve.client.session_options import SessionOptions
+from mmserve.core.options import AMOUNTS
+from mmserve.core.session import FrameSampling, Memory
+from mmserve.core.values import values
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.policies import put, put_policy
 from mmserve.v1 import video_pb2 as pb
+from mmserve.wire.enums import OVERLOADS, number_of
+from mmserve.wire.plain import put
+from mmserve.wire.policies import put_policy
 
-_OVERLOADS = {
-    "block": pb.OVERLOAD_POLICY_BLOCK,
-    "drop_oldest": pb.OVERLOAD_POLICY_DROP_OLDEST,
-    "thin": pb.OVERLOAD_POLICY_THIN,
-}
-#: Options of a session that are fields of ``StreamMemory``, by their names there.
-_MEMORY = {"memory": "policy", "positions": "positions", "budget": "budget", "host_bytes": "host_bytes"}
+#: Options of a session that are fields of ``StreamMemory`` and ``FrameSampler``, by their names there.
+_MEMORY = {"policy": "memory", **{name: name for name in values(Memory) if name != "policy"}}
+_SAMPLER = {name: name for name in values(FrameSampling)}
 
 
 @dataclass(frozen=True)
@@ -39,38 +41,19 @@ def segment_push(data: bytes, start: float | None, init: bytes) -> Push:
     return Push({"push_segment": segment}, len(data) + len(init))
 
 
-def configuration(
-    *,
-    model: str | None = None,
-    memory: str | None = None,
-    positions: str | None = None,
-    budget: int | None = None,
-    host_bytes: int | None = None,
-    carriers: int | None = None,
-    rate: float | None = None,
-    scene_similarity: float | None = None,
-    scene_frames: int | None = None,
-    detail_every: int | None = None,
-    overload: str = "block",
-    **options: Any,
-) -> pb.ConfigureSession:
-    """The message that opens a session; ``options`` are those of ``generate`` that can be a question's default.
+def configuration(**options: Unpack[SessionOptions]) -> pb.ConfigureSession:
+    """The message that opens a session, with the options of ``generate`` that can be a question's default.
 
-    Raises ``InvalidArgument`` for what cannot be put into a message.
+    Raises ``InvalidArgument`` for what cannot be put into a message, ``TypeError`` for an option that does not exist.
     """
+    given: dict[str, Any] = dict(options)
     config = pb.ConfigureSession()
-    put(config, "", model=model)
-    given = {"memory": memory, "positions": positions, "budget": budget, "host_bytes": host_bytes}
-    put(config.memory, "memory.", carriers=carriers, **{_MEMORY[name]: value for name, value in given.items()})
-    sampler = {"scene_similarity": scene_similarity, "scene_frames": scene_frames, "detail_every": detail_every}
-    put(config.sampler, "sampler.", rate=rate, **sampler)
-    if overload not in _OVERLOADS:
-        raise InvalidArgument.of("overload", f"must be one of {', '.join(_OVERLOADS)}, not {overload!r}")
-    config.overload = _OVERLOADS[overload]
-    vision = {name: options.pop(name, None) for name in ("keep_ratio", "token_budget", "attention_mass")}
-    put_policy(config.vision, "pruner", options.pop("pruner", None), "vision.")
-    put(config.vision, "vision.", **vision)
-    defaults = build_request("", (), deltas=True, snapshots=False, **options)
+    put(config, "", model=given.pop("model", None))
+    for part, names in (("memory", _MEMORY), ("sampler", _SAMPLER), ("vision", {name: name for name in AMOUNTS})):
+        put(getattr(config, part), f"{part}.", **{name: given.pop(own, None) for name, own in names.items()})
+    config.overload = number_of(OVERLOADS, given.pop("overload", "block"), "overload")
+    put_policy(config.vision, "pruner", given.pop("pruner", None), "vision.")
+    defaults = build_request("", (), deltas=True, snapshots=False, **given)
     if defaults.HasField("constraint"):
         raise InvalidArgument.of("schema", "is an option of a question, not of a session")
     if defaults.sampling.ByteSize():

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmserve.client.video_answers import from_asked, from_error, from_moments, from_statistics
+from mmserve.client.video_answers import from_error, from_moments
 from mmserve.client.video_requests import push_bytes, question_message, watch_message
 from mmserve.core.events import Event, Finished
+from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import (
     Cancelled,
     InvalidArgument,
@@ -23,11 +24,9 @@ from mmserve.errors import (
     TLSError,
     Unavailable,
 )
-from mmserve.rpc.event_messages import from_response
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Asked
-from mmserve.video.clock import Moment
-from mmserve.video.messages import Alert, PushFailed, Statistics
+from mmserve.wire.events import from_response
+from mmserve.wire.plain import from_message
 
 logger = logging.getLogger("mmserve.client")
 
@@ -227,7 +226,7 @@ class SessionState:
                 self._watch_state(response.watch_state)
             case "statistics":
                 if self._statistics:
-                    self._statistics.popleft().append(from_statistics(response.statistics))
+                    self._statistics.popleft().append(from_message(Statistics, response.statistics))
             case "go_away":
                 self.going_away = (response.go_away.time_left_seconds, response.go_away.reason)
             case "closed":
@@ -260,7 +259,7 @@ class SessionState:
             return
         match answer.WhichOneof("event"):
             case "asked":
-                pending.asked = from_asked(answer.asked)
+                pending.asked = from_message(Asked, answer.asked)
             case "error":
                 pending.error = from_error(answer.error)
             case "response":
@@ -276,9 +275,7 @@ class SessionState:
         watching = self._watches.get(message.watch_id)
         if watching is None:
             return None
-        alert = Alert(
-            message.watch_id, message.active, message.probability, message.mass, message.seconds, message.answer
-        )
+        alert = from_message(Alert, message)
         callback = watching.callback
         if callback is not None:
             return lambda: _call(callback, alert)

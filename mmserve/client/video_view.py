@@ -13,11 +13,9 @@ from mmserve.client.base import Base
 from mmserve.client.result import Result, to_result
 from mmserve.client.video_state import Pending, SessionState, Watching
 from mmserve.core.events import Event, Finished
+from mmserve.core.session import Alert, Asked, Moment, PushFailed
 from mmserve.errors import MMServeError, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Asked
-from mmserve.video.clock import Moment
-from mmserve.video.messages import Alert, PushFailed
 
 #: How long a session that is left by an exception tries to close (seconds).
 LEAVING_SECONDS = 2.0

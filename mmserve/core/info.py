@@ -59,7 +59,7 @@ class ModelInfo:
 #: What a policy needs of a model besides the kind of its attention: whether it is for diffusion models, and the rest.
 _COMPANION = "it needs a companion: name one in the model's entry under [[models]] of the server"
 NEEDS = {
-    "learned": (True, "it needs a filter, which `python -m mmserve.train_filter --model PATH` trains"),
+    "learned": (True, "it needs a filter, which `mmserve train-filter --model PATH` trains"),
     "guided": (True, _COMPANION),
     "draft_model": (False, _COMPANION),
     "scheduler": (True, "it needs a scheduler: name one under [schedulers.NAME] of the server"),

@@ -11,11 +11,9 @@ from enum import Enum, auto
 
 from mmserve.core.constraint import ConstraintSpec
 from mmserve.core.tenant import ANONYMOUS, Tenant
+from mmserve.core.values import SHARE, SHARE_ABOVE_0, Range, at_least, value, within
 
 RequestId = str
-
-#: The largest ``cfg_scale``: LLaDA's evaluations use 0.5 to 2.
-LARGEST_CFG_SCALE = 100.0
 
 
 @dataclass(frozen=True)
@@ -36,21 +34,28 @@ class ImagePart:
 class VideoSampling:
     """Which frames of a video file the model sees; by default as many as its own settings define, spread evenly.
 
-    fps: frames a second, above 0, at most 30; with scenes the rate at which frames are compared, default 2.
-    frames: frames of the whole file, spread evenly, at least 1; not with ``fps`` or scenes.
-    scene_similarity: frames whose cosine similarity to the one before is below this begin a scene, in [-1, 1];
-        default 0.97.
-    scene_frames: frames of a scene at most, 1 to 64, the first in detail and the others compactly; default 4. This or
-        ``scene_similarity`` asks for sampling by scenes.
-    detail_every: every so many frames one is in detail, the others are one visual token each (slow-fast), at least 1;
-        default all in detail.
+    ``scene_similarity`` or ``scene_frames`` asks for sampling by scenes; ``frames`` is set without ``fps`` and scenes.
     """
 
-    fps: float | None = None
-    frames: int | None = None
-    scene_similarity: float | None = None
-    scene_frames: int | None = None
-    detail_every: int | None = None
+    fps: float | None = value(
+        None,
+        within(0, 30, above=True),
+        "frames a second; with scenes the rate at which frames are compared",
+        said="2 with scenes",
+    )
+    frames: int | None = value(None, at_least(1), "frames of the whole file, spread evenly", said="the model's own")
+    scene_similarity: float | None = value(
+        None, within(-1, 1), "frames less similar (cosine) than this to the one before begin a scene", said="0.97"
+    )
+    scene_frames: int | None = value(
+        None, within(1, 64), "frames of a scene at most, the first in detail and the others compactly", said="4"
+    )
+    detail_every: int | None = value(
+        None,
+        at_least(1),
+        "every so many frames one is in detail, the others are one visual token each (slow-fast)",
+        said="all in detail",
+    )
 
     @property
     def scenes(self) -> bool:
@@ -77,20 +82,24 @@ class Message:
     parts: tuple[Part, ...]
 
 
+_SEED = Range("from 0 to 2**64 - 1", lambda seed: 0 <= seed < 1 << 64)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token;
-    ``repetition_penalty`` 1 changes nothing."""
+    """How tokens are drawn. Each of ``n`` samples has a seed of its own (``core/samples.py``)."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
-    n: int = 1  # samples of the answer, each with a seed of its own (``core/samples.py``)
+    temperature: float = value(0.0, at_least(0), "0 takes the most probable token")
+    top_p: float = value(1.0, SHARE_ABOVE_0, "share of the probability that tokens are drawn from")
+    top_k: int = value(0, at_least(0), "number of most probable tokens that are drawn from; 0 = all")
+    min_p: float = value(0.0, SHARE, "tokens below this share of the highest probability are not drawn")
+    repetition_penalty: float = value(
+        1.0, within(0.01, 100), "divides logits of tokens already in the prompt or answer; 1 = none"
+    )
+    seed: int = value(0, _SEED, "the same seed gives the same answer")
+    max_new_tokens: int = value(64, at_least(1), "tokens that the answer may take", said="the model's")
+    stop: tuple[str, ...] = value((), meaning="the answer ends before the first of up to 16 strings", said="none")
+    n: int = value(1, at_least(1), "samples of the answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +116,13 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
-    """How a canvas is filled. ``steps`` 0 means one token a step; ``block_length`` 0 means the model's default;
-    ``cfg_scale`` 0 means no classifier-free guidance."""
+    """How a canvas is filled. ``steps`` 0 means one token a step, ``block_length`` 0 the model's default."""
 
-    steps: int = 0
-    block_length: int = 0
-    cfg_scale: float = 0.0
+    steps: int = value(0, at_least(1), "denoising steps for the whole answer", said="one for each token")
+    block_length: int = value(0, at_least(1), "tokens of a block", said="the model's")
+    cfg_scale: float = value(
+        0.0, within(0, 100), "scale of classifier-free guidance of a masked diffusion model; 0 = none"
+    )
     recompute: Policy = Policy(name="none")
     commit: Policy = Policy(name="low_confidence")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmserve.core.request import Policy
 
 EXACT, BALANCED, FAST = "exact", "balanced", "fast"
 QUALITIES = (EXACT, BALANCED, FAST)
+#: Plain decoding, the model's default, the fastest within three points; or the least that is wanted (plain = 1).
+Quality = Literal["exact", "balanced", "fast"] | float
 #: Least quality (1 = as good as plain decoding) of the pairs that a named quality may choose from.
 FLOORS = {BALANCED: 0.99, FAST: 0.97}
 #: Share by which times of two pairs may differ by chance.

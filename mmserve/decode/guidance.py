@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
-from mmserve.core.request import LARGEST_CFG_SCALE, Request
+from mmserve.core.request import Diffusion, Request
+from mmserve.core.values import wrong
 from mmserve.decode.forward import Pass
 from mmserve.decode.logits import Logits, RowLogits
 from mmserve.decode.state import Guidance
@@ -69,8 +70,8 @@ def check_guidance(request: Request, spec: ModelSpec) -> None:
     of masked diffusion.
     """
     scale = request.diffusion.cfg_scale
-    if not 0 <= scale <= LARGEST_CFG_SCALE:
-        raise InvalidArgument.of("diffusion.cfg_scale", f"must be in [0, {LARGEST_CFG_SCALE:g}], not {scale}")
+    for name, rule in wrong(Diffusion, {"cfg_scale": scale}):
+        raise InvalidArgument.of(f"diffusion.{name}", rule)
     if not scale:
         return
     if spec.causal or spec.renoising is not None:

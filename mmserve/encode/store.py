@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
+from mmserve.core.media_id import media_id_of
 from mmserve.errors import NotFound, ResourceExhausted
-
-_MEDIA_ID = re.compile(r"sha256:[0-9a-f]{64}")
-
-
-def media_id_of(data: bytes) -> str:
-    """The media id of ``data``: ``sha256:`` and 64 hexadecimal digits."""
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
-
-
-def is_media_id(value: str) -> bool:
-    """Whether ``value`` has the form of a media id."""
-    return _MEDIA_ID.fullmatch(value) is not None
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from mmserve.http.errors import headers_of, status_of
 from mmserve.http.messages import Messages
 from mmserve.http.responses import Responses
 from mmserve.observe import calls
-from mmserve.rpc import request_id
 from mmserve.rpc.generation import answered, logged
 from mmserve.rpc.server import Server
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.http")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from mmserve.errors import InvalidArgument
 from mmserve.http.fields import Fields, typed
-from mmserve.rpc.roles import role_number
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire import enums
 
 #: Reads the other fields of a part, which it takes; ``type`` of the part to reader.
 Readers = Mapping[str, Callable[[Fields], pb.ContentPart]]
@@ -29,7 +29,7 @@ def message(role: str, content: Any, path: str, readers: Readers) -> pb.ChatMess
         parts = [_part(part, f"{path}[{i}]", readers) for i, part in enumerate(content)]
     else:
         raise InvalidArgument.of(path, "must be a string or an array of parts")
-    return pb.ChatMessage(role=pb.Role.Name(role_number(ROLES[role])), parts=parts)
+    return pb.ChatMessage(role=pb.Role.Name(enums.number_of(enums.ROLES, ROLES[role], "role")), parts=parts)
 
 
 def role_of(fields: Fields, known: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ import grpc
 from mmserve.observe import calls
 from mmserve.observe.calls import Call
 from mmserve.observe.metrics import Metrics
-from mmserve.rpc import request_id
+from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.access")
 

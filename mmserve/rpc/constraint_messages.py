@@ -30,28 +30,10 @@ from mmserve.core.constraint import (
     Template,
 )
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.enums import CONSTRAINT_MODES, CONSTRAINT_SAMPLINGS, SCHEMA_OPTIONS
 
 #: Texts and holes of a template.
 MAX_TEMPLATE_PARTS = 1024
-_MODES = {
-    pb.CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode.STRICT,
-    pb.CONSTRAINT_MODE_STRICT: ConstraintMode.STRICT,
-    pb.CONSTRAINT_MODE_VALIDATE: ConstraintMode.VALIDATE,
-    pb.CONSTRAINT_MODE_LENIENT: ConstraintMode.LENIENT,
-}
-_SAMPLINGS = {
-    pb.CONSTRAINT_SAMPLING_UNSPECIFIED: ConstraintSampling.MASK,
-    pb.CONSTRAINT_SAMPLING_MASK: ConstraintSampling.MASK,
-    pb.CONSTRAINT_SAMPLING_AWRS: ConstraintSampling.AWRS,
-    pb.CONSTRAINT_SAMPLING_ASAP: ConstraintSampling.ASAP,
-}
-_SCHEMA_OPTIONS = {
-    pb.SCHEMA_OPTION_UNKNOWN_FORMATS: SchemaOption.UNKNOWN_FORMATS,
-    pb.SCHEMA_OPTION_ONE_OF_AS_ANY_OF: SchemaOption.ONE_OF_AS_ANY_OF,
-    pb.SCHEMA_OPTION_CLOSED_OBJECTS: SchemaOption.CLOSED_OBJECTS,
-    pb.SCHEMA_OPTION_WHITE_SPACE: SchemaOption.WHITE_SPACE,
-    pb.SCHEMA_OPTION_EXPONENTS: SchemaOption.EXPONENTS,
-}
 _MOST_BYTES = {
     "json_schema": MAX_SCHEMA_BYTES,
     "regex": MAX_REGEX_BYTES,
@@ -70,16 +52,16 @@ def wrong_constraint(message: pb.GenerateRequest, most_tokens: int) -> Iterator[
 
 
 def _wrong(constraint: pb.Constraint, path: str, most_tokens: int) -> Iterator[tuple[str, str]]:
-    if constraint.mode not in _MODES:
+    if constraint.mode and constraint.mode not in CONSTRAINT_MODES:
         yield f"{path}.mode", "must be CONSTRAINT_MODE_STRICT, CONSTRAINT_MODE_VALIDATE or CONSTRAINT_MODE_LENIENT"
-    if constraint.sampling not in _SAMPLINGS:
+    if constraint.sampling and constraint.sampling not in CONSTRAINT_SAMPLINGS:
         yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK, _AWRS or _ASAP"
-    elif _SAMPLINGS[constraint.sampling] is not ConstraintSampling.MASK and _placed(constraint):
+    elif _sampling(constraint) is not ConstraintSampling.MASK and _placed(constraint):
         yield f"{path}.sampling", "must be CONSTRAINT_SAMPLING_MASK with a template"
     kind = constraint.WhichOneof("kind")
     if constraint.schema_options and kind != "json_schema":
         yield f"{path}.schema_options", "must be empty but with a json_schema"
-    if not set(constraint.schema_options) <= _SCHEMA_OPTIONS.keys():
+    if not set(constraint.schema_options) <= SCHEMA_OPTIONS.keys():
         yield f"{path}.schema_options", "must be values of SchemaOption, and not SCHEMA_OPTION_UNSPECIFIED"
     match kind:
         case None:
@@ -148,8 +130,15 @@ def asked_constraint(message: pb.GenerateRequest) -> ConstraintSpec | None:
     constraint = message.constraint
     if constraint.WhichOneof("kind") == "template":
         return ConstraintSpec(Template(tuple(map(_part, constraint.template.parts))))
-    mode, sampling = _MODES[constraint.mode], _SAMPLINGS[constraint.sampling]
-    return ConstraintSpec(_kind(constraint), mode, sampling)
+    return ConstraintSpec(_kind(constraint), _mode(constraint), _sampling(constraint))
+
+
+def _mode(constraint: pb.Constraint) -> ConstraintMode:
+    return ConstraintMode(CONSTRAINT_MODES.get(constraint.mode, "strict"))
+
+
+def _sampling(constraint: pb.Constraint) -> ConstraintSampling:
+    return ConstraintSampling(CONSTRAINT_SAMPLINGS.get(constraint.sampling, "mask"))
 
 
 def _placed(constraint: pb.Constraint) -> bool:
@@ -163,13 +152,13 @@ def _part(part: pb.TemplatePart) -> str | Hole:
     hole = part.hole
     if not hole.HasField("constraint"):
         return Hole(hole.max_tokens)
-    return Hole(hole.max_tokens, _kind(hole.constraint), _MODES[hole.constraint.mode])
+    return Hole(hole.max_tokens, _kind(hole.constraint), _mode(hole.constraint))
 
 
 def _kind(constraint: pb.Constraint) -> ConstraintKind:
     match constraint.WhichOneof("kind"):
         case "json_schema":
-            asked = {_SCHEMA_OPTIONS[option] for option in constraint.schema_options}
+            asked = {SchemaOption(SCHEMA_OPTIONS[option]) for option in constraint.schema_options}
             return JsonSchema(constraint.json_schema, tuple(sorted(asked)))
         case "regex":
             return Regex(constraint.regex)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 from mmserve.core.info import ModelInfo
 from mmserve.core.request import Diffusion, Policy
-from mmserve.core.tuning import ACCOMPANIED, BALANCED, DRAFTING, EXACT, FAST, QUALITIES, UNPENALISED
-from mmserve.errors import InvalidArgument
-from mmserve.rpc.policy_messages import chosen_policy
+from mmserve.core.tuning import ACCOMPANIED, BALANCED, DRAFTING, UNPENALISED
+from mmserve.core.values import SHARE_ABOVE_0
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.enums import QUALITIES
+from mmserve.wire.policies import chosen_policy
 
-#: ``Quality`` of messages, and how the rest of the server calls it.
-_QUALITIES = {pb.QUALITY_EXACT: EXACT, pb.QUALITY_BALANCED: BALANCED, pb.QUALITY_FAST: FAST}
 _SAMPLED = (pb.CONSTRAINT_SAMPLING_AWRS, pb.CONSTRAINT_SAMPLING_ASAP)
 
 
@@ -22,10 +21,10 @@ def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
     if wanted is None:
         return
     path = f"diffusion.{wanted}"
-    if wanted == "quality" and diffusion.quality not in _QUALITIES:
+    if wanted == "quality" and diffusion.quality not in QUALITIES:
         yield path, "must be QUALITY_EXACT, QUALITY_BALANCED or QUALITY_FAST"
-    if wanted == "min_quality" and not 0 < diffusion.min_quality <= 1:
-        yield path, f"must be in (0, 1], not {diffusion.min_quality}"
+    if wanted == "min_quality" and not SHARE_ABOVE_0.holds(diffusion.min_quality):
+        yield path, f"must be {SHARE_ABOVE_0.words}, not {diffusion.min_quality}"
     named = [name for name in ("recompute", "commit") if diffusion.WhichOneof(name)]
     if named:
         yield path, f"must not be set with a policy that is named, as {' and '.join(named)} here: choose one way"
@@ -58,7 +57,7 @@ def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
 def _quality(diffusion: pb.DiffusionParams) -> str | float:
     match diffusion.WhichOneof("wanted"):
         case "quality":
-            return _QUALITIES[diffusion.quality]
+            return QUALITIES[diffusion.quality]
         case "min_quality":
             return diffusion.min_quality
     return BALANCED
@@ -75,17 +74,3 @@ def _leaves_room(message: pb.GenerateRequest, commit: Policy) -> bool:
         or (message.HasField("image_reuse") and names & (DRAFTING | ACCOMPANIED))
         or message.constraint.sampling in _SAMPLED
     )
-
-
-def put_quality(diffusion: pb.DiffusionParams, quality: str | float | None) -> None:
-    """Ask for ``quality``: one of its names, or the least that is wanted; raises ``InvalidArgument``."""
-    if quality is None:
-        return
-    numbers = {name: number for number, name in _QUALITIES.items()}
-    if isinstance(quality, str) and quality in numbers:
-        diffusion.quality = numbers[quality]
-    elif isinstance(quality, int | float) and not isinstance(quality, bool):
-        diffusion.min_quality = quality
-    else:
-        names = ", ".join(map(repr, QUALITIES))
-        raise InvalidArgument.of("diffusion.quality", f"must be {names} or a number in (0, 1], not {quality!r}")

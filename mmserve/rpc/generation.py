@@ -17,14 +17,16 @@ from mmserve.encode.store import MediaStore
 from mmserve.errors import DeadlineExceeded, MMServeError
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics, Watch
-from mmserve.rpc import convert, request_id
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
+from mmserve.wire import request_id
+from mmserve.wire.events import to_response
 
 logger = logging.getLogger("mmserve.rpc")
 
@@ -63,7 +65,7 @@ class Generations:
         watch.tenant = tenant.name
         engine = self._engines.find(message.model)
         watch.model = calls.current().model = engine.info.name
-        request = convert.to_request(
+        request = to_request(
             message,
             request_id=own,
             info=engine.info,
@@ -124,7 +126,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
                     async with aclosing(answered(engine, request, watch)) as events:
                         async for event in events:
-                            await context.write(convert.to_response(event, label))
+                            await context.write(to_response(event, label))
 
 
 @contextmanager

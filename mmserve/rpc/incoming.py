@@ -34,7 +34,7 @@ _LARGE = {
     "/mmserve.v1.MediaService/UploadMedia": shape_of(media_pb2.UploadMediaRequest.DESCRIPTOR),
     "/mmserve.v1.VideoService/Session": shape_of(video_pb2.SessionRequest.DESCRIPTOR),
 }
-#: Who sent a large message in vain is told so late: a client that only ever sends such messages, one after another, is
+#: The refusal of a large message is sent late: a client that only ever sends such messages, one after another, is
 #: received at this rate (bytes a second).
 _REFUSED_RATE = 16 << 20
 #: Most bytes of a message of the others.
@@ -61,7 +61,7 @@ class Incoming(grpc.aio.ServerInterceptor):
         self._parser.shutdown(wait=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The method's own handler, behind a look at what comes in."""
+        """The method's own handler, after a check of what comes in."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None:
             return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mmserve.rpc.convert import to_model_info
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.status import errors_to_status
 from mmserve.v1 import model_pb2, model_pb2_grpc
 from mmserve.video.host import Hosts
+from mmserve.wire.models import to_model_info
 
 
 class ModelService(model_pb2_grpc.ModelServiceServicer):
@@ -27,7 +27,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
     async def DescribeModel(
         self, message: model_pb2.DescribeModelRequest, context: Any
     ) -> model_pb2.DescribeModelResponse:
-        """One model; NOT_FOUND lists the known ones, UNAVAILABLE says that it is loading."""
+        """One model; NOT_FOUND lists the known ones, UNAVAILABLE while it is loading."""
         async with errors_to_status(context, "DescribeModel"):
             engine = self._engines.find(message.model)
             return model_pb2.DescribeModelResponse(model=self._described(engine))

@@ -25,12 +25,13 @@ from mmserve.core.tenant import ANONYMOUS, Tenant
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.rpc.constraint_messages import asked_constraint
 from mmserve.rpc.default_policies import asked_diffusion
-from mmserve.rpc.policy_messages import chosen_policy
-from mmserve.rpc.roles import ROLES
 from mmserve.rpc.video_sampling import asked_video_sampling
 from mmserve.rpc.violations import violations
 from mmserve.rpc.vision_messages import asked_vision
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.enums import ROLES
+from mmserve.wire.plain import from_message
+from mmserve.wire.policies import chosen_policy
 
 
 def to_request(
@@ -59,7 +60,7 @@ def to_request(
         sampling=_sampling(message.sampling, info),
         diffusion=diffusion,
         vision=asked_vision(message.vision),
-        streaming=_streaming(message.stream),
+        streaming=from_message(Streaming, message.stream),
         constraint=asked_constraint(message),
         kv_reduction=chosen_policy(message.kv_reduction, "policy"),
         image_reuse=chosen_policy(message.image_reuse, "policy"),
@@ -86,22 +87,8 @@ def _bytes(item: pb.Image | pb.Video, media: Callable[[str], bytes]) -> bytes:
 
 
 def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
-    return Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        seed=sampling.seed,
-        max_new_tokens=sampling.max_new_tokens if sampling.HasField("max_new_tokens") else info.max_new_tokens,
-        stop=tuple(sampling.stop),
-        n=sampling.n if sampling.HasField("n") else 1,
-    )
-
-
-def _streaming(stream: pb.StreamOptions) -> Streaming:
-    deltas = stream.deltas if stream.HasField("deltas") else True
-    return Streaming(deltas=deltas, snapshots=stream.snapshots, tokens=stream.tokens)
+    own = {} if sampling.HasField("max_new_tokens") else {"max_new_tokens": info.max_new_tokens}
+    return from_message(Sampling, sampling, **own)
 
 
 def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, info: ModelInfo) -> None:

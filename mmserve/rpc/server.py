@@ -72,7 +72,7 @@ class Server:
     """Serves ``engines`` (model name → engine, the first is the default), which it starts, drains and stops.
 
     ``loading``: names of models whose engines are given to ``add`` once the server listens. Until then their requests
-    end with UNAVAILABLE, and health says NOT_SERVING.
+    end with UNAVAILABLE, and health reports NOT_SERVING.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Server:
         return self.port
 
     async def add(self, engine: EngineLike) -> bool:
-        """Start an engine and serve its model; health says SERVING once no model is loading any more.
+        """Start an engine and serve its model; health reports SERVING once no model is loading any more.
 
         Returns False, with the engine stopped, where the server ends already.
         """
@@ -160,7 +160,7 @@ class Server:
             logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
 
     async def drain(self) -> None:
-        """End in order: health says NOT_SERVING, new requests are refused, running ones get ``drain_seconds``."""
+        """End in order: health reports NOT_SERVING, new requests are refused, running ones get ``drain_seconds``."""
         await self._end(self.config.server.drain_seconds)
 
     async def stop(self) -> None:

@@ -94,7 +94,7 @@ def coalesce(unsent: list[Event], event: Event) -> None:
 
 
 def _join(unsent: list[Event], sample: int) -> None:
-    """Join the deltas of ``sample`` that follow one another, whatever of other samples stands between them."""
+    """Join the deltas of ``sample`` that follow one another, whatever of other samples is between them."""
     own = [i for i, e in enumerate(unsent) if isinstance(e, Delta | Snapshot | Finished) and e.sample == sample]
     for first, second in reversed(list(pairwise(own))):
         left, right = unsent[first], unsent[second]

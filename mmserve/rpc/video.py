@@ -12,7 +12,9 @@ from typing import Any
 
 from mmserve.config import Config
 from mmserve.core.events import Event
+from mmserve.core.options import PIXELS
 from mmserve.core.request import Request
+from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.errors import (
     Cancelled,
@@ -25,31 +27,31 @@ from mmserve.errors import (
 )
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics
-from mmserve.rpc import convert, request_id
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.quotas import Quotas
+from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.video_messages import (
-    DEFAULT_RATE,
-    OVERLOADS,
     asked_memory,
+    asked_overload,
     asked_sampler,
     question_message,
     to_session_request,
     to_session_response,
     wrong_config,
 )
-from mmserve.rpc.vision_messages import PIXELS, asked_vision, wrong_vision
+from mmserve.rpc.vision_messages import asked_vision, wrong_vision
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
-from mmserve.video.base import Memory, Stream
+from mmserve.video.base import Stream
 from mmserve.video.connection import Connection
 from mmserve.video.host import Hosts
 from mmserve.video.overload import Overload
 from mmserve.video.reading import MAX_INIT_BYTES
 from mmserve.video.registry import Registry
 from mmserve.video.session import Session as VideoSession
+from mmserve.wire import request_id
 
 logger = logging.getLogger("mmserve.rpc")
 
@@ -118,7 +120,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         if wrong:
             raise InvalidArgument(*wrong)
         host = self._hosts.find(engine)
-        memory, overload = asked_memory(asked.memory), Overload(OVERLOADS[asked.overload])
+        memory, overload = asked_memory(asked.memory), Overload(asked_overload(asked))
         around = host.surroundings(
             lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
         )
@@ -167,17 +169,17 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         if not asked.overload:
             configured.config.overload = pb.OVERLOAD_POLICY_BLOCK
         if not asked.sampler.HasField("rate"):
-            configured.config.sampler.rate = DEFAULT_RATE
+            configured.config.sampler.rate = FrameSampling.rate
         return configured
 
     def _asked(self, session: VideoSession, configured: pb.SessionConfigured) -> Callable[[pb.Ask], Request]:
         """What makes the engine's request of a question of ``session``."""
         engine, tenant = session.owner, session.tenant
 
-        def to_request(ask: pb.Ask) -> Request:
+        def asked(ask: pb.Ask) -> Request:
             if ask.HasField("timeout_seconds") and not 0 < ask.timeout_seconds <= 86_400:
                 raise InvalidArgument.of("ask.timeout_seconds", f"must be in (0, 86400], not {ask.timeout_seconds}")
-            return convert.to_request(
+            return to_request(
                 question_message(ask, configured.config),
                 request_id=uuid.uuid4().hex,
                 info=engine.info,
@@ -187,7 +189,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
                 tenant=tenant,
             )
 
-        return to_request
+        return asked
 
 
 class _Question:

@@ -8,63 +8,56 @@ from google.rpc import code_pb2
 
 from mmserve.core.events import Event
 from mmserve.core.request import Request
+from mmserve.core.session import Alert, Asked, FrameSampling, Memory, PushFailed, Statistics
+from mmserve.core.values import wrong
 from mmserve.encode.sampling import FixedRate, Sampler, Scene, SlowFast
 from mmserve.errors import FieldViolation, Internal, InvalidArgument, MMServeError, ResourceExhausted
-from mmserve.rpc.event_messages import to_response
-from mmserve.rpc.request_id import MAX_CHARACTERS, is_label
-from mmserve.rpc.video_sampling import MAX_RATE, MAX_SCENE_FRAMES
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import messages as m
 from mmserve.video.alerts import Rule
-from mmserve.video.base import Asked, Memory, Scope
+from mmserve.video.base import Scope
+from mmserve.wire.enums import OVERLOADS
+from mmserve.wire.events import to_response
+from mmserve.wire.plain import from_message, to_message
+from mmserve.wire.policies import options_of
+from mmserve.wire.request_id import MAX_CHARACTERS, is_label
 
-OVERLOADS = {
-    pb.OVERLOAD_POLICY_UNSPECIFIED: "block",
-    pb.OVERLOAD_POLICY_BLOCK: "block",
-    pb.OVERLOAD_POLICY_DROP_OLDEST: "drop_oldest",
-    pb.OVERLOAD_POLICY_THIN: "thin",
-}
 #: Characters of an error's texts, and fields that it names.
 _MESSAGE_CHARACTERS, _WRONG_FIELDS = 2000, 16
 #: Bytes of a request that pushes nothing.
 MAX_OTHER_BYTES = 1 << 20
 #: Seconds of a session's clock: a century, so that float arithmetic with frames of a microsecond stays exact.
 _LAST_SECOND = 100 * 366 * 86_400.0
-DEFAULT_RATE = 1.0
-DEFAULT_SCENE_FRAMES = 4
 
 
 def asked_memory(memory: pb.StreamMemory) -> Memory:
     """What a session is to keep; names are checked when the stream is opened."""
-    numbers = ("budget", "host_bytes", "carriers")
-    texts = {name: getattr(memory, name) for name in ("policy", "positions") if getattr(memory, name)}
-    return Memory(**texts, **{name: getattr(memory, name) for name in numbers if memory.HasField(name)})
+    texts = {name: getattr(memory, name) or getattr(Memory, name) for name in ("policy", "positions")}
+    return from_message(Memory, memory, **texts)
+
+
+def asked_overload(config: pb.ConfigureSession) -> str:
+    """What happens to frames that come too fast."""
+    return OVERLOADS.get(config.overload, "block")
 
 
 def asked_sampler(sampler: pb.FrameSampler) -> Sampler:
     """Which frames of segments are looked at; ``sampler`` is one in which ``wrong_config`` finds nothing."""
-    rate = sampler.rate if sampler.HasField("rate") else DEFAULT_RATE
-    chosen: FixedRate | Scene = FixedRate(rate)
-    if sampler.HasField("scene_similarity"):
-        chosen = Scene(rate, sampler.scene_frames or DEFAULT_SCENE_FRAMES, sampler.scene_similarity)
-    return SlowFast(chosen, sampler.detail_every) if sampler.HasField("detail_every") else chosen
+    asked = from_message(FrameSampling, sampler)
+    chosen: FixedRate | Scene = FixedRate(asked.rate)
+    if asked.scene_similarity is not None:
+        chosen = Scene(asked.rate, asked.scene_frames, asked.scene_similarity)
+    return chosen if asked.detail_every is None else SlowFast(chosen, asked.detail_every)
 
 
 def wrong_config(config: pb.ConfigureSession) -> Iterator[FieldViolation]:
     """What is wrong with the numbers of a configuration."""
-    sampler = config.sampler
-    if sampler.HasField("rate") and not 0 < sampler.rate <= MAX_RATE:
-        yield FieldViolation("sampler.rate", f"must be above 0 and at most {MAX_RATE:g}, not {sampler.rate}")
-    if sampler.HasField("scene_similarity") and not -1 <= sampler.scene_similarity <= 1:
-        yield FieldViolation("sampler.scene_similarity", f"must be in [-1, 1], not {sampler.scene_similarity}")
-    if sampler.HasField("scene_frames") and not 1 <= sampler.scene_frames <= MAX_SCENE_FRAMES:
-        yield FieldViolation("sampler.scene_frames", f"must be in [1, {MAX_SCENE_FRAMES}], not {sampler.scene_frames}")
-    if sampler.HasField("scene_frames") and not sampler.HasField("scene_similarity"):
+    for name, rule in wrong(FrameSampling, options_of(config.sampler)):
+        yield FieldViolation(f"sampler.{name}", rule)
+    if config.sampler.HasField("scene_frames") and not config.sampler.HasField("scene_similarity"):
         yield FieldViolation("sampler.scene_frames", "needs scene_similarity")
-    if sampler.HasField("detail_every") and sampler.detail_every < 1:
-        yield FieldViolation("sampler.detail_every", "must be at least 1")
-    if config.overload not in OVERLOADS:
+    if config.overload and config.overload not in OVERLOADS:
         yield FieldViolation("overload", "must be OVERLOAD_POLICY_BLOCK, _DROP_OLDEST or _THIN")
 
 
@@ -177,12 +170,11 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
         case m.Acknowledged(taken, credit):
             given = pb.Credit(pushes=max(0, credit.pushes), bytes=max(0, credit.bytes))
             return pb.SessionResponse(acknowledged=pb.Acknowledged(index=taken, credit=given))
-        case m.GoAway(time_left, reason):
-            return pb.SessionResponse(go_away=pb.GoAway(time_left_seconds=time_left, reason=reason))
-        case m.FramesTaken(taken, dropped, seconds, ready):
-            frames = pb.FramesTaken(taken=taken, dropped=dropped, seconds=seconds, ready_seconds=ready)
-            return pb.SessionResponse(index=index, frames_taken=frames)
-        case m.PushFailed(of, error):
+        case m.GoAway():
+            return pb.SessionResponse(go_away=to_message(response, pb.GoAway()))
+        case m.FramesTaken():
+            return pb.SessionResponse(index=index, frames_taken=to_message(response, pb.FramesTaken()))
+        case PushFailed(of, error):
             return pb.SessionResponse(index=index, push_failed=pb.PushFailed(request_index=of, error=_error(error)))
         case m.Answer(question_id, event, moments):
             answer = _answer(question_id, event)
@@ -191,16 +183,8 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
                     begin=moment.start, end=moment.end, seconds=moment.seconds, ambiguous=moment.ambiguous
                 )
             return pb.SessionResponse(index=index, answer=answer)
-        case m.Alert():
-            alert = pb.Alert(
-                watch_id=response.watch_id,
-                active=response.active,
-                probability=response.probability,
-                mass=response.mass,
-                seconds=response.seconds,
-                answer=response.answer,
-            )
-            return pb.SessionResponse(index=index, alert=alert)
+        case Alert():
+            return pb.SessionResponse(index=index, alert=to_message(response, pb.Alert()))
         case m.WatchState(watch_id, accepted, error):
             state = pb.WatchState(watch_id=watch_id)
             if error is not None:
@@ -210,8 +194,8 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
             else:
                 state.removed.SetInParent()
             return pb.SessionResponse(index=index, watch_state=state)
-        case m.Statistics():
-            return pb.SessionResponse(index=index, statistics=pb.SessionStatistics(**vars(response)))
+        case Statistics():
+            return pb.SessionResponse(index=index, statistics=to_message(response, pb.SessionStatistics()))
         case m.Closed():
             return pb.SessionResponse(index=index, closed=pb.SessionClosed())
     raise TypeError(f"no message for {response!r}")
@@ -219,9 +203,8 @@ def to_session_response(index: int, response: m.Numbered | m.Unnumbered) -> pb.S
 
 def _answer(question_id: str, event: Asked | Event | MMServeError) -> pb.AnswerEvent:
     match event:
-        case Asked(frames, begin, end, recomputed):
-            asked = pb.Asked(frames=frames, begin_seconds=begin, end_seconds=end, recomputed_rows=recomputed)
-            return pb.AnswerEvent(question_id=question_id, asked=asked)
+        case Asked():
+            return pb.AnswerEvent(question_id=question_id, asked=to_message(event, pb.Asked()))
         case MMServeError():
             return pb.AnswerEvent(question_id=question_id, error=_error(event))
     return pb.AnswerEvent(question_id=question_id, response=to_response(event, question_id))

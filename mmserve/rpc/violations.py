@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+
+from google.protobuf.message import Message as ProtoMessage
 
 from mmserve.config import MediaConfig
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import LARGEST_CFG_SCALE
-from mmserve.encode.store import is_media_id
+from mmserve.core.media_id import is_media_id
+from mmserve.core.policies import CLASSES
+from mmserve.core.request import Diffusion, Sampling
+from mmserve.core.values import wrong
 from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
 from mmserve.rpc.default_policies import wrong_quality
-from mmserve.rpc.policy_messages import wrong_policy
-from mmserve.rpc.roles import ROLES
 from mmserve.rpc.video_sampling import wrong_video_sampling
 from mmserve.rpc.vision_messages import wrong_vision
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.enums import ROLES
+from mmserve.wire.policies import options_of
 
 MAX_STOP_STRINGS = 16
 #: Messages of a chat and their parts, together.
@@ -27,7 +30,7 @@ Wrong = Iterator[tuple[str, str]]
 
 
 def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig) -> Iterator[FieldViolation]:
-    """Every wrong field of ``message`` to the model of ``info``: what can be told from the message alone."""
+    """Every wrong field of ``message`` to the model of ``info``: what the message alone shows."""
     for field, description in (
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
@@ -91,17 +94,9 @@ def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> W
 
 
 def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        yield "sampling.temperature", f"must be finite and at least 0, not {sampling.temperature}"
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        yield "sampling.top_p", f"must be in (0, 1], not {sampling.top_p}"
-    if not 0 <= sampling.min_p <= 1:
-        yield "sampling.min_p", f"must be in [0, 1], not {sampling.min_p}"
-    if sampling.HasField("repetition_penalty") and not 0.01 <= sampling.repetition_penalty <= 100:
-        yield "sampling.repetition_penalty", f"must be in [0.01, 100], not {sampling.repetition_penalty}"
-    if sampling.HasField("n") and sampling.n < 1:
-        yield "sampling.n", "must be at least 1"
-    if sampling.HasField("max_new_tokens") and not 1 <= sampling.max_new_tokens <= info.max_tokens:
+    for name, rule in wrong(Sampling, options_of(sampling)):
+        yield f"sampling.{name}", rule
+    if sampling.max_new_tokens > info.max_tokens:
         yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
     if len(sampling.stop) > MAX_STOP_STRINGS:
         yield "sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(sampling.stop)}"
@@ -111,23 +106,32 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
 
 
 def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
-    for name in ("steps", "block_length"):
-        if diffusion.HasField(name) and getattr(diffusion, name) < 1:
-            yield f"diffusion.{name}", "must be at least 1"
+    for name, rule in wrong(Diffusion, options_of(diffusion)):
+        yield f"diffusion.{name}", rule
     if diffusion.block_length > 1 and not info.diffusion:
         yield "diffusion.block_length", "must be 1: the model decodes one token after another"
-    if not 0 <= diffusion.cfg_scale <= LARGEST_CFG_SCALE:
-        yield "diffusion.cfg_scale", f"must be in [0, {LARGEST_CFG_SCALE:g}], not {diffusion.cfg_scale}"
     yield from wrong_quality(diffusion)
     for kind in ("recompute", "commit"):
         yield from wrong_policy(diffusion, kind, "diffusion")
+
+
+def wrong_policy(message: ProtoMessage, oneof: str, path: str) -> Wrong:
+    """What is wrong with the numbers and texts of the policy chosen in ``oneof``, and of the one it builds on."""
+    chosen = message.WhichOneof(oneof)
+    if chosen is None:
+        return
+    policy = getattr(message, chosen)
+    for name, rule in wrong(CLASSES.get(chosen), options_of(policy)):
+        yield f"{path}.{chosen}.{name}", rule
+    if "base" in policy.DESCRIPTOR.oneofs_by_name:
+        yield from wrong_policy(policy, "base", f"{path}.{chosen}")
 
 
 def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
     """An answer region of ``early_commit`` that is not part of the canvas, or is named twice."""
     early = message.diffusion.early_commit
     if early.answer_after and early.answer_start:
-        yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins behind that text"
+        yield "diffusion.early_commit.answer_start", "must be 0 with answer_after: the answer begins after that text"
     if not early.answer_length:
         return
     canvas = message.sampling.max_new_tokens if message.sampling.HasField("max_new_tokens") else info.max_new_tokens

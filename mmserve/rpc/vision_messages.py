@@ -4,43 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mmserve.core.options import AMOUNTS, PIXELS, Amounts, Pixels
 from mmserve.core.request import Amount, PixelRange, Vision
+from mmserve.core.values import wrong
 from mmserve.v1 import generation_pb2 as pb
-
-#: Fields of pixels: of images, and of videos.
-PIXELS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")
-_MOST_PIXELS = (1 << 63) - 1
 
 
 def wrong_vision(vision: pb.VisionParams) -> Iterator[tuple[str, str]]:
     """What is wrong with pixels and with the amount, whatever the model and the pruner."""
-    for name in PIXELS:
-        if vision.HasField(name) and not 1 <= getattr(vision, name) <= _MOST_PIXELS:
-            yield f"vision.{name}", f"must be at least 1 and at most {_MOST_PIXELS}, not {getattr(vision, name)}"
-    for least, most in (PIXELS[:2], PIXELS[2:]):
-        both = vision.HasField(least) and vision.HasField(most)
-        if both and getattr(vision, least) > getattr(vision, most):
-            yield f"vision.{least}", f"must be at most {most}, which is {getattr(vision, most)}"
-    name = vision.WhichOneof("amount")
-    if name is None:
-        return
-    value = getattr(vision, name)
-    if name == "token_budget" and value < 1:
-        yield "vision.token_budget", "must be at least 1"
-    if name != "token_budget" and not 0 < value <= 1:
-        yield f"vision.{name}", f"must be in (0, 1], not {value}"
+    asked = {name: getattr(vision, name) for name in (*PIXELS, *AMOUNTS) if vision.HasField(name)}
+    for kind in (Pixels, Amounts):
+        for name, rule in wrong(kind, asked):
+            yield f"vision.{name}", rule
+    for of in ("", "video_"):
+        least, most = asked.get(f"{of}min_pixels", 0), asked.get(f"{of}max_pixels")
+        if most is not None and least > most:
+            yield f"vision.{of}min_pixels", f"must be at most {of}max_pixels, which is {most}"
 
 
 def asked_vision(vision: pb.VisionParams) -> Vision:
     """The core form of ``vision``."""
     amount = vision.WhichOneof("amount")
+    pixels = [int(getattr(vision, name)) if vision.HasField(name) else None for name in PIXELS]
     return Vision(
         pruner=vision.WhichOneof("pruner") or "none",
         amount=None if amount is None else Amount(amount, getattr(vision, amount)),
-        images=PixelRange(*(_asked(vision, name) for name in PIXELS[:2])),
-        videos=PixelRange(*(_asked(vision, name) for name in PIXELS[2:])),
+        images=PixelRange(*pixels[:2]),
+        videos=PixelRange(*pixels[2:]),
     )
-
-
-def _asked(vision: pb.VisionParams, name: str) -> int | None:
-    return int(getattr(vision, name)) if vision.HasField(name) else None

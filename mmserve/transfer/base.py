@@ -10,8 +10,7 @@ from mmserve.core.request import RequestId
 class Transport(Protocol):
     """Moves a request's payload from the stage that made it to the stage that needs it.
 
-    The engine bounds how many payloads wait (``EngineConfig.max_pending_per_stage``); a transport only holds and moves
-    them.
+    The engine bounds how many payloads wait (``EngineConfig.max_pending_per_stage``); a transport holds and moves them.
     """
 
     @property

@@ -9,8 +9,8 @@ from difflib import SequenceMatcher
 
 from mmserve.client import Client, Options, Result
 from mmserve.core.tuning import Measured, Pair
-from mmserve.rpc.policies import named
 from mmserve.tune.prompts import Prompt
+from mmserve.wire.policies import named
 
 
 @dataclass(frozen=True)

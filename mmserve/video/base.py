@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 from PIL import Image
 
 from mmserve.core.request import Request, Vision
+from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 
 if TYPE_CHECKING:  # the client knows these types without torch
     from torch import Tensor
 
     from mmserve.request_state import Sink
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a stream keeps, and within which bounds.
-
-    ``policy``: which rows go when there are more than ``budget``. ``positions``: how those left are numbered.
-    """
-
-    policy: str = "window"  # window | carrier | similarity | group | recall
-    positions: str = "renumber"  # renumber | gaps | reanchor
-    budget: int = 256  # rows of K/V, the chat's header and carriers included
-    host_bytes: int = 64 << 20  # features of frames that are kept for questions about the past
-    carriers: int = 64  # rows at most that represent old frames, where the policy makes such
 
 
 @dataclass(frozen=True)
@@ -58,16 +45,6 @@ class Scope:
 
     begin: float | None = None
     end: float | None = None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a question was asked about: the frames whose rows it can see."""
-
-    frames: int
-    begin: float  # seconds of the first of them
-    end: float  # and of the newest
-    recomputed_rows: int  # rows prefilled for this question alone
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+
+from mmserve.core.session import Moment
 
 #: Seconds after which the labels of the bundled models' frames repeat.
 CYCLE = 8
 _MOMENT = re.compile(r"\bat (?P<label>\d+) s\b|\b(?P<ago>\d+) (?:s|seconds?) ago\b")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment that an answer names: where in its text, and the whole second of the stream's clock.
-
-    ``seconds`` is None where the frames that were asked about have no such moment. ``ambiguous``: whether an older
-    frame among them has the same label; ``seconds`` is then the newest one's.
-    """
-
-    start: int
-    end: int
-    seconds: int | None
-    ambiguous: bool = False
 
 
 def labelled(label: int, begin: float, end: float, cycle: int = CYCLE) -> int | None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from mmserve.core.events import CommittedToken, Delta, Event, Finished, Snapshot
 from mmserve.core.request import Request
+from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import MMServeError
 from mmserve.video.alerts import Rule
-from mmserve.video.base import Asked, Scope
-from mmserve.video.clock import Moment
+from mmserve.video.base import Scope
 
 # --- requests ---
 
@@ -102,14 +102,6 @@ class FramesTaken:
 
 
 @dataclass(frozen=True)
-class PushFailed:
-    """A push, or the rest of its frames, could not be taken."""
-
-    index: int
-    error: MMServeError
-
-
-@dataclass(frozen=True)
 class Answer:
     """Something about a question; its last is a ``Finished`` for each sample, or an error.
 
@@ -122,42 +114,12 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Alert:
-    """A standing question turned true or false; ``probability`` is that of what makes it true."""
-
-    watch_id: str
-    active: bool
-    probability: float
-    mass: float
-    seconds: float
-    answer: str
-
-
-@dataclass(frozen=True)
 class WatchState:
     """A standing question was accepted or removed, or, with ``error``, is not asked."""
 
     watch_id: str
     accepted: bool
     error: MMServeError | None = None
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Counters of a session; bytes and rows are those held now."""
-
-    frames_taken: int = 0
-    frames_dropped: int = 0
-    pushes_failed: int = 0
-    questions: int = 0
-    alerts: int = 0
-    resumes: int = 0
-    waiting_bytes: int = 0
-    kept_rows: int = 0
-    evicted_rows: int = 0
-    kv_bytes: int = 0
-    feature_bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

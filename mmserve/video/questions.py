@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.request import Request
+from mmserve.core.session import Asked, Moment
 from mmserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -19,8 +20,8 @@ from mmserve.errors import (
 )
 from mmserve.request_state import Sink
 from mmserve.video import messages as m
-from mmserve.video.base import Asked, Scope
-from mmserve.video.clock import Moment, moments
+from mmserve.video.base import Scope
+from mmserve.video.clock import moments
 from mmserve.video.reported import reported
 from mmserve.video.surroundings import Noted, Surroundings
 

@@ -17,11 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmserve.core.changes import Changes
+from mmserve.core.session import PushFailed, Statistics
 from mmserve.core.tenant import Tenant
 from mmserve.errors import Cancelled, Internal, InvalidArgument, MMServeError, ResourceExhausted
 from mmserve.video import messages as m
 from mmserve.video.base import Frame, Seen, Stream
-from mmserve.video.connection import Changes, Connection
+from mmserve.video.connection import Connection
 from mmserve.video.indexes import Requests, Window
 from mmserve.video.outlet import Outlet
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
@@ -95,7 +97,7 @@ class Session:
         self._closing = False
         self._closed = False
         self._failed_push = 0  # index of the last push that was reported
-        self._stats = m.Statistics()
+        self._stats = Statistics()
         self._tasks = [asyncio.create_task(loop()) for loop in (self._decode, self._take, self._watches.judge)]
         for task in self._tasks:
             task.add_done_callback(self._broken)
@@ -359,7 +361,7 @@ class Session:
         self._failed_push = index
         self._stats = replace(self._stats, pushes_failed=self._stats.pushes_failed + 1)
         self._around.metrics.push_failed(error.code)
-        self._report(m.PushFailed(index, error))
+        self._report(PushFailed(index, error))
 
     def _report(self, response: m.Numbered) -> None:
         if not self.over:

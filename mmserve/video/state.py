@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmserve.core.session import Memory
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.video.append import New, append
 from mmserve.video.archive import Archive, evenly, inside
-from mmserve.video.base import Memory, Scope, StreamStats
+from mmserve.video.base import Scope, StreamStats
 from mmserve.video.layout import Branch, Shown, embedded_rows
 from mmserve.video.memory import Kind, Rows, policy_of
 from mmserve.video.positions import after_eviction, is_full

@@ -12,6 +12,7 @@ import torch
 
 from mmserve.config import VideoConfig
 from mmserve.core.request import Request, Vision
+from mmserve.core.session import Asked, Memory
 from mmserve.core.tenant import Tenant
 from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.recompute import KEEPS_PROMPT
@@ -20,7 +21,7 @@ from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhauste
 from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
 from mmserve.request_state import Sink
-from mmserve.video.base import Asked, Frame, Memory, Scope, Seen, StreamStats
+from mmserve.video.base import Frame, Scope, Seen, StreamStats
 from mmserve.video.intake import Waiting, closed, failed, take_in
 from mmserve.video.layout import header_of, question, streaming_model
 from mmserve.video.memory import policy_of

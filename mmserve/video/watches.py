@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mmserve.core.changes import Changes
+from mmserve.core.session import Alert
 from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted, Unimplemented
 from mmserve.video import messages as m
 from mmserve.video.alerts import Watch as WatchRule
 from mmserve.video.base import Seen
-from mmserve.video.connection import Changes
 from mmserve.video.reported import reported
 from mmserve.video.standing import Judged, StandingQuestion
 from mmserve.video.surroundings import Surroundings
@@ -120,7 +121,7 @@ class Watches:
         if alert is not None:
             self.alerts += 1
             self._around.metrics.alerted()
-            self._report(m.Alert(request.watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
+            self._report(Alert(request.watch_id, alert.on, alert.probability, alert.mass, seconds, found.answer))
 
     def _stop(self, watching: Watching, error: MMServeError) -> None:
         if self._asked.get(watching.request.watch_id) is watching:

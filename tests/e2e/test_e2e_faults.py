@@ -30,10 +30,10 @@ import mmserve.engine
 from mmserve.client import AsyncClient, Client, Finished
 from mmserve.core.request import Request, Stage
 from mmserve.errors import Internal, MMServeError, ResourceExhausted
-from mmserve.rpc.status import from_rpc_error
 from mmserve.schedule.expected_wait import Measured
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
+from mmserve.wire.status import from_rpc_error
 
 QUEUE = 5
 

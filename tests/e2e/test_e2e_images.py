@@ -18,9 +18,9 @@ from PIL import Image
 from mmserve.core.request import Stage
 from mmserve.errors import FieldViolation, InvalidArgument, NotFound
 from mmserve.reference.scenes import draw_scene
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
+from mmserve.wire.status import from_rpc_error
 
 FIELD = "messages[0].parts[0].image"
 QUESTION = "How many shapes are there?"

@@ -13,13 +13,13 @@ import torch
 from e2e_helpers import Running, running, settings
 from safetensors import safe_open
 
+from mmserve.cli import main
 from mmserve.client import EarlyCommit, Learned, Result
 from mmserve.config import BUNDLED, ModelConfig
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.commit_filter import FILTER
 from mmserve.models.names import shipped_folder
 from mmserve.reference.evaluate import canvas, item, shown
-from mmserve.train_filter.__main__ import main
 
 TASKS = ("arithmetic", "what", "count", "yes_no")
 
@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     prompts.write_text("\n".join(item("arithmetic", index, 9)[1].text for index in range(8)))
     threads = torch.get_num_threads()
     few = ("--limit", "8", "--max-new-tokens", "32", "--steps", "300")
-    assert main(["--model", str(filtered), "--prompts", str(prompts), *few]) == 0
+    assert main(["train-filter", "--model", str(filtered), "--prompts", str(prompts), *few]) == 0
     torch.set_num_threads(threads)
     return plain, filtered
 
@@ -93,7 +93,7 @@ def test_without_trust_it_is_the_baseline_and_an_end_of_text_only_saves_passes(s
 def test_a_model_without_a_filter_says_how_to_get_one(served: Running) -> None:
     assert "learned" not in served.client.describe("plain").commit_policies
     for commit in (Learned(), "learned", EarlyCommit(base=Learned())):
-        with pytest.raises(Unimplemented, match=r"policy 'learned'.*python -m mmserve\.train_filter --model"):
+        with pytest.raises(Unimplemented, match=r"policy 'learned'.*mmserve train-filter --model"):
             served.client.generate("1 + 1 =", model="plain", commit=commit, max_new_tokens=4)
     with pytest.raises(InvalidArgument, match=r"diffusion\.learned\.threshold"):
         served.client.generate("1 + 1 =", model="reference", commit=Learned(-1.0), max_new_tokens=4)
@@ -111,6 +111,6 @@ def test_a_model_without_a_filter_says_how_to_get_one(served: Running) -> None:
 def test_what_cannot_be_trained_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
 ) -> None:
-    assert main(list(arguments)) == 1
+    assert main(["train-filter", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == "" and said in err.splitlines()[-1] and "Traceback" not in err

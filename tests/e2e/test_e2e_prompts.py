@@ -17,9 +17,9 @@ from mmserve.core.events import Failed, Finished
 from mmserve.core.request import Diffusion, Policy, Request
 from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, NotFound
 from mmserve.reference.scenes import draw_scene
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
+from mmserve.wire.status import from_rpc_error
 
 QUESTION = {"role": "ROLE_USER", "parts": [{"text": "How many shapes are there?"}]}
 

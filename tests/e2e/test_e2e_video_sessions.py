@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rpc"))
 from video_client import PATIENCE, picture, sdk, video_server, wait_for
 
 from mmserve.client import AsyncClient, Cancelled, Delta, FailedPrecondition, InvalidArgument, NotFound, VideoSession
+from mmserve.core.session import Alert
 from mmserve.engine import Engine
-from mmserve.video.messages import Alert
 
 OPTIONS = {"max_new_tokens": 8, "tokens": True}
 

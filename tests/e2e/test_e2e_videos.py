@@ -172,15 +172,15 @@ def test_samplings_that_are_refused(client: Client) -> None:
     path = "messages[0].parts[0].video.sampling"
     found = {violation.field: violation.description for violation in raised.value.violations}
     assert found == {
-        f"{path}.fps": "must be above 0 and at most 30, not 31.0",
+        f"{path}.fps": "must be in (0, 30], not 31.0",
         f"{path}.frames": "must not be set with fps, scene_similarity or scene_frames: they are other rules",
         f"{path}.scene_similarity": "must be in [-1, 1], not 2.0",
         f"{path}.scene_frames": "must be in [1, 64], not 65",
-        f"{path}.detail_every": "must be at least 1",
+        f"{path}.detail_every": "must be at least 1, not 0",
     }
     with pytest.raises(InvalidArgument, match=r"at most 768 \(\[media\] max_sampled_frames of the server\), not 769"):
         client.generate("x", videos=[clip()], video_sampling=VideoSampling(frames=769))
-    with pytest.raises(InvalidArgument, match="must be above 0"):
+    with pytest.raises(InvalidArgument, match=r"must be in \(0, 30\]"):
         client.generate("x", videos=[clip()], video_sampling=VideoSampling(fps=float("nan")))
     with pytest.raises(InvalidArgument, match=r"video_sampling\.frames: cannot be -1"):
         client.generate("x", videos=[clip()], video_sampling=VideoSampling(frames=-1))

@@ -134,7 +134,7 @@ def test_models_without_a_filter_say_how_to_get_one(bench: Make, model: LoadedMo
     assert "learned" not in b.engine.info.commit_policies
     assert "learned" in bench(filtered).engine.info.commit_policies
     for commit in (learned(), Policy(name="early_commit", base=learned())):
-        with pytest.raises(Unimplemented, match=r"no .* policy 'learned'.*python -m mmserve\.train_filter"):
+        with pytest.raises(Unimplemented, match=r"no .* policy 'learned'.*mmserve train-filter"):
             b.submit(asked("r1", commit))
 
 

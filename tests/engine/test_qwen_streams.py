@@ -18,11 +18,12 @@ from qwen_vl_checkpoints import KINDS, Qwen
 from streaming import LAST, answer, asked, gone, kept, opened, put, submit
 
 from mmserve.core.request import Amount, Message, Request, TextPart, VideoPart, VideoSampling, Vision
+from mmserve.core.session import Memory
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.errors import Internal, InvalidArgument, Unimplemented
 from mmserve.models.base import LoadedModel
 from mmserve.video import intake
-from mmserve.video.base import Frame, Memory, Scope
+from mmserve.video.base import Frame, Scope
 from mmserve.video.layout import question
 from mmserve.video.memory import Kind
 from mmserve.video.streams import EngineStreams

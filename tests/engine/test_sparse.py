@@ -173,8 +173,8 @@ def test_the_configuration_names_the_builders_that_there_are() -> None:
     [
         ({"sparse_prefill": "best"}, r"sparse_prefill must be one of .*'query_aware'.*not 'best'"),
         ({"sparse_decode": "segments"}, r"sparse_decode must be one of .*'quest'.*not 'segments'"),
-        ({"sparse_density": 0.0}, r"sparse_density must be above 0 and at most 1"),
-        ({"sparse_mass": 1.5}, r"sparse_mass must be above 0 and at most 1"),
+        ({"sparse_density": 0.0}, r"sparse_density must be in \(0, 1\]"),
+        ({"sparse_mass": 1.5}, r"sparse_mass must be in \(0, 1\]"),
         ({"sparse_prefill": "segments", "sparse_block": 24}, r"sparse_block must be a power of two .*not 24"),
         ({"sparse_decode": "quest", "page_size": 8}, r"page_size must be a power of two .*not 8"),
     ],

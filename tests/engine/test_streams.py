@@ -20,6 +20,7 @@ from mmserve.config import VideoConfig
 from mmserve.core.constraint import ConstraintSpec, Regex
 from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, TextPart, Vision
+from mmserve.core.session import Memory
 from mmserve.core.tenant import ANONYMOUS
 from mmserve.errors import Cancelled, FailedPrecondition, Internal, InvalidArgument, ResourceExhausted, Unimplemented
 from mmserve.memory import resident, trim
@@ -27,7 +28,7 @@ from mmserve.models.alone import kv_alone
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.video import intake
 from mmserve.video.append import append
-from mmserve.video.base import Frame, Memory, Scope
+from mmserve.video.base import Frame, Scope
 from mmserve.video.layout import embedded_rows, question
 from mmserve.video.memory import Kind
 from mmserve.video.streams import EngineStreams

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from mmserve.encode.store import MediaStore, is_media_id, media_id_of
+from mmserve.core.media_id import is_media_id, media_id_of
+from mmserve.encode.store import MediaStore
 from mmserve.errors import NotFound, ResourceExhausted
 
 

@@ -34,9 +34,9 @@ from mmserve.core.constraint import (
 from mmserve.core.events import ConstraintStats, Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
 from mmserve.rpc.constraint_messages import asked_constraint, wrong_constraint
-from mmserve.rpc.convert import from_response, to_response
-from mmserve.rpc.status import from_status, to_status
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.events import from_response, to_response
+from mmserve.wire.status import from_status, to_status
 
 
 def asked(**constraint: Any) -> ConstraintSpec | None:

@@ -34,8 +34,10 @@ from mmserve.decode.recompute import FULL_ATTENTION
 from mmserve.encode.store import MediaStore
 from mmserve.errors import Cancelled, Internal, InvalidArgument, NotFound, Unimplemented
 from mmserve.prune import PRUNERS
-from mmserve.rpc import convert
+from mmserve.rpc.request_messages import to_request
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.events import from_response, to_response
+from mmserve.wire.models import from_model_info, to_model_info
 
 USER = {"role": "ROLE_USER", "parts": [{"text": "hello"}]}
 LIMITS = MediaConfig(max_item_bytes=100, max_images=2, max_videos=2)
@@ -43,7 +45,7 @@ LIMITS = MediaConfig(max_item_bytes=100, max_images=2, max_videos=2)
 
 def build(info: ModelInfo | None = None, store: MediaStore | None = None, **fields: Any) -> Request:
     message = pb.GenerateRequest(**{"messages": [USER], **fields})
-    return convert.to_request(
+    return to_request(
         message,
         request_id="id",
         info=info or model_info(),
@@ -89,7 +91,7 @@ def test_policies_of_next_token_models() -> None:
 
 
 def test_a_policy_that_needs_a_filter_says_how_to_get_one() -> None:
-    with pytest.raises(Unimplemented, match=r"no commit policy 'learned'; .*mmserve\.train_filter.*; it has low_conf"):
+    with pytest.raises(Unimplemented, match=r"no commit policy 'learned'; .*mmserve train-filter.*; it has low_conf"):
         build(diffusion={"learned": {}})
 
 
@@ -320,10 +322,10 @@ def test_samples_of_a_request_and_of_its_events() -> None:
     assert wrong(sampling={"n": 0}) == ["sampling.n"]
     done = Finished("end", "t", Usage(1, 0, 1), 1, 1, StageTimes(), sample=3)
     for event in (Delta("x", 2), Snapshot("▒", 0, 1, 1, 0, 5), done):
-        message = convert.to_response(event, "id")
+        message = to_response(event, "id")
         assert message.sample == event.sample
-        assert convert.from_response(message) == event
-    assert convert.to_response(Admitted(4), "id").sample == 0
+        assert from_response(message) == event
+    assert to_response(Admitted(4), "id").sample == 0
 
 
 def test_the_models_own_image_limit_counts_too() -> None:
@@ -437,21 +439,21 @@ EVENTS = [
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 def test_events_there_and_back(event: Any) -> None:
-    assert convert.from_response(convert.to_response(event, "r")) == event
+    assert from_response(to_response(event, "r")) == event
 
 
 def test_odd_events() -> None:
-    assert convert.to_response(Admitted(0), "r").admitted.request_id == "r"
-    assert convert.to_response(EVENTS[3], "r").finished.tokens_per_forward == 2.0
+    assert to_response(Admitted(0), "r").admitted.request_id == "r"
+    assert to_response(EVENTS[3], "r").finished.tokens_per_forward == 2.0
     with pytest.raises(TypeError):
-        convert.to_response(Failed(Cancelled("x")), "r")
+        to_response(Failed(Cancelled("x")), "r")
     with pytest.raises(Internal, match="does not know"):
-        convert.from_response(pb.GenerateResponse())
+        from_response(pb.GenerateResponse())
 
 
 def test_model_info_there_and_back() -> None:
     info = model_info()
-    assert convert.from_model_info(convert.to_model_info(info)) == info
+    assert from_model_info(to_model_info(info)) == info
 
 
 @given(st.binary(max_size=300))
@@ -462,6 +464,4 @@ def test_no_message_crashes_it(data: bytes) -> None:
     except Exception:  # noqa: BLE001 - not a message at all
         return
     with contextlib.suppress(InvalidArgument, NotFound, Unimplemented):
-        convert.to_request(
-            message, request_id="i", info=model_info(), limits=LIMITS, media=MediaStore(1).get, deadline=None
-        )
+        to_request(message, request_id="i", info=model_info(), limits=LIMITS, media=MediaStore(1).get, deadline=None)

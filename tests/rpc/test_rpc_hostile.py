@@ -24,9 +24,9 @@ from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError, Reso
 from mmserve.rpc import incoming
 from mmserve.rpc.incoming import INLINE_BYTES, SMALL_BYTES, Incoming
 from mmserve.rpc.room import Room
-from mmserve.rpc.status import from_rpc_error
 from mmserve.rpc.wire import MAX_FIELDS, check_fields, shape_of
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.status import from_rpc_error
 
 MiB = 1 << 20
 SHAPE = shape_of(pb.GenerateRequest.DESCRIPTOR)

@@ -17,9 +17,9 @@ from echo_server import EchoEngine, config, threaded
 from mmserve.client import Admitted, Client
 from mmserve.errors import InvalidArgument, ResourceExhausted
 from mmserve.rpc import status
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import media_pb2, media_pb2_grpc
+from mmserve.wire.status import from_rpc_error
 
 MiB = 1 << 20
 GENERATE = "/mmserve.v1.GenerationService/Generate"

@@ -15,8 +15,8 @@ from mmserve.client import Admitted, Client
 from mmserve.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from mmserve.rpc.media import kept_up
 from mmserve.rpc.room import Room
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import media_pb2, media_pb2_grpc
+from mmserve.wire.status import from_rpc_error
 
 
 def upload(address: str, *chunks: bytes, pause: float = 0.0) -> media_pb2.UploadMediaResponse:

@@ -29,9 +29,9 @@ from mmserve.errors import (
     Unimplemented,
 )
 from mmserve.rpc.server import SERVICES, Server
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc, model_pb2
+from mmserve.wire.status import from_rpc_error
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -24,9 +24,9 @@ from mmserve.errors import (
     Unavailable,
     Unimplemented,
 )
-from mmserve.rpc.status import from_rpc_error, from_status, to_status
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
+from mmserve.wire.status import from_rpc_error, from_status, to_status
 
 ERRORS = [
     InvalidArgument(FieldViolation("a.b", "is wrong"), FieldViolation("c[0]", "ist ungültig")),

@@ -17,8 +17,8 @@ from mmserve.core.constraint import Choice, ConstraintMode, ConstraintSpec, Rege
 from mmserve.core.constraint import Hole as Gap
 from mmserve.core.events import Finished, StageTimes, Usage
 from mmserve.errors import InvalidArgument
-from mmserve.rpc.convert import from_response, to_response
 from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.events import from_response, to_response
 
 TEXT = {"text": "a"}
 

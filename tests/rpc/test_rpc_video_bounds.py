@@ -9,10 +9,10 @@ from echo_server import served
 from video_client import Raw, image, video_engine, wait_for
 
 from mmserve.config import Config
+from mmserve.core.session import Memory
 from mmserve.engine import Engine
 from mmserve.errors import InvalidArgument, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
-from mmserve.video.base import Memory
 from mmserve.video.reading import MAX_INIT_BYTES
 from mmserve.video.state import state_bytes
 from mmserve.video.streams import EngineStreams

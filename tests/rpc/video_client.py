@@ -21,10 +21,10 @@ from mmserve.engine import Engine
 from mmserve.errors import MMServeError
 from mmserve.models.base import LoadedModel
 from mmserve.reference.scenes import png
-from mmserve.rpc.status import from_rpc_error
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
+from mmserve.wire.status import from_rpc_error
 
 #: Seconds that no healthy run comes near.
 PATIENCE = 20.0

@@ -22,6 +22,8 @@ SHARED = ("base.py", "__init__.py")
 FLOORS = (
     ("errors",),
     ("core", "v1", "memory", "priority"),
+    ("wire",),
+    ("client",),
     ("tenants",),
     ("config",),
     ("prune", "schedule", "observe", "transfer"),
@@ -45,7 +47,6 @@ FLOORS = (
     ("video",),
     ("rpc", "settle"),
     ("http",),
-    ("client",),
     ("assembly", "check"),
     ("reference",),
     ("tune", "train_filter"),
@@ -132,6 +133,15 @@ def test_core_and_schedule_import_neither_torch_nor_grpc(folder: str) -> None:
     assert _offences(_files(PACKAGE / folder), ("torch", "grpc", "mmserve_kernels", "transformers")) == []
 
 
+def test_the_client_imports_only_what_is_below_it() -> None:
+    """Neither torch nor a package of the server, so that it can be installed alone."""
+    below = ("errors", "core", "v1", "wire", "client")
+    own = {m.split(".")[1] for f in _files(PACKAGE / "client") for m in imports(f) if m.startswith("mmserve.")}
+    assert own <= set(below)
+    for package in ("wire", "client"):
+        assert _offences(_files(PACKAGE / package), ("torch", "transformers", "numpy", "mmserve_kernels")) == []
+
+
 def test_core_and_schedule_reach_no_torch_through_their_own_imports() -> None:
     """What they import of mmserve keeps the rule too, so that no torch comes in by a detour."""
     pending = [*_files(PACKAGE / "core"), *_files(PACKAGE / "schedule")]
@@ -149,8 +159,8 @@ def test_core_and_schedule_reach_no_torch_through_their_own_imports() -> None:
     assert PACKAGE / "errors.py" in seen, "the walk followed no import"
 
 
-def test_only_the_fronts_the_client_and_v1_know_protobuf() -> None:
-    allowed = (PACKAGE / "rpc", PACKAGE / "http", PACKAGE / "v1", PACKAGE / "client")
+def test_only_wire_the_fronts_the_client_and_v1_know_protobuf() -> None:
+    allowed = tuple(PACKAGE / name for name in ("wire", "rpc", "http", "v1", "client"))
     others = [f for f in _files(PACKAGE) if not any(f == a or a in f.parents for a in allowed)]
     assert _offences(others, (*PROTOBUF, "google")) == []
 

@@ -18,8 +18,8 @@ def options(*arguments: str) -> Options:
 
 
 def test_every_option_of_a_request_can_be_given() -> None:
-    """``model`` is chosen by ``--model``; ``tokens`` is for programs, which have the SDK."""
-    assert set(options()) == set(Options.__annotations__) - {"model", "tokens"}
+    """``model`` is chosen by ``--model``."""
+    assert set(options()) == set(Options.__annotations__) - {"model"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,11 @@ def test_every_option_of_a_request_can_be_given() -> None:
             ["--commit", "early_commit:base=factor,answer_length=4"],
             "commit",
             EarlyCommit(base="factor", answer_length=4),
+        ),
+        (
+            ["--commit", "early_commit:base=threshold(confidence=0.8),late=3"],
+            "commit",
+            EarlyCommit(base=Threshold(0.8), late=3.0),
         ),
         (["--kv-reduction", "heavy_hitters:budget=64"], "kv_reduction", HeavyHitters(64)),
         (["--image-reuse", "blend:recompute=0.3,layers=4"], "image_reuse", Blend(0.3, 4)),

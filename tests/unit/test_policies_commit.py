@@ -371,10 +371,10 @@ def test_an_answer_that_stood_there_before_the_first_pass_makes_nothing_sure() -
 @pytest.mark.parametrize(
     ("make", "name", "values"),
     [
-        (Threshold, "confidence", [0.0, -0.5, math.nan, -math.inf]),
-        (Factor, "factor", [0.0, -1.0, math.nan, -math.inf]),
+        (Threshold, "confidence", [0.0, -0.5, math.nan, math.inf, -math.inf]),
+        (Factor, "factor", [0.0, -1.0, math.nan, math.inf, -math.inf]),
         (Confident, "confidence", [0.0, -0.5, 1.01, math.nan, math.inf, -math.inf]),
-        (EntropyBound, "bound", [-1e-9, -1.0, math.nan, -math.inf]),
+        (EntropyBound, "bound", [-1e-9, -1.0, math.nan, math.inf, -math.inf]),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(make: type, name: str, values: list[float]) -> None:
@@ -391,7 +391,7 @@ def test_mistakes_must_be_a_number_of_tokens(mistakes: float) -> None:
 
 @pytest.mark.parametrize("options", [{"early": math.nan}, {"middle": math.nan}, {"late": math.nan}])
 def test_gaps_must_be_numbers(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be numbers"):
+    with pytest.raises(ValueError, match="must be a number"):
         EarlyCommit(base=LowConfidence(), **options)  # type: ignore[arg-type]
 
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streaming import streaming_model
 
+from mmserve.core.session import Memory
 from mmserve.encode.visual import VISUAL
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import Attention
 from mmserve.video.archive import Archive, evenly, inside
-from mmserve.video.base import Memory, Scope, Seen
+from mmserve.video.base import Scope, Seen
 from mmserve.video.layout import Shown
 from mmserve.video.memory import POLICIES, Kind, MemoryPolicy, Rows, policy_of
 from mmserve.video.memory.carrier import merged

@@ -21,11 +21,11 @@ from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.names import SHIPPED, shipped_folder
 from mmserve.models.policy_file import PolicyFile, load_policies, save_policies
 from mmserve.models.registry import load_model
-from mmserve.rpc.convert import from_model_info, to_model_info
-from mmserve.rpc.policies import named
 from mmserve.tune.measure import Answer, agreement, figures
 from mmserve.tune.pairs import pairs_for
 from mmserve.tune.prompts import Prompt, bundled_prompts, read_prompts
+from mmserve.wire.models import from_model_info, to_model_info
+from mmserve.wire.policies import named
 
 PLAIN = Pair.named("none", "low_confidence")
 DUAL = Pair(Policy(name="dual"), Policy(name="threshold", options={"confidence": 0.9}))

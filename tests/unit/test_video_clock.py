@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.video.clock import Moment, ago, labelled, moments, on_the_clock
+from mmserve.core.session import Moment
+from mmserve.video.clock import ago, labelled, moments, on_the_clock
 
 spans = st.tuples(st.floats(0, 1e6), st.floats(0, 100)).map(lambda x: (x[0], x[0] + x[1]))
 

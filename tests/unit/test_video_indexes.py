@@ -10,12 +10,13 @@ from PIL import Image
 from mmserve.client.video_requests import configuration
 from mmserve.client.video_state import SessionState
 from mmserve.core.events import Delta, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.session import Alert
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from mmserve.v1 import video_pb2 as pb
 from mmserve.video import indexes
 from mmserve.video.base import Frame
 from mmserve.video.indexes import MOST_BEYOND, Requests, Responses, Window
-from mmserve.video.messages import Alert, Answer, FramesTaken, Numbered, response_bytes
+from mmserve.video.messages import Answer, FramesTaken, Numbered, response_bytes
 from mmserve.video.overload import Overload, Waiting, WaitingFrame
 
 _TEXT = "abcdefghijklmnopqrstuvwxyz"

@@ -16,6 +16,7 @@ from mmserve.core.candidates import Candidates as Candidates
 from mmserve.core.candidates import leading as leading
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Sampling
+from mmserve.core.values import Checked
 
 
 class LogitsObserver(Protocol):
@@ -190,7 +191,7 @@ def is_partial(commit: Commit) -> TypeGuard[Partial]:
     return _follows(type(commit), Partial)
 
 
-class Undrafted:
+class Undrafted(Checked):
     """What policies share that draft nothing and, unless they say so, replace and close nothing."""
 
     @property

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 from mmserve.decode.pace import steps_of_block, tokens_to_grid
 
 
 @dataclass(frozen=True)
-class Confident(BlockWise):
+class Confident(numbers.Confident, BlockWise):
     """All candidates more probable than ``confidence``; where there is none, as many as reach the next point of the
     schedule's time grid.
 
@@ -22,12 +23,7 @@ class Confident(BlockWise):
     step is a token. The reference has no blocks: one block as long as the canvas is its schedule.
     """
 
-    confidence: float = 0.95
     steps: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.confidence <= 1:
-            raise ValueError("confidence must be in (0, 1]")
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         sure, done = candidates.confidence > self.confidence, canvas.block_step - 1

@@ -14,21 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import Candidates, Undrafted, leading
-
-#: Longer drafts are never right to their end.
-MOST_DRAFTED = 64
 
 
 @dataclass(frozen=True)
-class DraftModel(Undrafted):
+class DraftModel(numbers.DraftModel, Undrafted):
     """``length``: tokens of a draft."""
-
-    length: int = 4
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.length <= MOST_DRAFTED:
-            raise ValueError(f"length must be in [1, {MOST_DRAFTED}]")
 
     @property
     def whole_canvas(self) -> bool:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import GIVEN, MASKED, Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import GAP, Candidates, Commit, Undrafted
 
 #: Shares of the steps at which the second and the third gap begin to count.
@@ -31,7 +32,7 @@ MIDDLE, LATE = 0.33, 0.67
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyCommit(Undrafted):
+class EarlyCommit(numbers.EarlyCommit, Undrafted):
     """Commit what is left once the answer's mean gap reaches ``early`` (then ``middle``, then ``late``); else ``base``.
 
     ``answer_start`` and ``answer_length`` name the answer's positions, counted from the first generated one; then
@@ -47,25 +48,13 @@ class EarlyCommit(Undrafted):
     ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
     """
 
-    base: Commit
-    early: float = 7.5
-    middle: float = 5.0
-    late: float = 2.5
-    mistakes: float = 0.0
-    answer_start: int = 0
-    answer_length: int = 0
-    answer_after: str = ""
+    base: Commit  # type: ignore[assignment]  # the policy itself, of which a request has the name
     steps: int = 0
     spell: Callable[[np.ndarray], str] | None = None
     ends: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if any(np.isnan(gap) for gap in (self.early, self.middle, self.late)):
-            raise ValueError("early, middle and late must be numbers")
-        if not self.mistakes >= 0:
-            raise ValueError(f"mistakes must be a number of tokens, at least 0, not {self.mistakes}")
-        if min(self.answer_start, self.answer_length) < 0:
-            raise ValueError("answer_start and answer_length must be at least 0")
+        super().__post_init__()
         if self.answer_after and self.answer_start:
             raise ValueError("answer_start must be 0 with answer_after: the answer begins where that text is found")
 

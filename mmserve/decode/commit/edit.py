@@ -11,28 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import Candidates, Undrafted
-
-#: Editing need not come to rest by itself.
-MOST_PASSES = 64
 
 
 @dataclass(frozen=True)
-class Edit(Undrafted):
+class Edit(numbers.Edit, Undrafted):
     """Commit above ``confidence`` (and always the best one), replace above ``edit_confidence`` (both ``>``).
 
     ``passes``: most passes over a block after it is full.
     """
-
-    confidence: float = 0.95
-    edit_confidence: float = 0.9
-    passes: int = 16
-
-    def __post_init__(self) -> None:
-        if not (self.confidence > 0 and self.edit_confidence > 0):
-            raise ValueError("confidence and edit_confidence must be above 0")
-        if not 0 <= self.passes <= MOST_PASSES:
-            raise ValueError(f"passes must be in [0, {MOST_PASSES}]")
 
     @property
     def whole_canvas(self) -> bool:

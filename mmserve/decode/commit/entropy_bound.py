@@ -7,21 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import ENTROPY, BlockWise, Candidates, first
 
 
 @dataclass(frozen=True)
-class EntropyBound(BlockWise):
+class EntropyBound(numbers.EntropyBound, BlockWise):
     """The most candidates of lowest entropy whose entropies, but for the largest, sum to at most ``bound`` (nats).
 
     That sum bounds how much is lost by taking them as independent; the one of lowest entropy is always taken.
     """
-
-    bound: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not self.bound >= 0:
-            raise ValueError("bound must be at least 0")
 
     @property
     def reads(self) -> frozenset[str]:

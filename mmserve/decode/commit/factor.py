@@ -7,21 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 
 
 @dataclass(frozen=True)
-class Factor(BlockWise):
+class Factor(numbers.Factor, BlockWise):
     """The n most confident candidates, n the largest with the n-th confidence at least ``1 - factor / (n + 1)``.
 
     So the more are committed together, the surer each must be; one at least is.
     """
-
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ValueError("factor must be above 0")
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         ordered = -np.sort(-candidates.confidence)

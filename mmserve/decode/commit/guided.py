@@ -13,22 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import BlockWise, Candidates, Verdict, leading
 
 
 @dataclass(frozen=True)
-class Guided(BlockWise):
+class Guided(numbers.Guided, BlockWise):
     """Keep drafted tokens among the companion's ``top_k`` that are at least ``ratio`` (``>=``) times as probable as its
     first choice; with ``top_k`` 0, those that it chose itself."""
-
-    top_k: int = 0
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.top_k < 0:
-            raise ValueError("top_k must be at least 0")
-        if not 0 <= self.ratio <= 1:
-            raise ValueError("ratio must be in [0, 1]")
 
     def verified(self, canvas: Canvas, candidates: Candidates, verdict: Verdict) -> Candidates:
         judged = len(verdict.rank)

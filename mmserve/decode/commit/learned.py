@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 from mmserve.decode.pace import tokens_of_step
 from mmserve.models.commit_filter import CommitFilter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned(BlockWise):
+class Learned(numbers.Learned, BlockWise):
     """All candidates that the filter trusts more than ``threshold`` (``>``), and as many as the schedule says.
 
     The filter belongs to the model: from the confidences of a block it tells which candidates are those that the
@@ -31,13 +32,7 @@ class Learned(BlockWise):
     """
 
     commit_filter: CommitFilter
-    threshold: float = 0.96
-    end_of_text: bool = True
     steps: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise ValueError("threshold must be above 0")
 
     @property
     def closes(self) -> bool:

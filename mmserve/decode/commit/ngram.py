@@ -14,23 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import Candidates, Undrafted
-
-#: Longer drafts are never right to their end, and longer look-ups cost more than they find.
-MOST_DRAFTED, MOST_LOOKED_UP = 64, 16
 
 
 @dataclass(frozen=True)
-class Ngram(Undrafted):
+class Ngram(numbers.Ngram, Undrafted):
     """Look up the last ``longest`` tokens, or as few as ``shortest``, and draft the ``length`` tokens behind them."""
 
-    length: int = 8
-    longest: int = 4
-    shortest: int = 2
-
     def __post_init__(self) -> None:
-        if not (1 <= self.length <= MOST_DRAFTED and 1 <= self.shortest <= self.longest <= MOST_LOOKED_UP):
-            raise ValueError(f"length must be in [1, {MOST_DRAFTED}], and 1 <= shortest <= longest <= {MOST_LOOKED_UP}")
+        super().__post_init__()
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest must be at most longest, which is {self.longest}, not {self.shortest}")
 
     @property
     def whole_canvas(self) -> bool:

@@ -7,21 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import commit as numbers
 from mmserve.decode.commit.base import BlockWise, Candidates, most_confident
 
 
 @dataclass(frozen=True)
-class Threshold(BlockWise):
+class Threshold(numbers.Threshold, BlockWise):
     """Every candidate of probability at least ``confidence`` (``>=``, as in Fast-dLLM), and always the best one.
 
     Above 1 only the best one is left: one token a step.
     """
-
-    confidence: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not self.confidence > 0:
-            raise ValueError("confidence must be above 0")
 
     def choose(self, canvas: Canvas, candidates: Candidates) -> np.ndarray:
         least = np.float32(min(self.confidence, 2.0))

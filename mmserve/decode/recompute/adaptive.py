@@ -16,22 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.policies import recompute as numbers
+from mmserve.core.values import Checked
 
 
 @dataclass(frozen=True)
-class Adaptive:
+class Adaptive(numbers.Adaptive, Checked):
     """Intervals in steps (K_p 100 and K_r 7 in the reference's demo for LLaDA), and rho, the share of the response that
     is run between."""
-
-    prompt_refresh: int = 100
-    response_refresh: int = 7
-    ratio: float = 0.25
-
-    def __post_init__(self) -> None:
-        if min(self.prompt_refresh, self.response_refresh) < 1:
-            raise ValueError("prompt_refresh and response_refresh must be at least 1")
-        if not 0 <= self.ratio <= 1:
-            raise ValueError("ratio must be in [0, 1]")
 
     def watched(self, canvas: Canvas) -> np.ndarray:
         if canvas.step % self.response_refresh == 0:

@@ -16,18 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import recompute as numbers
+from mmserve.core.values import Checked
 from mmserve.decode.recompute.base import every_position
 
 
 @dataclass(frozen=True)
-class DkvDecode:
+class DkvDecode(numbers.DkvDecode, Checked):
     """``refresh``: steps between full passes (the paper's R, 8)."""
-
-    refresh: int = 8
-
-    def __post_init__(self) -> None:
-        if self.refresh < 1:
-            raise ValueError("refresh must be at least 1")
 
     def rows(self, canvas: Canvas) -> np.ndarray:
         if canvas.block_step % self.refresh == 0 or (canvas.block_step == 1 and not canvas.logit_shift):

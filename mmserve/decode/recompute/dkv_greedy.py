@@ -13,27 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.policies import recompute as numbers
+from mmserve.core.values import Checked
 from mmserve.decode.pace import next_in_order, random_order, tokens_of_step
 from mmserve.decode.recompute.base import every_position
 
 
 @dataclass(frozen=True)
-class DkvGreedy:
+class DkvGreedy(numbers.DkvGreedy, Checked):
     """``refresh``: steps between full passes (2 in the paper's repository); ``window``: neighbours of each (4 there).
 
     ``steps`` and ``seed`` are the request's: they make the schedule and the order.
     """
 
-    refresh: int = 2
-    window: int = 4
     steps: int = 0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.refresh < 1:
-            raise ValueError("refresh must be at least 1")
-        if self.window < 0:
-            raise ValueError("window must be at least 0")
 
     def rows(self, canvas: Canvas) -> np.ndarray:
         if canvas.block_step % self.refresh == 0:

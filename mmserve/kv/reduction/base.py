@@ -86,10 +86,10 @@ def budget_most(budget: int, held: Held, left: int) -> int:
     return min(held.positions + left, budget + held.page_size)
 
 
-def check_budget(budget: int, least: int = 1) -> None:
-    """``ValueError`` for a budget that leaves nothing to choose."""
-    if budget < least:
-        raise ValueError(f"budget must be at least {least}, not {budget}")
+def check_budget(budget: int, sinks: int) -> None:
+    """``ValueError`` for a budget that ``sinks`` leave nothing of."""
+    if budget <= sinks:
+        raise ValueError(f"budget must be at least {sinks + 1}, not {budget}")
 
 
 def best(scores_GL: Tensor, count: int) -> Tensor:

@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor
 
+from mmserve.core.policies import kv_reduction as numbers
+from mmserve.core.values import Checked
 from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target, check_budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention:
+class ExpectedAttention(numbers.ExpectedAttention, Checked):
     """``budget`` positions, the first ``sinks`` among them; queries are expected at the next ``future`` positions.
 
     The first ``sinks`` queries, which are unlike all others, do not count.
     """
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.QUERIES})
-    budget: int
-    sinks: int = 4
-    future: int = 512
 
     def __post_init__(self) -> None:
-        check_budget(self.budget, self.sinks + 1)
+        super().__post_init__()
+        check_budget(self.budget, self.sinks)
 
     def first_query(self, prompt: int) -> int:
         return self.sinks

@@ -8,19 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target, check_budget
+from mmserve.core.policies import kv_reduction as numbers
+from mmserve.core.values import Checked
+from mmserve.kv.reduction.base import Held, LayerView, Signal, best, budget_most, budget_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeavyHitters:
+class HeavyHitters(numbers.HeavyHitters, Checked):
     """``budget`` positions, of which the last ``recent`` share (0 to 1) always stays."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION})
-    budget: int
-    recent: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
 
     def first_query(self, prompt: int) -> int:
         return 0

@@ -11,19 +11,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mmserve.core.policies import kv_reduction as numbers
+from mmserve.core.values import Checked
 from mmserve.kv.reduction.base import Held, LayerView, Signal, budget_most, budget_target, check_budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkWindow:
+class SinkWindow(numbers.SinkWindow, Checked):
     """``budget`` positions: the first ``sinks`` and the last others."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset()
-    budget: int
-    sinks: int = 4
 
     def __post_init__(self) -> None:
-        check_budget(self.budget, self.sinks + 1)
+        super().__post_init__()
+        check_budget(self.budget, self.sinks)
 
     def first_query(self, prompt: int) -> int:
         return prompt  # none is asked

@@ -11,19 +11,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmserve.kv.reduction.base import Held, LayerView, Signal, best, check_budget
+from mmserve.core.policies import kv_reduction as numbers
+from mmserve.core.values import Checked
+from mmserve.kv.reduction.base import Held, LayerView, Signal, best
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisualCache:
+class VisualCache(numbers.VisualCache, Checked):
     """``budget`` visual positions, by the attention of the queries that made the first ``outputs`` tokens."""
 
     signals: ClassVar[frozenset[Signal]] = frozenset({Signal.ATTENTION})
-    budget: int
-    outputs: int = 4
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
 
     def first_query(self, prompt: int) -> int:
         return prompt - 1  # the first token of the answer is made at the prompt's last

@@ -56,15 +56,3 @@ def share_of(size: int, share: float) -> int:
 def largest(deviation: np.ndarray, count: int) -> np.ndarray:
     """Where the ``count`` largest stand: int64, ascending; of equal ones the first."""
     return np.sort(np.argsort(-deviation, kind="stable")[:count])
-
-
-def check_layers(layers: int) -> None:
-    """``ValueError`` for a number of layers that shows nothing."""
-    if layers < 2:
-        raise ValueError(f"layers must be at least 2, not {layers}: the first is the same in every prompt")
-
-
-def check_share(share: float) -> None:
-    """``ValueError`` for what is no share."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"recompute must be in [0, 1], not {share}")

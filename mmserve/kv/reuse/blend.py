@@ -12,22 +12,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.kv.reuse.base import check_layers, check_share, largest, share_of
+from mmserve.core.policies import image_reuse as numbers
+from mmserve.core.values import Checked
+from mmserve.kv.reuse.base import largest, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blend:
+class Blend(numbers.Blend, Checked):
     """The ``recompute`` share of all images' positions with the largest deviation at the last of ``layers``, the first
     of the decoder, all of whose K/V are those of this prompt; of equal ones the first."""
 
     weighed: ClassVar[bool] = False
     each_step: ClassVar[int] = 0
-    recompute: float = 0.15
-    layers: int = 2
-
-    def __post_init__(self) -> None:
-        check_share(self.recompute)
-        check_layers(self.layers)
 
     def count(self, sizes: Sequence[int]) -> int:
         return share_of(sum(sizes), self.recompute)

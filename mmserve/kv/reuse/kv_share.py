@@ -19,27 +19,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.kv.reuse.base import check_layers, check_share, largest, share_of
-
-#: Most positions that are run in a pass that decodes.
-MOST_EACH_STEP = 64
+from mmserve.core.policies import image_reuse as numbers
+from mmserve.core.values import Checked
+from mmserve.kv.reuse.base import largest, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class KvShare:
+class KvShare(numbers.KvShare, Checked):
     """The ``recompute`` share of all images' positions with the highest scores at the last of ``layers``, and then
     ``each_step`` more in every pass that decodes, until all were run; of equal ones the first."""
 
     weighed: ClassVar[bool] = True
-    recompute: float = 0.15
-    layers: int = 2
-    each_step: int = 3
-
-    def __post_init__(self) -> None:
-        check_share(self.recompute)
-        check_layers(self.layers)
-        if not 0 <= self.each_step <= MOST_EACH_STEP:
-            raise ValueError(f"each_step must be in [0, {MOST_EACH_STEP}], not {self.each_step}")
 
     def count(self, sizes: Sequence[int]) -> int:
         return share_of(sum(sizes), self.recompute)

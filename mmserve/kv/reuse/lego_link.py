@@ -9,20 +9,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.kv.reuse.base import check_share, share_of
+from mmserve.core.policies import image_reuse as numbers
+from mmserve.core.values import Checked
+from mmserve.kv.reuse.base import share_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class LegoLink:
+class LegoLink(numbers.LegoLink, Checked):
     """The first ``recompute`` share of each image's positions. The paper has a number of them: 16, say."""
 
     layers: ClassVar[int] = 0
     weighed: ClassVar[bool] = False
     each_step: ClassVar[int] = 0
-    recompute: float = 0.15
-
-    def __post_init__(self) -> None:
-        check_share(self.recompute)
 
     def count(self, sizes: Sequence[int]) -> int:
         return sum(share_of(size, self.recompute) for size in sizes)

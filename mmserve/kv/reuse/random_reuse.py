@@ -8,21 +8,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmserve.kv.reuse.base import check_share, share_of
+from mmserve.core.policies import image_reuse as numbers
+from mmserve.core.values import Checked
+from mmserve.kv.reuse.base import share_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomReuse:
+class RandomReuse(numbers.RandomReuse, Checked):
     """The ``recompute`` share of all images' positions, drawn by ``seed``."""
 
     layers: ClassVar[int] = 0
     weighed: ClassVar[bool] = False
     each_step: ClassVar[int] = 0
-    recompute: float = 0.15
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_share(self.recompute)
 
     def count(self, sizes: Sequence[int]) -> int:
         return share_of(sum(sizes), self.recompute)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mmserve.core.session import Memory
 from mmserve.errors import InvalidArgument
-from mmserve.video.base import Memory
 from mmserve.video.memory.base import Kind, Left, MemoryPolicy, Rows
 from mmserve.video.memory.carrier import Carrier
 from mmserve.video.memory.group import Group

@@ -1,0 +1,100 @@
+"""``[engine]``: sizes and budgets of one model's engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+from mmserve.core.values import SHARE_ABOVE_0, Range, at_least, one_of, value
+from mmserve.errors import ConfigError
+
+#: What ``sparse_prefill`` and ``sparse_decode`` may be: the names of ``kv/sparse.py``, which loads torch.
+SPARSE_PREFILL = ("", "vertical_slash", "query_aware", "segments", "sink_window", "random", "oracle")
+SPARSE_DECODE = ("", "quest", "double_sparse", "tidal", "sink_window", "random", "oracle")
+_COUNT, _AUTO = at_least(1), at_least(0, meaning="auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and budgets of one model's engine. Budgets in tokens count rows of a forward pass."""
+
+    stages: str = value(
+        "threads", one_of("threads", "inline", words="'threads' or 'inline'"), "a thread for each stage, or one for all"
+    )
+    torch_threads: int = value(0, _AUTO, "threads of torch; auto = cores shared out between the stages")
+    max_queued: int = value(256, _COUNT, "samples waiting to start; one more is refused with RESOURCE_EXHAUSTED")
+    max_wait_seconds: float = value(
+        60.0, at_least(0, meaning="no limit"), "a request that is expected to wait longer to start is refused"
+    )
+    max_samples: int = value(16, _COUNT, "samples of one request")
+    max_running: int = value(64, _COUNT, "requests holding K/V pages at once")
+    max_pending_per_stage: int = value(8, _COUNT, "requests that may wait between two stages")
+    page_size: int = value(16, _COUNT, "token positions of a K/V page")
+    pages: int = value(0, _AUTO, "K/V pages; auto = as many as max_running requests of max_tokens need")
+    max_tokens: int = value(1024, _COUNT, "prompt and generated tokens of one request")
+    encode_batch: int = value(8, _COUNT, "images and frames of videos encoded together")
+    prefill_tokens: int = value(0, _AUTO, "rows of a prefill batch; longer next-token prompts are run in chunks")
+    decode_tokens: int = value(0, _AUTO, "rows of a decode batch; a request with more rows a step runs alone")
+    cuda_graphs: str = value(
+        "auto",
+        one_of("auto", "off", words="'auto' or 'off'"),
+        "auto: on a CUDA device, decode steps run as graphs where the model can",
+    )
+    prefix_cache: bool = value(
+        True, meaning="prompts that begin alike share K/V pages, where attention makes that exact"
+    )
+    sparse_prefill: str = value(
+        "", one_of(*SPARSE_PREFILL), "how prefill chooses the blocks that rows attend to; empty = all of them"
+    )
+    sparse_decode: str = value("", one_of(*SPARSE_DECODE), "how decode chooses pages; empty = all of them")
+    sparse_density: float = value(1.0, SHARE_ABOVE_0, "at most this share of the blocks")
+    sparse_mass: float = value(1.0, SHARE_ABOVE_0, "the fewest blocks that hold this share of the estimated attention")
+    sparse_block: int = value(64, meaning="rows of a block, and in prefill positions; a power of two of at least 16")
+    kv_bits: int = value(
+        0,
+        one_of(8, 4, 0, words="8, 4 or 0 for the model's own precision"),
+        "bits of a key or value as it is stored",
+    )
+    kv_kept: float = value(
+        0.0,
+        Range("at least 0 and below 1", lambda share: 0 <= share < 1),
+        "share of each page's tokens, those of the smallest key norms, kept at the model's own precision",
+    )
+
+
+#: Rows of a prefill and of a decode batch on a CPU, where a pass takes nearly as long as its rows together, and on
+#: accelerators, where a few rows take as long as many.
+_CPU_ROWS, _ACCELERATOR_ROWS = (256, 256), (2048, 4096)
+
+
+def resolve(engine: EngineConfig, *, cores: int | None = None, device: str = "cpu") -> EngineConfig:
+    """Replace every "auto" of ``engine`` by its number; the engine only ever sees resolved values.
+
+    ``device``: the type of the model's device. Stages × torch threads stays within ``cores`` where that is possible:
+    threads of one OpenMP pool spin while they wait, and two pools on the same cores were measured four times slower
+    than one thread each.
+    """
+    cores = cores or len(os.sched_getaffinity(0))
+    busy = 1 if engine.stages == "inline" else 3
+    pages_each = -(-engine.max_tokens // engine.page_size)
+    prefill, decode = _CPU_ROWS if device == "cpu" else _ACCELERATOR_ROWS
+    return dataclasses.replace(
+        engine,
+        torch_threads=engine.torch_threads or max(1, cores // busy),
+        pages=engine.pages or engine.max_running * pages_each,
+        prefill_tokens=engine.prefill_tokens or prefill,
+        decode_tokens=engine.decode_tokens or decode,
+    )
+
+
+def check_engine(engine: EngineConfig, where: str) -> None:
+    """Raise ``ConfigError`` for settings that do not go together."""
+    for key, used in (("sparse_block", engine.sparse_prefill), ("page_size", engine.sparse_decode)):
+        size = getattr(engine, key)
+        if used and (size < 16 or size & (size - 1)):
+            raise ConfigError(
+                f"{where} {key} must be a power of two of at least 16 where attention is sparse, not {size}"
+            )
+    if engine.kv_bits and (engine.sparse_prefill or engine.sparse_decode):
+        raise ConfigError(f"{where} sparse attention reads K/V at full precision: set kv_bits = 0, or sparse_* = ''")

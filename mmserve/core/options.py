@@ -1,0 +1,115 @@
+"""The options of a request as its caller names them: all together, and those that ``core.request`` has otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmserve.core.request import Diffusion, Sampling
+from mmserve.core.session import FrameSampling, Memory
+from mmserve.core.values import SHARE_ABOVE_0, Range, Value, at_least, value, values
+
+_PIXELS = Range("from 1 to 2**63 - 1", lambda pixels: 1 <= pixels < 1 << 63)
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much a pruner keeps of each image, and of each video; at most one of them is set."""
+
+    keep_ratio: float | None = value(
+        None, SHARE_ABOVE_0, "share of the visual tokens of an image or video that the pruner keeps", said="none"
+    )
+    token_budget: int | None = value(None, at_least(1), "number of visual tokens that it keeps", said="none")
+    attention_mass: float | None = value(
+        None, SHARE_ABOVE_0, "share of the attention that the kept tokens draw together", said="none"
+    )
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Fewest and most pixels that pictures are resized to, for models that take images of any size (Qwen-VL)."""
+
+    min_pixels: int | None = value(
+        None, _PIXELS, "fewest pixels that an image is resized to", said="the checkpoint's own"
+    )
+    max_pixels: int | None = value(
+        None, _PIXELS, "most pixels that an image is resized to", said="the checkpoint's own"
+    )
+    video_min_pixels: int | None = value(
+        None,
+        _PIXELS,
+        "fewest pixels of a frame of a video (Qwen3-VL: of all frames)",
+        said="the checkpoint's own",
+    )
+    video_max_pixels: int | None = value(
+        None,
+        _PIXELS,
+        "most pixels of a frame of a video (Qwen3-VL: of all frames)",
+        said="the checkpoint's own",
+    )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Options that are names, files, texts or classes with numbers of their own."""
+
+    model: str = value(None, meaning="name of one of the server's models", said="the server's first")
+    videos: tuple[object, ...] = value(
+        (), meaning="videos placed after the images, before the text of the last message", said="none"
+    )
+    video_sampling: object = value(
+        None, meaning="which frames of each video the model sees (``VideoSampling``)", said="the model's own"
+    )
+    recompute: object = value(
+        None, meaning="recompute policy of a diffusion model, by name or class (``DkvDecode`` …)", said="the model's"
+    )
+    commit: object = value(None, meaning="commit policy, by name or class (``Threshold`` …)", said="the model's")
+    quality: object = value(
+        None,
+        meaning="what both policies are chosen for where neither is named: exact (plain decoding), balanced (the "
+        "model's default), fast, or the least share, in (0, 1], of plain decoding's accuracy",
+        said="balanced",
+    )
+    tokens: bool = value(
+        False, meaning="whether the result has the tokens of the answer and their log-probabilities", said="False"
+    )
+    regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer matches", said="none")
+    choices: tuple[str, ...] = value(None, meaning="texts, one of which is the answer", said="none")
+    grammar: str = value(None, meaning="grammar of the answer, in Lark or GBNF", said="none")
+    template: object = value(None, meaning="texts and holes between them, which the answer fills", said="none")
+    constraint_mode: str = value(
+        None,
+        meaning="what to do with a constraint that no grammar can express: strict refuses it, validate checks the "
+        "finished answer, lenient ignores it",
+        said="strict",
+    )
+    schema_options: tuple[str, ...] = value(
+        None,
+        meaning="with a schema, how it is read: unknown_formats have no effect, one_of_as_any_of, closed_objects have "
+        "declared properties only; and how answers are written: with white_space, with exponents of numbers",
+        said="none",
+    )
+    constraint_sampling: str = value(
+        None,
+        meaning="distribution that constrained answers are drawn from: mask, or true to the model and weighted: awrs, "
+        "asap",
+        said="mask",
+    )
+    pruner: str = value(None, meaning="method that drops visual tokens, which needs an amount", said="none")
+    kv_reduction: object = value(
+        None, meaning="which K/V an autoregressive model keeps while it decodes (``SinkWindow`` …)", said="all"
+    )
+    image_reuse: object = value(
+        None, meaning="which K/V of images are reused between prompts (``Blend`` …)", said="none"
+    )
+    overload: str = value(
+        "block", meaning="frames that come too fast: pushes wait (block), drop_oldest, or thin: every second is dropped"
+    )
+
+
+_CHOSEN = values(_Chosen)
+#: Options that are a message's fields of the same name: ``SamplingParams``, ``DiffusionParams``, ``VisionParams``.
+SAMPLING, DIFFUSION, AMOUNTS, PIXELS = values(Sampling), values(Diffusion), values(Amounts), values(Pixels)
+
+#: Every option of a request, and of a session of streaming video, by name.
+REQUEST: dict[str, Value] = {**_CHOSEN, **SAMPLING, **DIFFUSION, **AMOUNTS, **PIXELS}
+SESSION: dict[str, Value] = {**REQUEST, **values(Memory), **values(FrameSampling), "memory": values(Memory)["policy"]}

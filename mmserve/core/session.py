@@ -1,0 +1,103 @@
+"""What a session of streaming video is asked for, and what it reports: plain data, the same on the server and in the
+client. Times are seconds of the session's clock, unless a field's description differs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmserve.core.values import at_least, value, within
+from mmserve.errors import MMServeError
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a stream keeps, and within which bounds. ``policy``: "window", "carrier", "similarity", "group" or "recall";
+    ``positions``: "renumber", "gaps" or "reanchor"."""
+
+    policy: str = value("window", meaning="which rows of K/V are evicted when there are more than the budget")
+    positions: str = value("renumber", meaning="how the rows left are numbered")
+    budget: int = value(256, meaning="rows of K/V that are kept, the chat's header and carriers included")
+    host_bytes: int = value(
+        64 << 20, meaning="bytes of features of old frames kept for questions about the past", said="64 MiB"
+    )
+    carriers: int = value(64, meaning="rows at most that represent old frames, where the policy makes such")
+
+
+@dataclass(frozen=True)
+class FrameSampling:
+    """Which frames of segments the model sees."""
+
+    rate: float = value(1.0, within(0, 30, above=True), "frames of segments a second")
+    scene_similarity: float | None = value(
+        None,
+        within(-1, 1),
+        "frames less similar (cosine) than this to the one before begin a scene, of whose other frames few are seen",
+        said="all frames at the rate",
+    )
+    scene_frames: int = value(4, within(1, 64), "with scene_similarity: frames of a scene at most")
+    detail_every: int | None = value(
+        None, at_least(1), "every so many frames one is taken in detail, the others compactly", said="all in detail"
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a question was asked about: the frames whose rows it can see."""
+
+    frames: int
+    begin: float  # seconds of the first of them
+    end: float  # and of the newest
+    recomputed_rows: int  # rows prefilled for this question alone
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment that an answer names: where in its text, and the whole second of the stream's clock.
+
+    ``seconds`` is None where the frames that were asked about have no such moment. ``ambiguous``: whether an older
+    frame among them has the same label; ``seconds`` is then the newest one's.
+    """
+
+    start: int
+    end: int
+    seconds: int | None
+    ambiguous: bool = False
+
+
+@dataclass(frozen=True)
+class PushFailed:
+    """A push, or the rest of its frames, could not be taken."""
+
+    index: int
+    error: MMServeError
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A standing question turned true or false; ``probability`` is that of what makes it true."""
+
+    watch_id: str
+    active: bool
+    probability: float
+    mass: float
+    seconds: float
+    answer: str
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counters of a session; bytes and rows are those held now."""
+
+    frames_taken: int = 0
+    frames_dropped: int = 0
+    pushes_failed: int = 0
+    questions: int = 0
+    alerts: int = 0
+    resumes: int = 0
+    waiting_bytes: int = 0
+    kept_rows: int = 0
+    evicted_rows: int = 0
+    kv_bytes: int = 0
+    feature_bytes: int = 0
+    seconds: float = 0.0

@@ -183,7 +183,7 @@ BENCHMARKS = {
     "schemas": Benchmark(
         "mmserve.bench.schema_suites",
         "Public suites of JSON schemas: how many are admitted, and whether answers under them are right",
-        (_suites, _repeats("answers drawn under each schema"), _seed),
+        (_suites, _repeats("answers drawn under each schema"), _seed, _resume),
     ),
     "scoring": Benchmark(
         "mmserve.bench.scoring",

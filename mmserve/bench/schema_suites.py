@@ -28,7 +28,7 @@ from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import COMPILE_SECONDS, PARSER_LIMITS
 from mmserve.constraint.process import Compiler
 from mmserve.constraint.vocabulary import BYTES, trie_of
-from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import ConfigError
 
 #: Bytes after which a random answer is given up, and from which on it is brought to its end.
@@ -47,7 +47,10 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
     if arguments.data is None:
         raise ConfigError("give the folder of MaskBench's or JSON-Schema-Test-Suite's files as --data")
     cases = suites.read(arguments.data, arguments.sample, arguments.seed)
+    if unknown := set(arguments.schema_option) - set(SchemaOption):
+        raise ConfigError(f"--schema-option must be one of {', '.join(SchemaOption)}, not {min(unknown)!r}")
     settings = {"mode": arguments.mode, "seed": arguments.seed, "repeats": arguments.repeats}
+    settings["schema_options"] = sorted(arguments.schema_option)
     kept = Kept(arguments.resume, "schemas", settings, ("suite", "name"))
     counts: dict[str, Counts] = {}
     compiler, trie, told = Compiler(BYTES, COMPILE_SECONDS), trie_of(BYTES), time.monotonic()
@@ -70,7 +73,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
 
 def _found(case: suites.Case, compiler: Compiler, trie: Any, arguments: argparse.Namespace) -> Found:
     schema, tests = case.read()
-    spec = ConstraintSpec(JsonSchema(json.dumps(schema)), ConstraintMode(arguments.mode))
+    options = tuple(map(SchemaOption, arguments.schema_option))
+    spec = ConstraintSpec(JsonSchema(json.dumps(schema), options), ConstraintMode(arguments.mode))
     found = Found(case.suite, case.name)
     outcome, _lasting = compiler.compile(spec)
     if isinstance(outcome, Refused):

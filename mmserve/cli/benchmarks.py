@@ -110,6 +110,9 @@ def _suites(parser: argparse.ArgumentParser) -> None:
         choices=("strict", "validate", "lenient"),
         help="the constraint mode (default strict)",
     )
+    parser.add_argument(
+        "--schema-option", action="append", default=[], metavar="NAME", help="as of `mmserve generate`; give several"
+    )
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:

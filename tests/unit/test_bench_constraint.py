@@ -70,8 +70,16 @@ def test_the_schema_asked_for_takes_the_answer_and_nothing_with_other_fields() -
 
 
 def _suites(folder: Path, **options: Any) -> dict[str, Any]:
-    given = {"data": folder, "sample": 0, "seed": 0, "repeats": 2, "mode": "strict", "resume": None, **options}
-    return schema_suites.run(argparse.Namespace(**given), lambda text: None)
+    given = {
+        "data": folder,
+        "sample": 0,
+        "seed": 0,
+        "repeats": 2,
+        "mode": "strict",
+        "resume": None,
+        "schema_option": [],
+    }
+    return schema_suites.run(argparse.Namespace(**given | options), lambda text: None)
 
 
 def test_public_suites_are_read_and_counted(tmp_path: Path) -> None:
@@ -95,6 +103,8 @@ def test_public_suites_are_read_and_counted(tmp_path: Path) -> None:
     assert (found["schemas"], found["admitted"], found["refusals"]) == (3, 2, {"uniqueItems": 1})
     assert (found["valid"], found["valid_rejected"], found["invalid"], found["invalid_accepted"]) == (3, 1, 1, 0)
     assert found["valid_respelled"] == 1
+    found = _suites(tmp_path, schema_option=["any_order", "exponents"])["rows"][1]
+    assert (found["task"], found["valid_respelled"], found["valid_rejected"]) == ("MaskBench", 0, 1)
     assert (suite["schemas"], suite["admitted"], suite["invalid_accepted"]) == (2, 2, 0)
     assert suite["answers"] > 0 and suite["answers_invalid"] == 0
     assert [row["schemas"] for row in _suites(tmp_path, sample=1)["rows"]] == [1, 1]

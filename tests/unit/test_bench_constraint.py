@@ -79,7 +79,7 @@ def _suites(folder: Path, **options: Any) -> dict[str, Any]:
         "resume": None,
         "schema_option": [],
     }
-    return schema_suites.run(argparse.Namespace(**given | options), lambda text: None)
+    return schema_suites.run(argparse.Namespace(**given | {"schema_option": []} | options), lambda text: None)
 
 
 def test_public_suites_are_read_and_counted(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from mmserve.constraint.derivation import Derivations, derivations, least_of, sh
 from mmserve.constraint.findings import Finding, Refused
 from mmserve.constraint.gbnf import read_gbnf
 from mmserve.constraint.lark import Schemas, read_lark
+from mmserve.constraint.lazy import settled
 from mmserve.constraint.limits import LARGE_BYTES, MAX_GRAMMAR_BYTES
 from mmserve.constraint.pattern import Item
 from mmserve.constraint.proving import takes
@@ -69,6 +70,7 @@ def _nested(kind: str, read: Callable[[], Syntax]) -> Syntax:
 
 def _read(syntax: Syntax, kind: str) -> Read:
     _names(syntax, kind)
+    syntax = settled(syntax, kind)
     known = derivations(syntax)
     if known.least is None:
         raise Refused(*_endless(known, kind))

@@ -66,11 +66,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``item`` from ``low`` to ``high`` times; None = without end."""
+    """``item`` from ``low`` to ``high`` times; None = without end. ``lazy`` is of a lexer's concern alone."""
 
     item: Item
     low: int
     high: int | None
+    lazy: bool = False
 
     __hash__ = _hashed
 
@@ -276,15 +277,14 @@ class _Parser:
             return item
         if isinstance(item, Anchor):
             raise self._bad("an anchor cannot be repeated")
-        self._take("?")  # lazy: the same language
+        (low, high), lazy = bounds, self._take("?")
         if self._bounds() is not None:
             raise self._bad("a repetition of a repetition needs a group")
-        low, high = bounds
         if max(low, high or 0) > MAX_REPEAT:
             raise self._bad(f"a repeat bound must be at most {MAX_REPEAT}")
         if high is not None and high < low:
             raise self._bad("a repeat's upper bound is below its lower one")
-        return Repeat(item, low, high)
+        return Repeat(item, low, high, lazy)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         if self._take("*"):

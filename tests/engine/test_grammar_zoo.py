@@ -124,6 +124,7 @@ def shipped(request: pytest.FixtureRequest) -> LoadedModel:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # classes of Unicode characters take minutes where other processes want the cores
 @pytest.mark.parametrize("name", ZOO)
 def test_the_bundled_models_keep_every_grammar(
     bench: Make, shipped: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str

@@ -67,6 +67,15 @@ def edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
     return found
 
 
+def is_everything(expression: str) -> bool:
+    """True only if ``expression`` matches all strings. Raises ``BadPattern``."""
+    automaton = Automaton(expression)
+    ways = edges(automaton)
+    return ways is not None and all(
+        source == DEAD or (automaton.ends(source) and target != DEAD) for source, target in ways
+    )
+
+
 def _cost(texts: dict[tuple[int, int], str], state: int) -> int:
     into = sum(1 for source, target in texts if target == state and source != state)
     out = sum(1 for source, target in texts if source == state and target != state)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 
-from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, written
+from mmserve.constraint.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
 
 #: Items that are still to be matched, one after another.
 Row = tuple[Item, ...]
@@ -35,7 +35,7 @@ class Automaton:
     """
 
     def __init__(self, expression: str) -> None:
-        whole = written(expression)
+        whole = parsed(expression)
         self.bounds = sorted(set(_bounds(whole)))
         self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
         self._nullable = [True]  # whether each row may match nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +80,24 @@ class Vocabulary:
         ends = range(1, min(len(text) + whole, LONGEST + 1))
         return [token for end in ends for token in self._ids.get(text[:end], ())]
 
-    def beginning_with(self, text: bytes) -> list[int]:
-        """Tokens that begin with ``text``."""
-        at, found = bisect_left(self._sorted, text), list[int]()
+    def beginning_with(self, text: bytes, follows: Callable[[list[int]], bool]) -> list[int]:
+        """Tokens that begin with ``text``, of those for whose next byte ``follows`` says yes.
+
+        It is asked once a byte, of tokens of one byte each that spell ``text`` and that byte; where there are no such
+        tokens, the answer counts as yes.
+        """
+        at, found, size = bisect_left(self._sorted, text), list[int](), len(text)
+        known, wanted = -1, True
         while at < len(self._sorted) and self._sorted[at].startswith(text):
-            found += self._ids[self._sorted[at]]
-            at += 1
+            spelled = self._sorted[at]
+            if len(spelled) > size and spelled[size] != known:
+                known, single = spelled[size], [self._ids.get(spelled[i : i + 1], [])[:1] for i in range(size + 1)]
+                wanted = not all(single) or follows([token for tokens in single for token in tokens])
+            if len(spelled) == size or wanted:
+                found += self._ids[spelled]
+                at += 1
+            else:  # no token with that byte there
+                at = bisect_left(self._sorted, spelled[: size + 1] + b"\xff" * LONGEST)
         return found
 
 

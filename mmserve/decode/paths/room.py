@@ -102,24 +102,25 @@ class Room:
 
     def _alone(self, place: Place) -> Around:
         """``place`` by itself."""
-        tokens = bitmask.ids(place.matcher.mask())
-        if len(tokens) > _WIDE:
-            tokens = self._leading(place, tokens)
-        if len(tokens) > _WIDE:
+        words = place.matcher.mask()
+        tokens = bitmask.few(words, _WIDE)
+        if tokens is None:
+            tokens = bitmask.few(self._leading(place, words), _WIDE)
+        if tokens is None:
             return Around(place, None, ())
         found = [self._places.after(place, token) for token in tokens.tolist()]
         return Around(place, None if None in found else _distinct(found), tuple(tokens.tolist()))
 
-    def _leading(self, place: Place, tokens: np.ndarray) -> np.ndarray:
-        """``tokens`` but for those that lead into a string or number into which a shorter one does, too."""
+    def _leading(self, place: Place, words: np.ndarray) -> np.ndarray:
+        """The set ``words`` but for tokens that lead into a string or number into which a shorter one does, too."""
         of = self._lexicon.scalars
         for scalar, shorter, longer in (
             (Scalar.STRING, of.quotes[:1], of.opening),
             (Scalar.NUMBER, of.digits, of.numeric),
         ):
             if any(self._leads(place, token, scalar) for token in shorter):
-                tokens = tokens[~longer[tokens]]
-        return tokens
+                words = words & ~longer
+        return words
 
     def _leads(self, place: Place, token: int, scalar: Scalar) -> bool:
         """Whether ``token`` leads from ``place`` to what stands for all places within a ``scalar``."""

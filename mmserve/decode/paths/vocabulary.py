@@ -28,6 +28,10 @@ _SLICES = (
 )
 
 
+#: Tokens that are asked for one by one: to ask for their next bytes first takes longer.
+_MANY = 16
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Tokens of one model for constrained decoding; build it once, then share it between requests."""
@@ -84,13 +88,15 @@ class Vocabulary:
         """Tokens that begin with ``text``, of those for whose next byte ``follows`` says yes.
 
         It is asked once a byte, of tokens of one byte each that spell ``text`` and that byte; where there are no such
-        tokens, the answer counts as yes.
+        tokens, or few that begin with ``text``, the answer counts as yes.
         """
         at, found, size = bisect_left(self._sorted, text), list[int](), len(text)
+        end = bisect_left(self._sorted, text + b"\xff" * LONGEST)
         known, wanted = -1, True
-        while at < len(self._sorted) and self._sorted[at].startswith(text):
+        many = end - at > _MANY
+        while at < end:
             spelled = self._sorted[at]
-            if len(spelled) > size and spelled[size] != known:
+            if many and len(spelled) > size and spelled[size] != known:
                 known, single = spelled[size], [self._ids.get(spelled[i : i + 1], [])[:1] for i in range(size + 1)]
                 wanted = not all(single) or follows([token for tokens in single for token in tokens])
             if len(spelled) == size or wanted:

@@ -171,7 +171,7 @@ def _add_constraint(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="NAME",
         help="how --schema is read, and answers are written: unknown_formats, one_of_as_any_of, closed_objects, "
-        "white_space or exponents; give several",
+        "white_space, exponents or any_order; give several",
     )
     group.add_argument(
         "--constraint-mode",

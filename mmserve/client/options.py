@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
         checks the finished answer, "lenient" ignores it.
     schema_options: with ``schema``, how it is read: "unknown_formats" have no effect, "one_of_as_any_of",
         "closed_objects" have declared properties only; and how answers are written: with "white_space", with
-        "exponents" of numbers; default none.
+        "exponents" of numbers, with members in "any_order"; default none.
     constraint_sampling: distribution that constrained answers are drawn from: "mask" (default), "awrs" or "asap".
     """
 

@@ -14,7 +14,7 @@ from mmserve.v1 import generation_pb2 as pb
 ConstraintMode = Literal["strict", "validate", "lenient"]
 
 #: How a JSON schema is read, and how its documents are written, otherwise than by default.
-SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents"]
+SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents", "any_order"]
 
 _SCHEMA_OPTIONS = {
     "unknown_formats": pb.SCHEMA_OPTION_UNKNOWN_FORMATS,
@@ -22,6 +22,7 @@ _SCHEMA_OPTIONS = {
     "closed_objects": pb.SCHEMA_OPTION_CLOSED_OBJECTS,
     "white_space": pb.SCHEMA_OPTION_WHITE_SPACE,
     "exponents": pb.SCHEMA_OPTION_EXPONENTS,
+    "any_order": pb.SCHEMA_OPTION_ANY_ORDER,
 }
 _MODES = {
     "strict": pb.CONSTRAINT_MODE_STRICT,

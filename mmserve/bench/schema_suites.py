@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jsonschema_rs
@@ -97,8 +97,12 @@ def _found(case: suites.Case, compiler: Compiler, trie: Any, arguments: argparse
             found.valid_rejected.append(json.dumps(instance)[:_CHARS])
     for answer in _drawn(at, arguments.repeats, random.Random(f"{arguments.seed} {case.name}")):
         if judge is not None and checked is None:
+            try:
+                value = json.loads(answer, parse_float=Decimal)
+            except InvalidOperation:  # an exponent that no decimal can have
+                continue
             found.answers += 1
-            if not judge.is_valid(json.loads(answer, parse_float=Decimal)):
+            if not judge.is_valid(value):
                 found.answers_invalid.append(answer.decode(errors="replace")[:_CHARS])
     return found
 

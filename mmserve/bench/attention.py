@@ -19,7 +19,8 @@ from mmserve_kernels.sparse_attention import Rows
 from torch import Tensor
 
 from mmserve.assembly import BackgroundServer
-from mmserve.bench.attention_rows import Kept, plot
+from mmserve.bench.attention_rows import KEYS, plot
+from mmserve.bench.resumed import Kept
 from mmserve.bench.settings import measured_config, measured_policies
 from mmserve.client import Client, Options
 from mmserve.config import Config, EngineConfig, MediaConfig, resolve
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         share = _share(model, wanted, prompts)
         return {**variant.row, **share, **figures, "accuracy": accuracy, "accuracy_by_task": by_task}
 
-    kept = Kept(arguments.resume, settings)
+    kept = Kept(arguments.resume, "attention", settings, KEYS)
     rows = []
     for variant in variants():
         rows.append(kept.row(variant.row) or kept.add(measured(variant)))

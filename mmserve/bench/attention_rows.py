@@ -1,8 +1,7 @@
-"""Rows of ``mmserve bench attention``: kept on disk as they are measured, and drawn."""
+"""Rows of ``mmserve bench attention``, drawn."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,46 +9,8 @@ from typing import Any
 from mmserve.errors import ConfigError
 
 #: The fields that identify a row.
-_KEYS = ("measured", "stage", "density", "kept")
+KEYS = ("measured", "stage", "density", "kept")
 _BASELINES = {"random": "--", "oracle": ":"}
-
-
-class Kept:
-    """Rows measured with ``settings``, and those that ``path`` has of earlier runs; None = of this run alone.
-
-    One JSON object a line. ``ConfigError`` for a file that holds something else, or rows of other settings.
-    """
-
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
-        self._path, self._settings = path, dict(settings)
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        try:
-            found = [(line["settings"], line["row"]) for line in map(json.loads, lines)]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--resume: {path} holds no rows of `bench attention`; name a new file") from error
-        for theirs, _row in found:
-            if other := [name for name in self._settings if theirs.get(name) != self._settings[name]]:
-                raise ConfigError(
-                    f"--resume: {path} has rows with another {other[0]} ({theirs.get(other[0])!r}, and now "
-                    f"{self._settings[other[0]]!r}); name a new file, or give the same settings"
-                )
-        self._rows = {_key(row): row for _settings, row in found}
-
-    def row(self, of: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The row that has the names and numbers of ``of``, if there is one."""
-        return self._rows.get(_key(of))
-
-    def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Keep a row, and give it back."""
-        self._rows[_key(row)] = row
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"settings": self._settings, "row": row}) + "\n")
-        return row
-
-
-def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in _KEYS)
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -11,106 +11,100 @@ import argparse
 import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from decimal import Decimal
+from dataclasses import asdict
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jsonschema_rs
 from llguidance import LLMatcher, LLParserLimits
 
 from mmserve.bench import suites
+from mmserve.bench.resumed import Kept
+from mmserve.bench.suite_counts import Counts, Found
 from mmserve.constraint.compile.attempts import Grammar
 from mmserve.constraint.compile.document import Orders
 from mmserve.constraint.compile.process import Compiler
 from mmserve.constraint.compile.vocabulary import BYTES, trie_of
 from mmserve.constraint.findings import Refused
 from mmserve.constraint.limits import COMPILE_SECONDS, PARSER_LIMITS
-from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, JsonSchema, SchemaOption
 from mmserve.errors import ConfigError
 
 #: Bytes after which a random answer is given up, and from which on it is brought to its end.
 _LONGEST, _CLOSING = 600, 120
 #: Bytes that are preferred in random answers, before and after that.
 _USUAL, _LAST = b'ab01"{}[],:. ', b'"]}'
-_EXAMPLES = 400  # names of each kind in the report
+_CHARS = 300  # of a refusal, an instance or an answer in the report
 _EVERY = 5.0  # seconds between two lines of progress
 
 
-@dataclass
-class _Counts:
-    """What one suite came to."""
-
-    schemas: int = 0
-    admitted: int = 0
-    valid: int = 0  # instances of admitted schemas
-    valid_rejected: int = 0
-    valid_respelled: int = 0  # accepted with members in the order of the schema and numbers without exponents only
-    invalid: int = 0
-    invalid_accepted: int = 0
-    answers: int = 0  # drawn from grammars
-    answers_invalid: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)  # schemas by the first keyword that was refused
-    unsound: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    rejecting: list[str] = field(default_factory=list)
-
-
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """A row for each suite found under ``--data``."""
+    """A row for each suite found under ``--data``, its schemas in an order by chance.
+
+    A schema that ``--resume`` has is not compiled again; ``ConfigError`` where it was with other settings.
+    """
     if arguments.data is None:
         raise ConfigError("give the folder of MaskBench's or JSON-Schema-Test-Suite's files as --data")
     cases = suites.read(arguments.data, arguments.sample, arguments.seed)
-    counts: dict[str, _Counts] = {}
+    if unknown := set(arguments.schema_option) - set(SchemaOption):
+        raise ConfigError(f"--schema-option must be one of {', '.join(SchemaOption)}, not {min(unknown)!r}")
+    settings = {"mode": arguments.mode, "seed": arguments.seed, "repeats": arguments.repeats}
+    settings["schema_options"] = sorted(arguments.schema_option)
+    kept = Kept(arguments.resume, "schemas", settings, ("suite", "name"))
+    counts: dict[str, Counts] = {}
     compiler, trie, shown = Compiler(BYTES, COMPILE_SECONDS), trie_of(BYTES), time.monotonic()
     try:
         for number, case in enumerate(cases):
             if time.monotonic() - shown > _EVERY:
                 shown = time.monotonic()
-                progress(f"{number} of {len(cases)} schemas")
-            _count(case, counts.setdefault(case.suite, _Counts()), compiler, trie, arguments)
+                progress(f"{number} of {len(cases)} schemas; {'; '.join(map(str, counts.values()))}")
+            found = kept.row({"suite": case.suite, "name": case.name})
+            if found is None:
+                found = kept.add(asdict(_found(case, compiler, trie, arguments)))
+            counts.setdefault(case.suite, Counts(case.suite)).add(Found(**found))
     finally:
         compiler.close()
     return {
-        "rows": [_row(suite, found) for suite, found in counts.items()],
-        "settings": {"mode": arguments.mode, "sample": arguments.sample, "seed": arguments.seed},
+        "rows": [found.row() for found in counts.values()],
+        "settings": settings | {"sample": arguments.sample},
     }
 
 
-def _count(case: suites.Case, counts: _Counts, compiler: Compiler, trie: Any, arguments: argparse.Namespace) -> None:
-    counts.schemas += 1
-    spec = ConstraintSpec(JsonSchema(json.dumps(case.schema)), ConstraintMode(arguments.mode))
+def _found(case: suites.Case, compiler: Compiler, trie: Any, arguments: argparse.Namespace) -> Found:
+    schema, tests = case.read()
+    options = tuple(map(SchemaOption, arguments.schema_option))
+    spec = ConstraintSpec(JsonSchema(json.dumps(schema), options), ConstraintMode(arguments.mode))
+    found = Found(case.suite, case.name)
     outcome, _lasting = compiler.compile(spec)
     if isinstance(outcome, Refused):
-        first = outcome.findings[0]
-        counts.refusals[first.keyword] += 1
-        counts.refused.append(f"{case.name}: {first}"[:300])
-        return
-    counts.admitted += 1
-    judge = _judge(case.schema)
+        found.keyword, found.refusal = outcome.findings[0].keyword, str(outcome.findings[0])[:_CHARS]
+        return found
+    judge = _judge(schema)
     checked = judge if not outcome.exact and spec.mode is ConstraintMode.VALIDATE else None
-    at, orders = _matcher(outcome, trie), Orders(case.schema)
-    for instance, valid in case.tests:
+    at, orders = _matcher(outcome, trie), Orders(schema)
+    for instance, valid in tests:
         accepted = _accepts(at, json.dumps(instance, ensure_ascii=False))
         as_written = accepted
         accepted = accepted or _accepts(at, _spelled(instance, orders))
         accepted = accepted and (checked is None or checked.is_valid(instance))
-        counts.valid += valid
-        counts.invalid += not valid
-        counts.valid_rejected += valid and not accepted
-        counts.valid_respelled += valid and accepted and not as_written
-        counts.invalid_accepted += accepted and not valid
+        found.valid += valid
+        found.invalid += not valid
+        found.valid_respelled += valid and accepted and not as_written
         if accepted and not valid:
-            counts.unsound.append(f"{case.name}: {json.dumps(instance)}"[:300])
+            found.invalid_accepted.append(json.dumps(instance)[:_CHARS])
         if valid and not accepted:
-            counts.rejecting.append(f"{case.name}: {json.dumps(instance)}"[:300])
+            found.valid_rejected.append(json.dumps(instance)[:_CHARS])
     for answer in _drawn(at, arguments.repeats, random.Random(f"{arguments.seed} {case.name}")):
         if judge is not None and checked is None:
-            counts.answers += 1
-            if not judge.is_valid(json.loads(answer, parse_float=Decimal)):
-                counts.answers_invalid += 1
-                counts.unsound.append(f"{case.name}: {answer.decode(errors='replace')}"[:300])
+            try:
+                value = json.loads(answer, parse_float=Decimal)
+            except InvalidOperation:  # an exponent that no decimal can have
+                continue
+            found.answers += 1
+            if not judge.is_valid(value):
+                found.answers_invalid.append(answer.decode(errors="replace")[:_CHARS])
+    return found
 
 
 def _matcher(grammar: Grammar, trie: Any) -> Any:
@@ -163,24 +157,3 @@ def _drawn(start: Any, number: int, chance: random.Random) -> list[bytes]:
                 break
             said.append(token)
     return answers
-
-
-def _row(suite: str, counts: _Counts) -> dict[str, Any]:
-    return {
-        "task": suite,
-        "schemas": counts.schemas,
-        "admitted": counts.admitted,
-        "admitted_share": round(counts.admitted / counts.schemas, 4),
-        "invalid": counts.invalid,
-        "invalid_accepted": counts.invalid_accepted,
-        "valid": counts.valid,
-        "valid_rejected": counts.valid_rejected,
-        "valid_rejected_share": round(counts.valid_rejected / max(1, counts.valid), 4),
-        "valid_respelled": counts.valid_respelled,
-        "answers": counts.answers,
-        "answers_invalid": counts.answers_invalid,
-        "refusals": dict(counts.refusals.most_common()),
-        "unsound": counts.unsound[:_EXAMPLES],
-        "refused": counts.refused[:_EXAMPLES],
-        "rejecting": counts.rejecting[:_EXAMPLES],
-    }

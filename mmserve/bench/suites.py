@@ -28,16 +28,27 @@ _DRAFTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A schema and its instances; ``name`` is the file's and, in a list, the case's number."""
+    """Where a schema and its instances are; ``name`` is the file's and, in a list, the case's number."""
 
     suite: str
     name: str
-    schema: Any
-    tests: tuple[tuple[Any, bool], ...]  # an instance, and whether it is valid
+    path: Path
+    number: int | None = None  # in the file's list
+    draft: str | None = None  # of schemas that name none
+
+    def read(self) -> tuple[Any, tuple[tuple[Any, bool], ...]]:
+        """The schema, and its instances with whether each is valid; read anew, since a suite may be large."""
+        content = json.loads(self.path.read_text())
+        group = content if self.number is None else content[self.number]
+        schema = group["schema"]
+        if self.draft is not None and isinstance(schema, dict):
+            schema = {"$schema": self.draft, **schema}
+        return schema, _tests(group["tests"])
 
 
 def read(folder: Path, sample: int, seed: int) -> list[Case]:
-    """The cases of all files in ``folder`` and below, or a random ``sample`` of each suite's (0: all).
+    """The cases of all files in ``folder`` and below, or the first ``sample`` of each suite's (0: all), in an order by
+    chance, so that any part of a suite is a fair sample of it.
 
     Raises ``ConfigError`` where there are none.
     """
@@ -51,11 +62,9 @@ def read(folder: Path, sample: int, seed: int) -> list[Case]:
             "github.com/json-schema-org/JSON-Schema-Test-Suite and give its folder as --data"
         )
     chance = random.Random(seed)
-    return [
-        case
-        for name in sorted(suites)
-        for case in (chance.sample(suites[name], sample) if 0 < sample < len(suites[name]) else suites[name])
-    ]
+    for name in sorted(suites):
+        chance.shuffle(suites[name])
+    return [case for name in sorted(suites) for case in suites[name][: sample or None]]
 
 
 def _cases(path: Path, name: Path) -> Iterator[Case]:
@@ -64,17 +73,14 @@ def _cases(path: Path, name: Path) -> Iterator[Case]:
     except ValueError:
         return
     match content:
-        case {"schema": schema, "tests": [*tests]}:
-            yield Case("MaskBench", str(name), schema, _tests(tests))
+        case {"schema": _, "tests": [*_]}:
+            yield Case("MaskBench", str(name), path)
         case [{"schema": _, "tests": _}, *_]:
             draft = next((_DRAFTS[part] for part in path.parts if part in _DRAFTS), None)
             if draft is None:
                 return
-            for number, group in enumerate(content):
-                schema = group["schema"]
-                if isinstance(schema, dict):
-                    schema = {"$schema": draft, **schema}
-                yield Case("JSON-Schema-Test-Suite", f"{name}#{number}", schema, _tests(group["tests"]))
+            for number in range(len(content)):
+                yield Case("JSON-Schema-Test-Suite", f"{name}#{number}", path, number, draft)
 
 
 def _tests(tests: list[Any]) -> tuple[tuple[Any, bool], ...]:

@@ -110,6 +110,9 @@ def _suites(parser: argparse.ArgumentParser) -> None:
         choices=("strict", "validate", "lenient"),
         help="the constraint mode (default strict)",
     )
+    parser.add_argument(
+        "--schema-option", action="append", default=[], metavar="NAME", help="as of `mmserve generate`; give several"
+    )
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +186,7 @@ BENCHMARKS = {
     "schemas": Benchmark(
         "mmserve.bench.schema_suites",
         "Public suites of JSON schemas: how many are admitted, and whether answers under them are right",
-        (_suites, _repeats("answers drawn under each schema"), _seed),
+        (_suites, _repeats("answers drawn under each schema"), _seed, _resume),
     ),
     "scoring": Benchmark(
         "mmserve.bench.scoring",

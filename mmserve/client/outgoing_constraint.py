@@ -15,7 +15,7 @@ from mmserve.wire.enums import CONSTRAINT_MODES, CONSTRAINT_SAMPLINGS, SCHEMA_OP
 ConstraintMode = Literal["strict", "validate", "lenient"]
 
 #: How a JSON schema is read, and how its documents are written, otherwise than by default.
-SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents"]
+SchemaOption = Literal["unknown_formats", "one_of_as_any_of", "closed_objects", "white_space", "exponents", "any_order"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ class SchemaOption(StrEnum):
     CLOSED_OBJECTS = "closed_objects"  # objects have declared properties only, where the schema leaves it open
     WHITE_SPACE = "white_space"  # up to 32 spaces, tabs and line ends between the parts of a document
     EXPONENTS = "exponents"  # numbers without bounds may have an exponent
+    ANY_ORDER = "any_order"  # of the members of objects
 
 
 @dataclass(frozen=True)

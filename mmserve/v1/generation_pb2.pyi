@@ -15,6 +15,7 @@ class SchemaOption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SCHEMA_OPTION_CLOSED_OBJECTS: _ClassVar[SchemaOption]
     SCHEMA_OPTION_WHITE_SPACE: _ClassVar[SchemaOption]
     SCHEMA_OPTION_EXPONENTS: _ClassVar[SchemaOption]
+    SCHEMA_OPTION_ANY_ORDER: _ClassVar[SchemaOption]
 
 class ConstraintMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -56,6 +57,7 @@ SCHEMA_OPTION_ONE_OF_AS_ANY_OF: SchemaOption
 SCHEMA_OPTION_CLOSED_OBJECTS: SchemaOption
 SCHEMA_OPTION_WHITE_SPACE: SchemaOption
 SCHEMA_OPTION_EXPONENTS: SchemaOption
+SCHEMA_OPTION_ANY_ORDER: SchemaOption
 CONSTRAINT_MODE_UNSPECIFIED: ConstraintMode
 CONSTRAINT_MODE_STRICT: ConstraintMode
 CONSTRAINT_MODE_VALIDATE: ConstraintMode

@@ -1,7 +1,7 @@
 """Grammars as people write them, in the real engine over models that babble: all are admitted, all answers parse.
 
 Judges are Lark's own Earley parser, and ``gbnf_judge`` for GBNF. A few grammars are run by default; all of them, with
-more answers each, by ``pytest -m slow tests/engine/test_grammar_zoo.py``.
+more answers each and on the bundled models, too, by ``pytest -m slow tests/engine/test_grammar_zoo.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from harness import Bench
 from helpers import ask, tiny_model
 from test_constrained import constrained, like
 
+from mmserve.config import ModelConfig
 from mmserve.core.constraint import ConstraintKind, Gbnf, Lark
 from mmserve.core.request import Request
 from mmserve.models.base import Attention, LoadedModel
+from mmserve.models.registry import load_model
 
 Make = Callable[..., Bench]
 ZOO = {path.name: path.read_text() for path in sorted((Path(__file__).parents[1] / "data" / "grammars").iterdir())}
@@ -110,5 +112,26 @@ def test_every_grammar_is_kept(
     requests = [asked(name, i, 3 * BUDGET, causal=kind == "causal") for i in range(4)]
     for call in bench(models[kind]).submit(*requests):
         call.wait()
+        assert call.finished().reason == "end"
+        assert right(call.finished().text), call.finished().text
+
+
+@pytest.fixture(scope="module", params=["bundled", "bundled-causal"])
+def shipped(request: pytest.FixtureRequest) -> LoadedModel:
+    model = load_model(ModelConfig(path=request.param))
+    assert isinstance(model, LoadedModel)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # classes of Unicode characters take minutes where other processes want the cores
+@pytest.mark.parametrize("name", ZOO)
+def test_the_bundled_models_keep_every_grammar(
+    bench: Make, shipped: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(harness, "PATIENCE", 240.0)
+    causal = shipped.spec.attention is Attention.CAUSAL
+    right = judge_of(name)
+    for call in bench(shipped).submit(*(asked(name, i, 2 * BUDGET, causal=causal) for i in range(2))):
         assert call.finished().reason == "end"
         assert right(call.finished().text), call.finished().text

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from mmserve.bench.attention import DENSITIES, changed, variants
-from mmserve.bench.attention_rows import Kept, plot
+from mmserve.bench.attention_rows import KEYS, plot
+from mmserve.bench.resumed import Kept
 from mmserve.config import SPARSE_DECODE, SPARSE_PREFILL, Config, from_mapping
 from mmserve.errors import ConfigError
 
@@ -21,27 +22,27 @@ def row(**of: Any) -> dict[str, Any]:
 
 
 def test_rows_are_taken_up_where_they_were_left(tmp_path: Path) -> None:
-    first = Kept(tmp_path / "rows", SETTINGS)
+    first = Kept(tmp_path / "rows", "attention", SETTINGS, KEYS)
     assert first.row({"measured": "dense"}) is None
     made = [first.add(row(measured="quest", stage="decode", density=density)) for density in DENSITIES]
-    again = Kept(tmp_path / "rows", SETTINGS)
+    again = Kept(tmp_path / "rows", "attention", SETTINGS, KEYS)
     assert [again.row({"measured": "quest", "stage": "decode", "density": d}) for d in DENSITIES] == made
     assert again.row({"measured": "quest", "stage": "prefill", "density": 0.5}) is None
-    assert Kept(None, SETTINGS).row(made[0]) is None
+    assert Kept(None, "attention", SETTINGS, KEYS).row(made[0]) is None
 
 
 @pytest.mark.parametrize("other", [{"weights": "2e"}, {"items": 8}, {"seed": 3}, {"engine": {"sparse_mass": 0.9}}])
 def test_rows_of_other_weights_or_items_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
-    Kept(tmp_path / "rows", SETTINGS).add(row(measured="dense"))
+    Kept(tmp_path / "rows", "attention", SETTINGS, KEYS).add(row(measured="dense"))
     with pytest.raises(ConfigError, match=f"another {next(iter(other))}.*name a new file"):
-        Kept(tmp_path / "rows", {**SETTINGS, **other})
+        Kept(tmp_path / "rows", "attention", {**SETTINGS, **other}, KEYS)
 
 
 @pytest.mark.parametrize("text", ["rows\n", "{}\n", "3\n"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "rows").write_text(text)
     with pytest.raises(ConfigError, match="holds no rows"):
-        Kept(tmp_path / "rows", SETTINGS)
+        Kept(tmp_path / "rows", "attention", SETTINGS, KEYS)
     assert (tmp_path / "rows").read_text() == text
 
 

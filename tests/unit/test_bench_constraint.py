@@ -70,8 +70,16 @@ def test_the_schema_asked_for_takes_the_answer_and_nothing_with_other_fields() -
 
 
 def _suites(folder: Path, **options: Any) -> dict[str, Any]:
-    given = {"data": folder, "sample": 0, "seed": 0, "repeats": 2, "mode": "strict", **options}
-    return schema_suites.run(argparse.Namespace(**given), lambda text: None)
+    given = {
+        "data": folder,
+        "sample": 0,
+        "seed": 0,
+        "repeats": 2,
+        "mode": "strict",
+        "resume": None,
+        "schema_option": [],
+    }
+    return schema_suites.run(argparse.Namespace(**given | {"schema_option": []} | options), lambda text: None)
 
 
 def test_public_suites_are_read_and_counted(tmp_path: Path) -> None:
@@ -95,9 +103,31 @@ def test_public_suites_are_read_and_counted(tmp_path: Path) -> None:
     assert (found["schemas"], found["admitted"], found["refusals"]) == (3, 2, {"uniqueItems": 1})
     assert (found["valid"], found["valid_rejected"], found["invalid"], found["invalid_accepted"]) == (3, 1, 1, 0)
     assert found["valid_respelled"] == 1
+    found = _suites(tmp_path, schema_option=["any_order", "exponents"])["rows"][1]
+    assert (found["task"], found["valid_respelled"], found["valid_rejected"]) == ("MaskBench", 0, 1)
     assert (suite["schemas"], suite["admitted"], suite["invalid_accepted"]) == (2, 2, 0)
     assert suite["answers"] > 0 and suite["answers_invalid"] == 0
     assert [row["schemas"] for row in _suites(tmp_path, sample=1)["rows"]] == [1, 1]
+
+
+def test_a_run_over_a_suite_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    (tmp_path / "suite").mkdir()
+    for number in range(5):
+        tests = [{"data": number, "valid": True}, {"data": -1, "valid": False}]
+        content = {"schema": {"type": "integer", "minimum": number}, "tests": tests}
+        (tmp_path / f"suite/{number}.json").write_text(json.dumps(content))
+    rows, whole = tmp_path / "rows", _suites(tmp_path / "suite")
+    _suites(tmp_path / "suite", sample=3, resume=rows)
+    lines = rows.read_text().splitlines(keepends=True)
+    assert len(lines) == 3
+    rows.write_text("".join(lines[:2]) + lines[2][:20])  # as a process leaves it that is killed
+    first = rows.stat().st_ino, "".join(lines[:2])
+    assert _suites(tmp_path / "suite", resume=rows) == whole
+    assert (rows.stat().st_ino, "".join(rows.read_text().splitlines(keepends=True)[:2])) == first
+    assert len(rows.read_text().splitlines()) == 5
+    assert _suites(tmp_path / "suite", resume=rows) == whole
+    with pytest.raises(ConfigError, match="with another mode"):
+        _suites(tmp_path / "suite", resume=rows, mode="lenient")
 
 
 def test_a_folder_without_suites_is_reported(tmp_path: Path) -> None:

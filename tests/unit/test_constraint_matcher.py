@@ -182,3 +182,18 @@ def test_a_parser_at_its_limits_is_at_an_end() -> None:
         depth += 1
     assert re.fullmatch(rb"\(*", b"(" * depth)
     assert depth == 3000 or not matcher.accepting
+
+
+def test_forced_text_with_many_tokens_is_asked_about_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {f"e{a}{b}".encode() for a in "abcdefghijklmnopqrstuvwxyz" for b in "abcdefghijklmnopqrstuvwxyz"}
+    texts = [b"", *(bytes([b]) for b in range(256)), b"true", b"e,", b"e]", b"e],", b"\xff\xff", *sorted(words)]
+    vocabulary = Vocabulary.spelled(texts, {0})
+    items = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}
+    compact = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    at = Grammar(LLMatcher.grammar_from_json_schema(items, overrides=compact), vocabulary).start()
+    at.consume([texts.index(bytes([b])) for b in b"[tru"])
+    asked, valid = [], type(at).valid
+    monkeypatch.setattr(type(at), "valid", lambda self, tokens: asked.append(tokens) or valid(self, tokens))
+    assert {texts[token] for token in bitmask.ids(at.mask())} == {b"e", b"e,", b"e]"}
+    assert len(asked) < 40
+    assert {texts[token] for token in at.allowed()} == {b"e", b"e,", b"e]"}

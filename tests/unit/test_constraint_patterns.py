@@ -82,7 +82,8 @@ BAD += [
     "[a&&b]",
     "a^",
     "a$b",
-    "(^a|b)c",
+    "(a$|b)c",
+    "a(^b|c)d",
     "[]",
     "[^]",
 ]
@@ -211,3 +212,27 @@ def test_names_beside_patterns_of_names_are_enforced() -> None:
     wider = {**own, "propertyNames": {"pattern": "^a"}, "additionalProperties": False}
     enforced(wider, [{"a1": 1}], [{"a": 1}, {"b": 1}])
     enforced({"type": "object", "propertyNames": {"not": {"pattern": "x"}}}, [{"a": 1}], [{"ax": 1}])
+
+
+def test_anchors_may_end_alternatives_of_a_group_at_the_end() -> None:
+    for pattern, taken, refused in [
+        ("^([^,]|$)", ["", "a", "ab"], [",", ",a"]),
+        (r"^([0-9x]+\.[0-9x]+$|\%V\%)", ["1.x", "%V%", "%V%a"], ["1.xa", "a%V%"]),
+        (r"^(a\_b$)|(^c$)", ["a_b", "c"], ["a_bc", "cc", "xc"]),
+        ("(^a|b)c", ["ac", "acx", "xbcx", "bc"], ["xac"]),
+        ("((^a)|b)(c|(d$|e))", ["ac", "acx", "xbd", "bex"], ["xac", "bdx"]),
+    ]:
+        enforced({"type": "string", "pattern": pattern}, taken, refused)
+    assert whole("^(a$|b)") == whole("a|b")
+
+
+def test_names_out_of_a_few_or_of_a_narrower_pattern_take_the_schemas_of_patterns() -> None:
+    two = {"type": "object", "propertyNames": {"enum": ["p1", "p2"]}}
+    numbers = {**two, "patternProperties": {".*": {"type": "number"}, "2": {"minimum": 3}}}
+    enforced(numbers, [{}, {"p1": 1}, {"p1": 1, "p2": 3}], [{"p3": 1}, {"p2": 2}, {"p1": "x"}])
+    rest = {**two, "patternProperties": {"2$": {"type": "number"}}, "additionalProperties": {"type": "null"}}
+    enforced(rest, [{"p2": 1}, {"p1": None, "p2": 1}], [{"p1": 1}, {"p2": None}])
+    lower = {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}
+    enforced({**lower, "patternProperties": {"": {"type": "number"}}}, [{"a": 1}], [{"A": 1}, {"a": "x"}])
+    closed = {**lower, "patternProperties": {".+": {"type": "number"}}, "additionalProperties": False}
+    enforced(closed, [{"a": 1}], [{"A": 1}, {"a": "x"}, {"": 1}])

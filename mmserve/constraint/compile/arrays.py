@@ -1,4 +1,5 @@
-"""Array keywords that are written out: ``uniqueItems`` over small sets, ``contains`` as one row for each position."""
+"""Array keywords: ``uniqueItems`` where items differ anyway or come from a small set, ``contains`` as a row for each
+position."""
 
 from __future__ import annotations
 
@@ -6,36 +7,97 @@ from itertools import permutations
 from math import perm
 from typing import Any
 
+from mmserve.constraint.compile.draft import modern
 from mmserve.constraint.compile.negation import Scope, complement
-from mmserve.constraint.compile.shapes import finite
+from mmserve.constraint.compile.shapes import ANNOTATIONS, distinct, finite, key, misshapen, types_of
 from mmserve.constraint.findings import Notes, child
 
 _MOST_ARRAYS = 1_000
+_MOST_VALUES = 1_000
+_DEPTH = 8  # of references and alternatives
 
 
 def is_trivial(node: dict[str, Any]) -> bool:
     """Whether arrays of ``node`` have at most one item anyway."""
-    longest = node.get("maxItems")
-    if node.get("items") is False:
-        longest = min(len(node.get("prefixItems", ())), longest if longest is not None else 1 << 30)
+    longest = _longest(node)
     return longest is not None and longest <= 1
 
 
-def all_arrays(node: dict[str, Any]) -> list[list[Any]] | None:
-    """Every array with distinct items that ``node``'s array keywords allow; None where they are too many, or unknown.
+def _longest(node: dict[str, Any]) -> int | None:
+    """Most items of an array of ``node``, where its array keywords bound them."""
+    longest: int | None = node.get("maxItems")
+    if node.get("items") is False:
+        longest = min(len(node.get("prefixItems", ())), longest if longest is not None else 1 << 30)
+    return longest
 
-    The items' own schema must name its values with ``enum``, ``const`` or a type of few values, and nothing else.
+
+def apart(node: dict[str, Any], scope: Scope) -> bool:
+    """Whether all items of an array of ``node`` stand at places whose types or values are never the same."""
+    first, longest = node.get("prefixItems", []), _longest(node)
+    if longest is None or longest > len(first):
+        return False
+    found = [(values_of(each, scope), _types(each)) for each in first[:longest]]
+    return not any(_meet(one, other) for i, one in enumerate(found) for other in found[:i])
+
+
+def _types(schema: Any) -> frozenset[str]:
+    return types_of(schema) if isinstance(schema, dict) else types_of({})
+
+
+def _meet(one: tuple[list[Any] | None, frozenset[str]], other: tuple[list[Any] | None, frozenset[str]]) -> bool:
+    (mine, kinds), (theirs, others) = one, other
+    if mine is not None and theirs is not None:
+        return bool({key(value) for value in mine} & {key(value) for value in theirs})
+    return bool(kinds & others)
+
+
+def values_of(schema: Any, scope: Scope, depth: int = _DEPTH) -> list[Any] | None:
+    """All values that ``schema`` allows, through references and alternatives; None where they are not few, or unknown.
+
+    Never fewer than it allows: ``oneOf`` counts as ``anyOf`` only where no two branches share a value.
     """
-    items = node.get("items")
-    if "prefixItems" in node or "contains" in node or not isinstance(items, dict):
+    if not isinstance(schema, dict) or not depth:
         return None
-    values = finite(items)
-    if (
-        values is None
-        or set(items) - {"enum", "const", "type", "title", "description"}
-        or {"enum", "const"} <= set(items)
-    ):
+    body = {name: value for name, value in modern(schema, scope.draft, "").items() if name not in ANNOTATIONS}
+    if any(misshapen(body, "")):
         return None
+    if body.keys() == {"$ref"}:
+        return values_of(scope.resolve(body["$ref"]), scope, depth - 1)
+    for keyword in ("anyOf", "oneOf"):
+        if body.keys() == {keyword} or (body.keys() == {keyword, "type"}):
+            branches = [values_of(each, scope, depth - 1) for each in body[keyword]]
+            known = [values for values in branches if values is not None]
+            if len(known) < len(branches):
+                return None
+            found = [value for values in known for value in values]
+            if keyword == "oneOf" and len(distinct(found)) < len(found):
+                return None
+            allowed = types_of(body)
+            return [value for value in distinct(found) if types_of({"const": value}) <= allowed]
+    if body.keys() <= {"enum", "const", "type"} and not {"enum", "const"} <= body.keys():
+        return finite(body)
+    return _integers(body)
+
+
+def _integers(body: dict[str, Any]) -> list[Any] | None:
+    """The integers between two bounds."""
+    if body.get("type") != "integer" or body.keys() != {"type", "minimum", "maximum"}:
+        return None
+    low, high = body["minimum"], body["maximum"]
+    if not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in (low, high)):
+        return None
+    return list(range(low, high + 1)) if high - low < _MOST_VALUES else None
+
+
+def of_items(node: dict[str, Any], scope: Scope) -> list[Any] | None:
+    """The values of which each item of an array of ``node`` is one; None where they are not few, or not all alike."""
+    if "prefixItems" in node or "contains" in node or "items" not in node:
+        return None
+    return values_of(node["items"], scope)
+
+
+def all_arrays(node: dict[str, Any], values: list[Any]) -> list[list[Any]] | None:
+    """Every array with distinct items out of ``values`` that ``node`` allows; None where they are too many."""
     low, high = node.get("minItems", 0), min(node.get("maxItems", len(values)), len(values))
     count = 0
     for length in range(low, high + 1):

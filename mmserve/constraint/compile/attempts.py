@@ -14,7 +14,7 @@ from typing import Any
 
 import jsonschema_rs
 
-from mmserve.constraint.compile import longest, shortest
+from mmserve.constraint.compile import longest, shortest, unordered
 from mmserve.constraint.compile.derivation import Sketch
 from mmserve.constraint.compile.document import canonical
 from mmserve.constraint.compile.options import read
@@ -117,11 +117,13 @@ class Layout:
 
     white_space: bool = False
     exponents: bool = False
+    any_order: bool = False
 
     @classmethod
     def of(cls, options: Iterable[SchemaOption]) -> Layout:
         """The layout that ``options`` ask for."""
-        return cls(SchemaOption.WHITE_SPACE in options, SchemaOption.EXPONENTS in options)
+        asked = (SchemaOption.WHITE_SPACE, SchemaOption.EXPONENTS, SchemaOption.ANY_ORDER)
+        return cls(*(option in options for option in asked))
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -177,18 +179,18 @@ def _attempts(root: Any, mode: ConstraintMode, layout: Layout) -> Iterator[Gramm
     refusal: Refused | None = None
     plain: Rewritten | None = None
     try:
-        plain = rewrite(root, exponents=layout.exponents)
+        plain = _rewritten(root, layout)
         if plain.loose:
             refusal = Refused(*plain.loose)
     except Refused as refused:
         refusal = refused
     if plain is not None and not plain.loose:
-        yield _grammar(layout, plain.schema, _told(plain.warnings))
+        yield from _grammars(layout, plain.schema, _told(plain.warnings))
     other = (
         _canonical(root, layout) if plain is not None and {f.keyword for f in plain.loose} <= _SAID_OTHERWISE else None
     )
     if other is not None:
-        yield _grammar(layout, other.schema, _told(other.warnings, " of the canonical form"))
+        yield from _grammars(layout, other.schema, _told(other.warnings, " of the canonical form"))
     if strict:
         if refusal is not None:
             raise refusal
@@ -210,7 +212,7 @@ def _canonical(root: Any, layout: Layout) -> Rewritten | None:
     if form is None:
         return None
     try:
-        found = rewrite(form, exponents=layout.exponents)
+        found = _rewritten(form, layout)
     except Refused:
         return None
     return None if found.loose else found
@@ -220,14 +222,14 @@ def _wider(root: Any, mode: ConstraintMode, refusal: Refused | None, layout: Lay
     if refusal is not None and not _well_formed(root):
         raise refusal
     done = _DONE[mode]
-    loose = rewrite(root, strict=False, exponents=layout.exponents)
+    loose = _rewritten(root, layout, strict=False)
     warnings = [f"{f.pointer}: {f.keyword} {done}: {f.reason}" for f in loose.loose] + _told(loose.warnings)
-    yield _grammar(layout, loose.schema, warnings, exact=False)
+    yield from _grammars(layout, loose.schema, warnings, exact=False)
     left: list[str] = []
     for schema, without in widened(loose.schema):
         left.append(without)
         said = f": the schema is more than the grammar engine can take; the rest {done}: {', '.join(left)}"
-        yield _grammar(layout, schema, [said, *warnings], exact=False)
+        yield from _grammars(layout, schema, [said, *warnings], exact=False)
 
 
 def _well_formed(root: Any) -> bool:
@@ -241,8 +243,45 @@ def _told(findings: Iterable[Finding], where: str = "") -> list[str]:
     return [f"{f.pointer}{where}: {f.keyword} {f.reason}" for f in findings]
 
 
+def _rewritten(root: Any, layout: Layout, *, strict: bool = True) -> Rewritten:
+    """``root`` for llguidance, with arrays of distinct items if they can be written. Raises ``Refused``."""
+    asked = {"strict": strict, "exponents": layout.exponents, "apart": layout.any_order}
+    found = rewrite(root, distinct=True, **asked)
+    try:
+        if unordered.distinct_within(found.schema):
+            unordered.written(found.schema, layout.engine, any_order=layout.any_order)
+    except unordered.Unplaced:
+        return rewrite(root, **asked)
+    return found
+
+
+def _grammars(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Iterator[Grammar]:
+    """The grammar of ``schema``; where members may come in any order, then the one in which they may not."""
+    if not layout.any_order:
+        yield _grammar(layout, schema, warnings, exact=exact)
+        return
+    text, kept = unordered.written(schema, layout.engine, any_order=True)
+    told = [f": members of objects {why} come in the order of the schema" for why in kept]
+    yield _with_bounds(_spoken(text, layout, schema), layout, schema, [*warnings, *told], exact=exact)
+    told = [": members come in the order of the schema: the grammar engine takes no other"]
+    yield _grammar(replace(layout, any_order=False), schema, [*warnings, *told], exact=exact)
+
+
 def _grammar(layout: Layout, schema: Any, warnings: list[str], *, exact: bool = True) -> Grammar:
+    if unordered.distinct_within(schema):
+        text, _kept = unordered.written(schema, layout.engine, any_order=False)
+        return _with_bounds(_spoken(text, layout, schema), layout, schema, warnings, exact=exact)
     body = {} if schema is True else schema
     text = json.dumps({"grammars": [{"json_schema": {**body, "x-guidance": layout.engine}}]}, ensure_ascii=False)
+    return _with_bounds(text, layout, schema, warnings, exact=exact)
+
+
+def _spoken(text: str, layout: Layout, schema: Any) -> str:
+    """The Lark grammar ``text`` of the documents under ``schema``, which ``prefix_equivalence`` reads beside it."""
+    documents = {**({} if schema is True else schema), "x-guidance": layout.engine}
+    return json.dumps({"grammars": [{"lark_grammar": text, "documents": documents}]}, ensure_ascii=False)
+
+
+def _with_bounds(text: str, layout: Layout, schema: Any, warnings: list[str], *, exact: bool) -> Grammar:
     most = inf if layout.white_space else longest.of_schema(schema)
     return Grammar(text, exact, tuple(warnings), None if most == inf else int(most), shortest.of_schema(schema))

@@ -14,7 +14,7 @@ from itertools import islice
 
 from mmserve.constraint.compile import charsets
 from mmserve.constraint.compile.charsets import Ranges
-from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, written
+from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
 
 #: Items that are still to be matched, one after another.
 Row = tuple[Item, ...]
@@ -39,7 +39,7 @@ class Automaton:
     """
 
     def __init__(self, expression: str) -> None:
-        whole = written(expression)
+        whole = parsed(expression)
         self.bounds = sorted(set(_bounds(whole)))
         self._rows: list[tuple[Item, int]] = [(whole, _NOTHING)]  # the first is never looked at
         self._nullable = [True]  # whether each row may match nothing
@@ -214,25 +214,29 @@ def complement(expression: str) -> str | None:
     follow.
     """
     automaton = Automaton(expression)
-    edges = _edges(automaton)
-    if edges is None:
+    ways = edges(automaton)
+    if ways is None:
         return None
-    texts = {
-        pair: _ANYTHING if ranges == charsets.EVERY else charsets.text_of(ranges) for pair, ranges in edges.items()
-    }
-    states = {state for pair in edges for state in pair}
+    found = as_expression(ways, {state for pair in ways for state in pair if not automaton.ends(state)})
+    return None if found is None else f"^(?:{found})$"
+
+
+def as_expression(ways: dict[tuple[int, int], Ranges], ends: set[int]) -> str | None:
+    """The expression of the automaton with ``ways`` from state to state, of which 0 is the first; None where nothing
+    leads to one of the ``ends``, or where it would be too large."""
+    texts = {pair: _ANYTHING if ranges == charsets.EVERY else charsets.text_of(ranges) for pair, ranges in ways.items()}
+    states = {0, *(state for pair in ways for state in pair)}
     texts[_FIRST, 0] = ""
-    texts |= {(state, _LAST): "" for state in states if not automaton.ends(state)}
+    texts |= {(state, _LAST): "" for state in ends}
     while states:
         state = min(states, key=lambda each: (_cost(texts, each), -each))
         states.remove(state)
         if not _eliminate(texts, state):
             return None
-    found = texts.get((_FIRST, _LAST))
-    return None if found is None else f"^(?:{found})$"
+    return texts.get((_FIRST, _LAST))
 
 
-def _edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
+def edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
     """The characters that lead from each state to each other one, ``DEAD`` among them; None for too many states."""
     starts = sorted({0, *(bound for bound in automaton.bounds if bound <= 0x10FFFF)})
     spans = list(zip(starts, [*(start - 1 for start in starts[1:]), 0x10FFFF], strict=True))
@@ -252,6 +256,15 @@ def _edges(automaton: Automaton) -> dict[tuple[int, int], Ranges] | None:
         if len(seen) > _MOST_STATES:
             return None
     return found
+
+
+def is_everything(expression: str) -> bool:
+    """True only if ``expression`` matches all strings. Raises ``BadPattern``."""
+    automaton = Automaton(expression)
+    ways = edges(automaton)
+    return ways is not None and all(
+        source == DEAD or (automaton.ends(source) and target != DEAD) for source, target in ways
+    )
 
 
 def _cost(texts: dict[tuple[int, int], str], state: int) -> int:

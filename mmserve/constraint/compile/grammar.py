@@ -15,6 +15,7 @@ from mmserve.constraint.compile.derivation import Derivations, Sketch, derivatio
 from mmserve.constraint.compile.document import read_schema
 from mmserve.constraint.compile.gbnf import read_gbnf
 from mmserve.constraint.compile.lark import Schemas, read_lark
+from mmserve.constraint.compile.lazy import settled
 from mmserve.constraint.compile.pattern import BadPattern, Item, literal, matched, text_of
 from mmserve.constraint.compile.probe import takes
 from mmserve.constraint.compile.schema import rewrite
@@ -167,6 +168,7 @@ def _nested(kind: str, read: Callable[[], Syntax]) -> Syntax:
 
 def _read(syntax: Syntax, kind: str) -> Read:
     _names(syntax, kind)
+    syntax = settled(syntax, kind)
     known = derivations(syntax)
     if known.least is None:
         raise Refused(*_endless(known, kind))

@@ -11,7 +11,7 @@ from decimal import Decimal
 from math import inf
 from typing import Any
 
-from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed, written
+from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed
 
 Schema = dict[str, Any]
 #: Bytes of ``, `` and of ``: ``, as a document may be spaced (``grammar.JSON_LAYOUT``).
@@ -106,7 +106,7 @@ class _Documents:
         if self._left < 0:
             return inf
         try:
-            return _of_item(written(pattern.removeprefix("^").removesuffix("$")), quoted=True)
+            return _of_item(parsed(pattern.removeprefix("^").removesuffix("$")), quoted=True)
         except BadPattern:  # written out, it may be larger than any that is read
             return inf
 

@@ -7,7 +7,7 @@ from itertools import combinations
 from math import comb
 from typing import Any
 
-from mmserve.constraint.compile.derivatives import all_but, complement, disjoint, matches
+from mmserve.constraint.compile.derivatives import all_but, complement, disjoint, is_everything, matches
 from mmserve.constraint.compile.pattern import BadPattern, searched
 from mmserve.constraint.compile.scalars import anchored
 from mmserve.constraint.compile.shapes import ANNOTATIONS, IN_PLACE, misshapen
@@ -50,8 +50,10 @@ def named(node: Schema, pointer: str, notes: Notes, resolve: Callable[[str], Any
     if names is False:
         return {**node, "maxProperties": 0}
     allowed = names.get("enum", [names["const"]] if "const" in names else None)
-    if names.keys() in ({"enum"}, {"const"}) and not node.get("patternProperties") and isinstance(allowed, list):
-        return _only(node, [name for name in allowed if isinstance(name, str)])
+    if names.keys() in ({"enum"}, {"const"}) and isinstance(allowed, list):
+        made = _only(node, [name for name in allowed if isinstance(name, str)])
+        if made is not None:
+            return made
     pattern = _pattern_of(names)
     if pattern is not None and (made := _matching(node, pattern)) is not None:
         return made
@@ -103,6 +105,8 @@ def _without(pattern: str) -> str | None:
 def _among(patterns: Iterable[str], pattern: str) -> bool:
     """True only if ``pattern`` is found wherever one of ``patterns`` is."""
     try:
+        if is_everything(searched(pattern)):
+            return True
         other = _without(pattern)
         return other is not None and all(disjoint(searched(each), searched(other), _MOST_STATES) for each in patterns)
     except BadPattern:
@@ -113,6 +117,8 @@ def _matching(node: Schema, pattern: str) -> Schema | None:
     """``node`` where ``pattern`` is found in all names; None where its keywords cannot say that."""
     rest, properties = node.get("additionalProperties", True), node.get("properties", {})
     patterns = node.get("patternProperties")
+    if isinstance(patterns, dict) and patterns and not properties and all(_among([pattern], each) for each in patterns):
+        return {**node, "patternProperties": {pattern: _all(list(patterns.values()))}, "additionalProperties": False}
     if isinstance(patterns, dict) and _among(patterns, pattern):
         if rest is not False and not any(_among([pattern], each) for each in patterns):
             return None
@@ -133,13 +139,25 @@ def _matching(node: Schema, pattern: str) -> Schema | None:
     return {**node, **({"properties": kept} if kept else {}), **others, "additionalProperties": False}
 
 
-def _only(node: Schema, names: list[str]) -> Schema:
+def _only(node: Schema, names: list[str]) -> Schema | None:
+    """``node`` where there are no names but ``names``; None where its patterns cannot be read."""
     rest = node.get("additionalProperties", True)
-    properties = node.get("properties", {})
+    properties, patterns = node.get("properties", {}), node.get("patternProperties") or {}
     kept = {name: schema for name, schema in properties.items() if name in names}
     forbidden = {name: False for name in (*properties, *node.get("required", ())) if name not in names}
-    added = {name: rest for name in names if name not in kept}
-    return {**node, "properties": {**kept, **added, **forbidden}, "additionalProperties": False}
+    try:
+        under = {name: [each for p, each in patterns.items() if matches(searched(p), name)] for name in names}
+    except (BadPattern, TypeError):
+        return None
+    if any(under[name] for name in kept):
+        return None  # under the schemas of several keywords
+    added = {name: _all(under[name]) if under[name] else rest for name in names if name not in kept}
+    made = {keyword: value for keyword, value in node.items() if keyword != "patternProperties"}
+    return {**made, "properties": {**kept, **added, **forbidden}, "additionalProperties": False}
+
+
+def _all(schemas: list[Any]) -> Any:
+    return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
 
 def pattern_keys(patterns: dict[str, Any], pointer: str, notes: Notes) -> dict[str, list[Any]] | None:

@@ -21,11 +21,12 @@ _ALONE = ("anyOf", "$ref")
 _MOST_CASES = 64  # of several anyOf that all hold
 
 
-def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False) -> Any:
+def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, apart: bool = False) -> Any:
     """``schema``, of ``mmserve.constraint.compile.references``, whose open values have numbers within ±``LARGEST``.
 
     Where schemas are joined, all of it is joined with a schema that says no more than that. llguidance cannot join two
-    definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open.
+    definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open. So it is,
+    if it can be, where schemas are better kept ``apart``.
 
     With ``exponents``, what says nothing of a number's size stays as it is. Raises ``Refused`` where nothing is left.
     """
@@ -34,11 +35,15 @@ def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False) -
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     root = {name: value for name, value in schema.items() if name != "$defs"} if isinstance(schema, dict) else schema
     recurring = _recurring(definitions)
-    if not recurring and any(_joins(node) for node in _subschemas(schema)):
-        return {"allOf": [root, _REFERENCE], "$defs": {**definitions, _NAME: _ANY}}
+    joined = {"allOf": [root, _REFERENCE], "$defs": {**definitions, _NAME: _ANY}}
+    may_join = not recurring and any(_joins(node) for node in _subschemas(schema))
+    if may_join and not apart:
+        return joined
     narrower = _Narrower({name: each for name, each in definitions.items() if name not in recurring})
     opened = {name: narrower.of(each) for name, each in definitions.items()}
     narrowed = narrower.of(root)
+    if narrower.gave_up and may_join:
+        return joined
     if narrower.gave_up:
         notes.cannot("", "$ref", "a schema that refers to itself joins too many others to bound their numbers")
     if not isinstance(narrowed, dict):

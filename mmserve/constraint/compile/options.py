@@ -33,6 +33,9 @@ def read(kind: JsonSchema) -> tuple[Any, list[str]]:
         places = list(_open_objects(root, "", _joined_references(root), closable=True))
         root, _ = _changed(root, _closed, frozenset(places))
         warnings += _warning("additionalProperties", "is read as false", places)
+    if SchemaOption.ANY_ORDER in kind.options:
+        _, places = _changed(root, _with_members)
+        warnings += _warning("properties", "may come in any order", places)
     return root, warnings
 
 
@@ -107,6 +110,12 @@ def _any_of(node: Schema) -> Schema | None:
 
 def _closed(node: Schema) -> Schema:
     return {**node, "additionalProperties": False}
+
+
+def _with_members(node: Schema) -> Schema | None:
+    """``node`` where it names properties that may come before or after others."""
+    named = node.get("properties")
+    return dict(node) if isinstance(named, dict) and (len(named) > 1 or "additionalProperties" not in node) else None
 
 
 def _open_objects(node: Any, pointer: str, joined: Collection[str], *, closable: bool) -> Iterator[str]:

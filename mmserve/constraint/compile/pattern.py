@@ -11,6 +11,7 @@ Beside ECMAScript's syntax, that of Python and Rust is read where it can mean no
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmserve.constraint.compile import charsets
@@ -66,11 +67,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``item`` from ``low`` to ``high`` times; None = without end."""
+    """``item`` from ``low`` to ``high`` times; None = without end. ``lazy`` is of a lexer's concern alone."""
 
     item: Item
     low: int
     high: int | None
+    lazy: bool = False
 
     __hash__ = _hashed
 
@@ -83,13 +85,13 @@ def whole(pattern: str) -> str:
 
     Raises ``BadPattern``.
     """
-    return _text(matched(pattern))
+    return text_of(matched(pattern))
 
 
 def matched(pattern: str) -> Group:
     """The parts of ``whole``: there are no anchors among them. Raises ``BadPattern``."""
     found = _unanchored(parsed(pattern))
-    _text(found)  # anchors that are left are refused
+    text_of(found)  # anchors that are left are refused
     return found
 
 
@@ -99,7 +101,7 @@ def terminal(pattern: str, flags: str = "") -> Group:
     Raises ``BadPattern``.
     """
     found = parsed(pattern, frozenset(flags))
-    _text(found)
+    text_of(found)
     return found
 
 
@@ -123,8 +125,7 @@ def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
     """The expression's parts. Raises ``BadPattern``."""
     if len(pattern.encode()) > MAX_REGEX_BYTES:
         raise BadPattern(f"must be at most {MAX_REGEX_BYTES} bytes")
-    parser = _Parser(pattern, flags)
-    group = parser.group(0)
+    group = (parser := _Parser(pattern, flags)).group(0)
     if parser.at < len(pattern):
         raise BadPattern(f"unmatched ')' at character {parser.at}")
     if size_of(group) > MAX_REPEAT:
@@ -132,19 +133,21 @@ def parsed(pattern: str, flags: frozenset[str] = frozenset()) -> Group:
     return group
 
 
-def written(expression: str) -> Group:
-    """The parts of an ``expression`` that ``whole``, ``searched`` or ``literal`` gave. Raises ``BadPattern``."""
-    return parsed(expression)
-
-
-def text_of(item: Item) -> str:
-    """The expression that ``item``, which has no anchors, is."""
-    return _text(item)
-
-
 def _unanchored(group: Group) -> Group:
     """``group`` without the anchors at the ends of its alternatives, which every text that is matched whole has."""
-    return Group(tuple(_row(branch) for branch in group.branches))
+    return Group(tuple(_row(each) for branch in group.branches for each in _spread(branch)))
+
+
+def _spread(branch: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
+    """``branch``; several where a group at its end has alternatives with an anchor there: a row for each of them."""
+    for at, sign in ((0, "^"), (len(branch) - 1, "$")):
+        if branch and isinstance(group := branch[at], Group):
+            rows = [row for each in group.branches for row in _spread(each)]
+            if any(row and row[0 if sign == "^" else -1] == Anchor(sign) for row in rows):
+                for row in rows:
+                    yield from _spread((*branch[:at], *row, *branch[at + 1 :]))
+                return
+    yield branch
 
 
 def _row(branch: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -158,7 +161,8 @@ def _row(branch: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def _alternatives(group: Group, *, search: bool) -> str:
-    return "(?:" + "|".join(_branch(branch, search=search) for branch in group.branches) + ")"
+    rows = (each for branch in group.branches for each in _spread(branch))
+    return "(?:" + "|".join(_branch(each, search=search) for each in rows) + ")"
 
 
 def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
@@ -171,18 +175,19 @@ def _branch(branch: tuple[Item, ...], *, search: bool) -> str:
     inner = inner[:-1] if ended else inner
     if started and ended and len(inner) == 1 and isinstance(inner[0], Group):
         return _alternatives(inner[0], search=False)
-    body = "".join(_text(item) for item in inner)
+    body = "".join(text_of(item) for item in inner)
     return f"{'' if started or not search else _ANY}{body}{'' if ended or not search else _ANY}"
 
 
-def _text(item: Item) -> str:
+def text_of(item: Item) -> str:
+    """The expression that ``item`` is. Raises ``BadPattern`` for anchors."""
     match item:
         case Chars(ranges):
             return charsets.text_of(ranges)
         case Group(branches):
-            return "(?:" + "|".join("".join(map(_text, branch)) for branch in branches) + ")"
+            return "(?:" + "|".join("".join(map(text_of, branch)) for branch in branches) + ")"
         case Repeat(inner, low, high):
-            return f"(?:{_text(inner)}){{{low},{'' if high is None else high}}}"
+            return f"(?:{text_of(inner)}){{{low},{'' if high is None else high}}}"
     raise BadPattern("'^' and '$' may stand only at the beginning and at the end of an alternative")
 
 
@@ -276,15 +281,14 @@ class _Parser:
             return item
         if isinstance(item, Anchor):
             raise self._bad("an anchor cannot be repeated")
-        self._take("?")  # lazy: the same language
+        (low, high), lazy = bounds, self._take("?")
         if self._bounds() is not None:
             raise self._bad("a repetition of a repetition needs a group")
-        low, high = bounds
         if max(low, high or 0) > MAX_REPEAT:
             raise self._bad(f"a repeat bound must be at most {MAX_REPEAT}")
         if high is not None and high < low:
             raise self._bad("a repeat's upper bound is below its lower one")
-        return Repeat(item, low, high)
+        return Repeat(item, low, high, lazy)
 
     def _bounds(self) -> tuple[int, int | None] | None:
         if self._take("*"):
@@ -346,10 +350,10 @@ class _Parser:
         if char == "b" and inside:
             return charsets.single(0x08)
         if char == "x":
-            return self._code(2)
+            return self._scalar(self._hex(2))
         if char == "u":
             return self._braced() if self._take("{") else self._utf16()
-        if char in _SYNTAX or not (char.isalnum() or char == "_"):
+        if char in _SYNTAX or not char.isalnum():
             return charsets.single(ord(char))
         raise self._bad(f"'\\{char}' is not supported")
 
@@ -382,14 +386,10 @@ class _Parser:
             raise self._bad("'\\u{' is not closed")
         return self._scalar(code)
 
-    def _code(self, digits: int) -> Ranges:
-        return self._scalar(self._hex(digits))
-
     def _scalar(self, code: int) -> Ranges:
-        found = charsets.single(code) if code <= 0x10FFFF else ()
-        if not found:
+        if code > 0x10FFFF or not charsets.single(code):
             raise self._bad("no character has this code")
-        return found
+        return charsets.single(code)
 
     def _hex(self, digits: int) -> int:
         text = self.text[self.at : self.at + digits]

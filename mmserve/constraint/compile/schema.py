@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.constraint.compile import arrays, objects, one_of, scalars
+from mmserve.constraint.compile import arrays, objects, one_of, scalars, unordered
 from mmserve.constraint.compile.draft import dialect, modern
 from mmserve.constraint.compile.negation import Scope, both, complement, either
 from mmserve.constraint.compile.one_of import Effort
@@ -36,15 +36,21 @@ class Rewritten:
     warnings: tuple[Finding, ...]
 
 
-def rewrite(root: Any, *, strict: bool = True, exponents: bool = False) -> Rewritten:
+def rewrite(
+    root: Any, *, strict: bool = True, exponents: bool = False, apart: bool = False, distinct: bool = False
+) -> Rewritten:
     """The schema that accepts what ``root`` (of ``read_schema``) does, or, with findings in ``loose``, more than that.
 
     Raises ``Refused`` for a schema that is malformed, refers outside of itself, or has no finite value. Unless it is
     ``strict``, a subschema that would be refused is left open, with the reason in ``loose``; the whole must have passed
-    its meta-schema. ``exponents``: whether numbers without bounds may have some, and so be of any size.
+    its meta-schema. ``exponents``: whether numbers without bounds may have some, and so be of any size. ``apart``:
+    whether schemas are better not joined with others. ``distinct``: whether arrays may have the keyword
+    ``unordered.DISTINCT``, which llguidance's schemas have not.
     """
     try:
-        writer = _Rewriter(located(root), obscure(root), strict=strict, exponents=exponents)
+        writer = _Rewriter(
+            located(root), obscure(root), strict=strict, exponents=exponents, apart=apart, distinct=distinct
+        )
     except Refused as refusal:
         if strict:
             raise
@@ -53,8 +59,11 @@ def rewrite(root: Any, *, strict: bool = True, exponents: bool = False) -> Rewri
 
 
 class _Rewriter:
-    def __init__(self, root: Any, barred: frozenset[str], *, strict: bool, exponents: bool) -> None:
+    def __init__(
+        self, root: Any, barred: frozenset[str], *, strict: bool, exponents: bool, apart: bool, distinct: bool
+    ) -> None:
         self._root, self._strict, self._exponents = root, strict, exponents
+        self._apart, self._distinct = apart, distinct
         self._draft = dialect(root)
         self._references = References(root, barred)
         self._notes = Notes()
@@ -69,7 +78,9 @@ class _Rewriter:
         while missing := [(to, name) for to, name in self._references.named() if name not in definitions]:
             for target, name in missing:
                 definitions[name] = self._schema(self._references.at(target), target)
-        schema = with_finite_numbers(without_endless(schema, definitions), self._notes, exponents=self._exponents)
+        schema = without_endless(schema, definitions)
+        apart = self._apart or (self._distinct and unordered.distinct_within(schema))
+        schema = with_finite_numbers(schema, self._notes, exponents=self._exponents, apart=apart)
         return Rewritten(schema, tuple(self._notes.loose), tuple(self._notes.warnings))
 
     def _schema(self, node: Any, pointer: str) -> Any:
@@ -151,12 +162,24 @@ class _Rewriter:
         if rows := arrays.rows(node, self._scope(pointer), pointer, self._notes):
             yield self._if_type("array", node, either([self._schema(row, child(pointer, "contains")) for row in rows]))
         if node.get("uniqueItems") and not arrays.is_trivial(node):
-            values = arrays.all_arrays(node)
-            if values is None:
-                self._notes.cannot(pointer, "uniqueItems", "can be enforced only for few items out of a small enum")
-            else:
-                yield self._if_type("array", node, {"enum": values} if values else False)
+            yield from self._unique(node, part, pointer)
         yield part
+
+    def _unique(self, node: Schema, part: Schema, pointer: str) -> Iterator[Any]:
+        """``uniqueItems``: nothing, all arrays that there are, or items that come once in ``part``."""
+        scope = self._scope(pointer)
+        if arrays.apart(node, scope):
+            return
+        values = arrays.of_items(node, scope)
+        every = None if values is None else arrays.all_arrays(node, values)
+        if every is not None:
+            yield self._if_type("array", node, {"enum": every} if every else False)
+        elif self._distinct and values is not None and len(values) <= unordered.MOST and all(map(writable, values)):
+            part |= {"items": {"enum": values}, unordered.DISTINCT: True}
+            part["maxItems"] = min(part.get("maxItems", len(values)), len(values))
+        else:
+            why = f"can be enforced only where items have few values: at most {unordered.MOST}, or 1000 arrays of them"
+            self._notes.cannot(pointer, "uniqueItems", why)
 
     def _objects(self, node: Schema, pointer: str) -> Iterator[Any]:
         part: Schema = {}

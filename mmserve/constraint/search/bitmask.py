@@ -50,6 +50,14 @@ def ids(words: np.ndarray) -> np.ndarray:
     return (held[:, None] * 32 + np.arange(32))[bits.astype(bool)]
 
 
+def few(words: np.ndarray, most: int) -> np.ndarray | None:
+    """As ``ids``; None where there are more than ``most``, which takes a tenth of the time to find out."""
+    if np.count_nonzero(words) > most:
+        return None
+    found = ids(words)
+    return found if len(found) <= most else None
+
+
 def flags(words: np.ndarray, size: int) -> np.ndarray:
     """Bool ``[size]``: whether each token is in the set."""
     return np.unpackbits(words.view(np.uint8), count=size, bitorder="little").view(bool)

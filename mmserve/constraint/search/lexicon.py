@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmserve.constraint.search import bitmask
+
 #: Texts tried first for a short completion: what closes JSON values, then the shortest values.
 _CLOSERS = ('"', "}", "]", ",", "0", "null", "true", '""', "[]", "{}", "{", "[", ":", "1", "-", ".", "a", " ", "e")
 #: Bytes that numbers consist of.
@@ -21,8 +23,8 @@ class Scalars:
 
     quotes: tuple[int, ...]  # tokens that begin with a quote, the shortest first
     digits: tuple[int, ...]  # single bytes of numbers
-    opening: np.ndarray  # bool [V]: a quote, more after it, and no other quote
-    numeric: np.ndarray  # bool [V]: several bytes of a number and nothing else
+    opening: np.ndarray  # a ``bitmask``: a quote, more after it, and no other quote
+    numeric: np.ndarray  # a ``bitmask``: several bytes of a number and nothing else
     counting: np.ndarray  # bool [V]: tokens that begin with a byte of a number
     behind_strings: tuple[bytes, ...]  # what tokens hold after a quote
     behind_numbers: tuple[bytes, ...]  # what tokens that begin as numbers do hold after the number
@@ -50,8 +52,8 @@ class Scalars:
         return cls(
             tuple(quotes),
             tuple(digits),
-            opening,
-            numeric,
+            bitmask.of(np.flatnonzero(opening).tolist(), len(token_bytes)),
+            bitmask.of(np.flatnonzero(numeric).tolist(), len(token_bytes)),
             counting,
             tuple(sorted(behind_strings)),
             tuple(sorted(behind_numbers)),

@@ -102,24 +102,25 @@ class LookaheadBound:
 
     def _alone(self, state: ParserState) -> Representative:
         """``state`` as its own representative."""
-        tokens = bitmask.ids(state.matcher.mask())
-        if len(tokens) > _WIDE:
-            tokens = self._leading(state, tokens)
-        if len(tokens) > _WIDE:
+        words = state.matcher.mask()
+        tokens = bitmask.few(words, _WIDE)
+        if tokens is None:
+            tokens = bitmask.few(self._leading(state, words), _WIDE)
+        if tokens is None:
             return Representative(state, None, ())
         found = [self._states.after(state, token) for token in tokens.tolist()]
         return Representative(state, None if None in found else _distinct(found), tuple(tokens.tolist()))
 
-    def _leading(self, state: ParserState, tokens: np.ndarray) -> np.ndarray:
-        """``tokens`` but for those that lead into a string or number into which a shorter one does, too."""
+    def _leading(self, state: ParserState, words: np.ndarray) -> np.ndarray:
+        """The set ``words`` but for tokens that lead into a string or number into which a shorter one does, too."""
         of = self._lexicon.scalars
         for scalar, shorter, longer in (
             (Scalar.STRING, of.quotes[:1], of.opening),
             (Scalar.NUMBER, of.digits, of.numeric),
         ):
             if any(self._leads(state, token, scalar) for token in shorter):
-                tokens = tokens[~longer[tokens]]
-        return tokens
+                words = words & ~longer
+        return words
 
     def _leads(self, state: ParserState, token: int, scalar: Scalar) -> bool:
         """Whether ``token`` leads from ``state`` into a ``scalar`` whose states have one representative."""

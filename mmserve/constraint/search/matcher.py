@@ -196,8 +196,12 @@ class GrammarMatcher:
         return bitmask.has(self.mask(), tokens)
 
     def _spelling(self, forced: bytes) -> list[int]:
-        """Tokens that may follow where ``forced`` must: llguidance's mask holds one spelling of it only."""
-        longer = [token for token in self._vocabulary.beginning_with(forced) if self.valid([token])]
+        """Tokens that may follow where ``forced`` must: llguidance's mask holds one spelling of it only.
+
+        A vocabulary has thousands of tokens that begin with a letter, and what may follow is mostly a sign or two.
+        """
+        begun = self._vocabulary.beginning_with(forced, lambda tokens: self.valid(tokens) == len(tokens))
+        longer = [token for token in begun if self.valid([token])]
         return self._vocabulary.within(forced) + longer
 
     def forced(self) -> bytes:

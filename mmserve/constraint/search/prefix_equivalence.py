@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from mmserve.constraint.compile.derivatives import Automaton
+from mmserve.constraint.compile.unordered import DISTINCT
 from mmserve.constraint.search.scalar_equivalence import OVER, Conditions, Numbers, Strings, character, nodes
 
 _EXPRESSION = re.compile(r"start: TEXT\nTEXT: /(.*)/\n")
@@ -85,10 +86,9 @@ def prefix_classes(grammar: str) -> PrefixClasses:
         return DistinctTexts()
     try:
         part = json.loads(grammar)["grammars"][0]
-        if "json_schema" in part and "whitespace_pattern" in part["json_schema"].get("x-guidance", {}):
-            return DistinctTexts()
-        if "json_schema" in part:
-            return Documents(part["json_schema"])
+        schema = part.get("json_schema", part.get("documents"))
+        if schema is not None:
+            return DistinctTexts() if "whitespace_pattern" in schema.get("x-guidance", {}) else Documents(schema)
         if found := _EXPRESSION.fullmatch(part["lark_grammar"]):
             return Matches(found[1])
     except (ValueError, KeyError, TypeError):  # a user's own grammar
@@ -160,7 +160,9 @@ class Documents:
         conditions = Conditions.of(schema)
         self._strings, self._numbers = Strings(conditions), Numbers(conditions)
         # A value that is over is of no more interest, unless it tells which of several schemas is the one.
-        self._telling = any("anyOf" in node or _nested(node.get("enum")) for node in nodes(schema))
+        self._telling = any(
+            "anyOf" in node or node.get(DISTINCT) or _nested(node.get("enum")) for node in nodes(schema)
+        )
         self._places, self._opened, self._histories, self._literals = (_Numbered() for _ in range(4))
         self._start = self._places.of((self._open(-1, 0), _BETWEEN, 0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,10 @@ _SLICES = (
     *(rf"{_PLAIN}{{1,{longest}}}" for longest in (4, 8, 12, 16, 20, LONGEST)),
     rf"{_PLAIN}+",
 )
+
+
+#: Tokens that are asked for one by one: to ask for their next bytes first takes longer.
+_MANY = 16
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,26 @@ class Vocabulary:
         ends = range(1, min(len(text) + whole, LONGEST + 1))
         return [token for end in ends for token in self._ids.get(text[:end], ())]
 
-    def beginning_with(self, text: bytes) -> list[int]:
-        """Tokens that begin with ``text``."""
-        at, found = bisect_left(self._sorted, text), list[int]()
-        while at < len(self._sorted) and self._sorted[at].startswith(text):
-            found += self._ids[self._sorted[at]]
-            at += 1
+    def beginning_with(self, text: bytes, follows: Callable[[list[int]], bool]) -> list[int]:
+        """Tokens that begin with ``text``, of those for whose next byte ``follows`` says yes.
+
+        It is asked once a byte, of tokens of one byte each that spell ``text`` and that byte; where there are no such
+        tokens, or few that begin with ``text``, the answer counts as yes.
+        """
+        at, found, size = bisect_left(self._sorted, text), list[int](), len(text)
+        end = bisect_left(self._sorted, text + b"\xff" * LONGEST)
+        known, wanted = -1, True
+        many = end - at > _MANY
+        while at < end:
+            spelled = self._sorted[at]
+            if many and len(spelled) > size and spelled[size] != known:
+                known, single = spelled[size], [self._ids.get(spelled[i : i + 1], [])[:1] for i in range(size + 1)]
+                wanted = not all(single) or follows([token for tokens in single for token in tokens])
+            if len(spelled) == size or wanted:
+                found += self._ids[spelled]
+                at += 1
+            else:  # no token with that byte there
+                at = bisect_left(self._sorted, spelled[: size + 1] + b"\xff" * LONGEST)
         return found
 
 

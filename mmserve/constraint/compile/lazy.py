@@ -1,0 +1,231 @@
+"""Lazy repetitions in terminals, as expressions without them: a lexer's token ends where such a one first can.
+
+What a whole text matches is the same, lazy or not. But a lexer takes the first end of ``/".*?"/`` that there is, so
+that no token is ``"a"b"``: the words of an expression of which no beginning is another one. They are its automaton
+without the ways out of states that end. Where a token's end would depend on the text after it, the terminal is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mmserve.constraint.compile.derivatives import DEAD, Automaton, as_expression, edges
+from mmserve.constraint.compile.pattern import BadPattern, Chars, Group, Item, Repeat, parsed, text_of
+from mmserve.constraint.compile.syntax import (
+    Both,
+    Definition,
+    Either,
+    Matching,
+    Node,
+    Not,
+    Row,
+    Syntax,
+    Times,
+    item_of,
+    parts_of,
+    refs_of,
+)
+from mmserve.constraint.findings import Refused
+
+
+def settled(syntax: Syntax, kind: str) -> Syntax:
+    """``syntax``, whose names are all defined, without lazy repetitions. Raises ``Refused`` with the line."""
+    lazy = _lazy_names(syntax)
+    if not lazy and not any(_is_lazy(each.node) for each in syntax.rules.values()):
+        return syntax
+    used = {ref.name for each in syntax.rules.values() for ref in refs_of(each.node)}
+    used |= {ref.name for node in syntax.skipped for ref in refs_of(node)}
+    terminals = {
+        name: Definition(_token(name, syntax, kind), each.line) if name in lazy & used else each
+        for name, each in syntax.terminals.items()
+    }
+    rules = {
+        name: replace(each, node=_in_rule(each.node, name, each.line, kind)) for name, each in syntax.rules.items()
+    }
+    return replace(syntax, rules=rules, terminals=terminals)
+
+
+def _lazy_names(syntax: Syntax) -> set[str]:
+    """The terminals that have lazy repetitions, or refer to one that has."""
+    found = {name for name, each in syntax.terminals.items() if _is_lazy(each.node)}
+    while more := {
+        name
+        for name, each in syntax.terminals.items()
+        if name not in found and any(ref.name in found for ref in refs_of(each.node))
+    }:
+        found |= more
+    return found
+
+
+def _is_lazy(node: Node) -> bool:
+    if isinstance(node, Matching):
+        return _repeats_lazily(node.item)
+    return any(map(_is_lazy, parts_of(node)))
+
+
+def _repeats_lazily(item: Item) -> bool:
+    match item:
+        case Group(branches):
+            return any(_repeats_lazily(inner) for branch in branches for inner in branch)
+        case Repeat(inner, _low, _high, lazy):
+            return lazy or _repeats_lazily(inner)
+    return False
+
+
+def _token(name: str, syntax: Syntax, kind: str) -> Node:
+    """The terminal ``name`` as one expression, with all that it refers to."""
+    line = syntax.terminals[name].line
+    known: dict[str, Item] = {}
+    try:
+        return Matching(_first_ends(_whole(name, syntax, known)))
+    except BadPattern as error:
+        raise _refused(name, line, kind, str(error)) from error
+    except ValueError as error:
+        raise _refused(name, line, kind, "a lazy repetition cannot be in a terminal with '&' or '~'") from error
+
+
+def _whole(name: str, syntax: Syntax, known: dict[str, Item]) -> Item:
+    if name not in known:
+        node = syntax.terminals[name].node
+        for ref in refs_of(node):
+            _whole(ref.name, syntax, known)
+        known[name] = item_of(node, known)
+    return known[name]
+
+
+def _in_rule(node: Node, name: str, line: int, kind: str) -> Node:
+    """``node`` of a rule: each expression in it is a token of its own."""
+
+    def within(part: Node) -> Node:
+        return _in_rule(part, name, line, kind)
+
+    match node:
+        case Matching(item) if _repeats_lazily(item):
+            try:
+                return Matching(_first_ends(item))
+            except BadPattern as error:
+                raise _refused(name, line, kind, str(error)) from error
+        case Row(parts):
+            return Row(tuple(map(within, parts)))
+        case Either(options):
+            return Either(tuple(map(within, options)))
+        case Times(part, low, high):
+            return Times(within(part), low, high)
+        case Both(parts):
+            return Both(tuple(map(within, parts)))
+        case Not(part):
+            return Not(within(part))
+    return node
+
+
+def _refused(name: str, line: int, kind: str, reason: str) -> Refused:
+    return Refused.at(f"/{line}", kind, f"line {line}, {name!r}: {reason}")
+
+
+def _first_ends(item: Item) -> Item:
+    """``item``, a whole token, without lazy repetitions. Raises ``BadPattern``."""
+    branches = item.branches if isinstance(item, Group) else ((item,),)
+    rows = tuple(_row(_flat(branch)) for branch in branches)
+    if any(_repeats_lazily(part) for branch in branches for part in branch) and () in rows:
+        raise BadPattern("a lazy repetition with nothing after it matches the empty text; say what ends it")
+    return Group(rows)
+
+
+def _flat(row: tuple[Item, ...]) -> tuple[Item, ...]:
+    """``row`` with the parts of groups that have one alternative in their place."""
+    found: list[Item] = []
+    for item in row:
+        if isinstance(item, Group) and len(item.branches) == 1:
+            found += _flat(item.branches[0])
+        else:
+            found.append(item)
+    return tuple(found)
+
+
+def _row(row: tuple[Item, ...]) -> tuple[Item, ...]:
+    """One part after another without lazy repetitions."""
+    for at, item in enumerate(row):
+        if isinstance(item, Repeat) and item.lazy:
+            before = tuple(_inner(each) for each in row[:at])
+            return (*before, *_repeated(item, row[at + 1 :]))
+    return tuple(_inner(each) for each in row)
+
+
+def _inner(item: Item) -> Item:
+    """A part that is no lazy repetition, without any in it: they end within it, whatever follows."""
+    if not _repeats_lazily(item):
+        return item
+    if isinstance(item, Repeat):
+        return replace(item, item=_inner(item.item))
+    assert isinstance(item, Group)
+    for branch in item.branches:
+        last = _flat(branch)[-1:]
+        if last and isinstance(last[0], Repeat) and last[0].lazy:
+            raise BadPattern("a lazy repetition at the end of a group is ended by what follows the group; say it in it")
+    return Group(tuple(_row(_flat(branch)) for branch in item.branches))
+
+
+def _repeated(item: Repeat, rest: tuple[Item, ...]) -> tuple[Item, ...]:
+    """The lazy ``item`` and the ``rest`` of its row."""
+    plain = Repeat(_inner(item.item), item.low, item.high)
+    if not rest:  # it is repeated no more often than it must be
+        return (Repeat(plain.item, item.low, item.low),) if item.low else ()
+    if isinstance(rest[0], Repeat) and rest[0].lazy:
+        raise BadPattern("a lazy repetition right after another one is not supported")
+    rest = tuple(part for each in rest for part in _unrolled(each))
+    ends = 0
+    while ends < len(rest) and _is_fixed(rest[ends]):
+        ends += 1
+    if ends and isinstance(_bare(plain.item), Chars):
+        return (_shortest((plain, *rest[:ends])), *_row(rest[ends:]))
+    stop = next((i for i, each in enumerate(rest) if _repeats_lazily(each)), len(rest))
+    whole = (plain, *rest[:stop])
+    if not _prefix_free(whole):
+        raise BadPattern(
+            "a lazy repetition is supported of single characters before a text of a fixed length, and where no end can "
+            "come too early"
+        )
+    return (*whole, *_row(rest[stop:]))
+
+
+def _unrolled(item: Item) -> tuple[Item, ...]:
+    """``item``, what it must be repeated apart from what it may be."""
+    if not isinstance(item, Repeat) or item.lazy or not item.low or item.low == item.high:
+        return (item,)
+    high = None if item.high is None else item.high - item.low
+    return Repeat(item.item, item.low, item.low), Repeat(item.item, 0, high)
+
+
+def _bare(item: Item) -> Item:
+    """``item`` out of the groups around it."""
+    while isinstance(item, Group) and len(item.branches) == 1 and len(item.branches[0]) == 1:
+        item = item.branches[0][0]
+    return item
+
+
+def _is_fixed(item: Item) -> bool:
+    """Whether ``item`` matches so many characters and no others."""
+    if isinstance(item, Repeat):
+        return item.low == item.high and isinstance(_bare(item.item), Chars)
+    return isinstance(_bare(item), Chars)
+
+
+def _shortest(row: tuple[Item, ...]) -> Item:
+    """The texts that ``row`` matches, and no beginning of which it does."""
+    automaton = Automaton(text_of(Group((row,))))
+    found = edges(automaton)
+    if found is None:
+        raise BadPattern("a lazy repetition has too many ways to its end")
+    kept = {pair: ranges for pair, ranges in found.items() if DEAD not in pair and not automaton.ends(pair[0])}
+    states = {state for pair in kept for state in pair}
+    expression = as_expression(kept, {state for state in states if automaton.ends(state)})
+    if expression is None:
+        raise BadPattern("a lazy repetition has too many ways to its end")
+    return parsed(expression)
+
+
+def _prefix_free(row: tuple[Item, ...]) -> bool:
+    """Whether no text that ``row`` matches is the beginning of another one."""
+    automaton = Automaton(text_of(Group((row,))))
+    found = edges(automaton)
+    return found is not None and all(target == DEAD for source, target in found if automaton.ends(source))

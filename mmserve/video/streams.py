@@ -125,7 +125,7 @@ class EngineStreams:
             stages = self._engine.stages
             model = streaming_model(stages.model)
             appends = model.spec.causal and not no_reuse(model, reads_pages=stages.capabilities.reads_pages)
-            floor = stages.decoder.floor
+            floor = stages.decoder.parts.runner.floor
             self._made = Streaming(model, floor, appends, stages.capabilities.max_tokens, header_of(model))
         return self._made
 

@@ -85,7 +85,8 @@ class _Chosen:
     schema_options: tuple[str, ...] = value(
         None,
         meaning="with a schema, how it is read: unknown_formats have no effect, one_of_as_any_of, closed_objects have "
-        "declared properties only; and how answers are written: with white_space, with exponents of numbers, with members in any_order",
+        "declared properties only; and how answers are written: with white_space, with exponents of numbers, with "
+        "members in any_order",
         said="none",
     )
     constraint_sampling: str = value(

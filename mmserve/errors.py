@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from dataclasses import dataclass
+from typing import Self
 
 
 class MMServeError(Exception):
@@ -39,9 +40,15 @@ class InvalidArgument(MMServeError):
         self.violations = violations
 
     @classmethod
-    def of(cls, field: str, description: str) -> InvalidArgument:
+    def of(cls, field: str, description: str) -> Self:
         """An error with one violation."""
         return cls(FieldViolation(field, description))
+
+
+class DoesNotFit(InvalidArgument):
+    """Prompt and answer together are too long; an answer of ``room`` tokens would fit (0 = none would)."""
+
+    room = 0
 
 
 class Unauthenticated(MMServeError):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mmserve.core.request import Request
-from mmserve.errors import InvalidArgument
+from mmserve.errors import DoesNotFit
 
 
 def check_length(request: Request, prompt: int, limit: int, *, pruned: bool = False) -> None:
-    """``InvalidArgument`` where a ``prompt`` of so many positions, and the answer, are more than ``limit``.
+    """``DoesNotFit`` where a ``prompt`` of so many positions, and the answer, are more than ``limit``.
 
     ``pruned``: whether fewer are left of them.
     """
@@ -15,8 +15,10 @@ def check_length(request: Request, prompt: int, limit: int, *, pruned: bool = Fa
     if prompt + new > limit:
         field = "sampling.max_new_tokens" if prompt < limit else "messages"
         before = " (before pruning)" if pruned else ""
-        raise InvalidArgument.of(
+        error = DoesNotFit.of(
             field,
             f"a prompt of {prompt} tokens{before} and {new} new ones exceed the limit of {limit}; "
             "shorten the prompt or lower max_new_tokens",
         )
+        error.room = max(0, limit - prompt)
+        raise error

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from mmserve.core.events import Admitted, Event, Finished
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, Internal, MMServeError
+from mmserve.errors import Cancelled, DoesNotFit, Internal, MMServeError
 from mmserve.http.api import Api
 from mmserve.http.body import Bodies
 from mmserve.http.chat import Chat
@@ -128,15 +129,26 @@ class App:
         return answer
 
     async def _events(self, message: pb.GenerateRequest, tenant: Tenant, held: ExitStack) -> AsyncGenerator[Event]:
-        """Events of the request after its admission, the first once there is an answer to begin."""
+        """Events of the request after its admission, the first once there is an answer to begin.
+
+        Its number of new tokens is the most that the client takes: where fewer fit after the prompt, it is that many.
+        """
         own, label = uuid.uuid4().hex, calls.current().request_id
         with logged(own, label), self._server.generations.watch() as watch:
             engine, request = self._server.generations.accepted(own, message, tenant, None, held, watch)
             logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
-            async with aclosing(answered(engine, request, watch)) as events:
-                async for event in events:
-                    if not isinstance(event, Admitted):
-                        yield event
+            while True:
+                try:
+                    async with aclosing(answered(engine, request, watch)) as events:
+                        async for event in events:
+                            if not isinstance(event, Admitted):
+                                yield event
+                    return
+                except DoesNotFit as error:  # before any event
+                    if not 0 < error.room < request.sampling.max_new_tokens:
+                        raise
+                    fitting = replace(request.sampling, max_new_tokens=error.room)
+                    request = replace(request, id=uuid.uuid4().hex, sampling=fitting)
 
 
 #: Proxies pass events on as they come.

@@ -284,7 +284,7 @@ def test_a_client_that_leaves_cancels(
             body = json.dumps({"model": "reference", "messages": HELLO, "stream": stream}).encode()
             connection.sendall(head(f"content-length: {len(body)}") + body)
             wait_for("the request to reach decode", lambda: gates.decode.waiting)
-        wait_for("the request to be aborted", served.doomed)
+        wait_for("the request to be aborted", served.aborted)
         gates.open()
     wait_for("an empty engine", lambda: served.engine.stats() == EMPTY)
 

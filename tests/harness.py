@@ -117,6 +117,7 @@ class Bench:
         watch: bool = True,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
         cache: EncoderCache | None = None,
+        media: MediaConfig | None = None,
         **config: Any,
     ) -> None:
         rows = {"prefill_tokens": 2048, "decode_tokens": 4096}  # enough for all to share a batch
@@ -128,7 +129,7 @@ class Bench:
             **rows,
             **config,
         }
-        self.engine = Engine(model, resolve(EngineConfig(**settings)), MediaConfig(), schedulers, cache)
+        self.engine = Engine(model, resolve(EngineConfig(**settings)), media or MediaConfig(), schedulers, cache)
         self.gates: list[Gate] = []
         self.batches: list[list[str]] = []  # request ids of each decode batch
         self.canvases: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # tokens and committed_at after the latest step

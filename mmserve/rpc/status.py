@@ -45,7 +45,7 @@ async def errors_to_status(context: Any, method: str) -> AsyncIterator[None]:
             await abort(context, Internal.logged(error, method, logger))
         await abort(context, error)
     except Exception as error:  # the boundary: logged with its traceback, sent as INTERNAL
-        if context.cancelled():
+        if context.cancelled() or isinstance(error, grpc.aio.InternalError):  # the latter: gRPC knows first
             logger.debug("%s ended after its client had gone: %r", method, error)
             raise asyncio.CancelledError from error
         await abort(context, Internal.logged(error, method, logger))

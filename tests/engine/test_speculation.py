@@ -143,5 +143,5 @@ def test_a_penalty_on_what_stands_there_is_refused_where_that_is_judged(model: L
     "numbers", [{"length": 0}, {"length": 65}, {"shortest": 0}, {"shortest": 5, "longest": 4}, {"longest": 17}]
 )
 def test_numbers_that_make_no_sense_are_refused(numbers: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="shortest"):
+    with pytest.raises(ValueError, match="|".join(numbers)):
         Ngram(**numbers)

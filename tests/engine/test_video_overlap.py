@@ -30,7 +30,8 @@ from mmserve.models.base import Attention, LoadedModel
 FRAMES, ROWS = 60, 32  # of the clip, and of a chunk of prefill
 FILE = clip(frames=FRAMES, rate=10, gop=10)
 #: The same file with a part of its pictures, in the middle, lost.
-DAMAGED = FILE[: len(FILE) // 2] + bytes(len(FILE) // 8) + FILE[len(FILE) // 2 + len(FILE) // 8 :]
+#: Damaged after more frames than may wait for the tower, so that some are seen before the damage is met.
+DAMAGED = FILE[: len(FILE) * 12 // 16] + bytes(len(FILE) // 16) + FILE[len(FILE) * 12 // 16 + len(FILE) // 16 :]
 EVERY = VideoSampling(fps=10)
 
 
@@ -177,7 +178,7 @@ def test_what_is_not_wanted_any_more_ends_between_two_chunks(how: str, causal: L
 def test_a_file_that_is_damaged_in_the_middle_leaves_nothing(
     causal: LoadedModel, monkeypatch: pytest.MonkeyPatch, whole: Callable[[], None]
 ) -> None:
-    b = bench_of(causal)
+    b = bench_of(causal, media=MediaConfig(decode_threads=1))  # another would meet the damage before a frame is used
     try:
         hold = Hold(monkeypatch, 8)
         [call] = b.submit(watching("v", DAMAGED))

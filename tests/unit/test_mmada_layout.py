@@ -154,7 +154,7 @@ def test_pictures_too_long(tmp_path: Path, squares: tuple[int, int]) -> None:
         ({"num_new_special_tokens": 10}, "num_new_special_tokens = 10 is not supported"),
         ({"num_vq_tokens": 15}, "num_vq_tokens = 15 is no square"),
         ({"codebook_size": 16}, "codebook_size = 16, but magvitv2 has 5 bits"),
-        ({"codebook_size": 64}, "64 codes behind .* tokens of text need .* embeddings; there are"),
+        ({"codebook_size": 64}, "64 codes after .* tokens of text need .* embeddings; there are"),
     ],
 )
 def test_configurations_that_cannot_be_served(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

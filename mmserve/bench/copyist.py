@@ -72,7 +72,7 @@ def observed(session: Session, canvas: Canvas, top: TopK) -> Candidates:
 
 
 def blank(session: Session, block: int) -> Canvas:
-    """A canvas for all of the session's answer, every position masked, behind a prompt of one token."""
+    """A canvas for all of the session's answer, every position masked, after a prompt of one token."""
     size, vocabulary = len(session.answer.witness.tokens), len(session.answer.lexicon.spelled)
     return Canvas.create(np.zeros(1), new_tokens=size, block_length=block, mask_id=vocabulary)
 

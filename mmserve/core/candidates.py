@@ -40,7 +40,7 @@ class Candidates:
         return made
 
     def and_then(self, other: Candidates) -> Candidates:
-        """These and, behind them, ``other``."""
+        """These and, after them, ``other``."""
         return Candidates(
             np.concatenate([self.positions, other.positions]),
             np.concatenate([self.tokens, other.tokens]),

@@ -117,7 +117,7 @@ def value_changes(
 
 
 def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
-    """Lengths of the prompts where they do not see what stands behind them."""
+    """Lengths of the prompts where they do not see what stands after them."""
     return [c.prompt_length for c in canvases] if model.spec.attention is Attention.PREFIX else None
 
 

@@ -140,7 +140,7 @@ def _edits(scheduler: Any) -> bool:
 
 
 def _try(scheduler: Any, **mask: int | None) -> bool:
-    """Whether a first step leaves something behind in ``scheduler``; ``ConfigError`` if it is no step over tokens."""
+    """Whether a first step changes the state of ``scheduler``; ``ConfigError`` if it is no step over tokens."""
     scheduler.set_timesteps(2)
     before = pickle.dumps(vars(scheduler))
     sample = torch.zeros(1, _TRIED_LENGTH, dtype=torch.long)

@@ -125,7 +125,7 @@ class QuantizedStore(KVStore):
     ) -> None:
         """Choose the salient tokens of the pages that are ``written``: among the fresh ones and those kept so far.
 
-        What an earlier owner of a page left behind the positions that hold keys now is none of them.
+        What an earlier owner of a page left after the positions that hold keys now is none of them.
         """
         pages, filled = written
         which, place = torch.searchsorted(pages, slots // self.page_size), slots % self.page_size

@@ -41,7 +41,7 @@ def attention_scores(q_THK: Tensor, k_PSGK: Tensor, ragged: Ragged, *, lse_TH: T
 
 
 def _keys(k_PSGK: Tensor, pages: Tensor, first: int | None) -> Tensor:
-    """Keys ``[positions, G, K]`` of ``pages``: where they are, if those lie one behind another from ``first`` on."""
+    """Keys ``[positions, G, K]`` of ``pages``: where they are, if those lie one after another from ``first`` on."""
     there = k_PSGK.index_select(0, pages) if first is None else k_PSGK.narrow(0, first, len(pages))
     return there.flatten(0, 1)
 

@@ -1,7 +1,7 @@
 """How an op is measured: first whether it is right, then how long it takes, beside others on the same inputs.
 
 Rounds run the op and everything beside it one after another, so that noise falls on all alike. On a GPU the time is the
-device's own, behind an emptied cache and with all launches queued before it begins, as in a recorded decode step; on a
+device's own, after an emptied cache and with all launches queued before it begins, as in a recorded decode step; on a
 CPU it is processor time of one thread.
 """
 

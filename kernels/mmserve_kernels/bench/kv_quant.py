@@ -32,7 +32,7 @@ def _case(pages: int, kind: str, per: str, device: torch.device, dtype: torch.dt
             assert_near(made, x, dtype)
             return
         off = (dequantize(made) - x.float()).abs()
-        # Half a step; of fp8's three bits behind the first, a sixteenth of the value or half its smallest step.
+        # Half a step; of fp8's three bits after the first, a sixteenth of the value or half its smallest step.
         most = x.float().abs() / 16 + made.scale / 256 if made.low is None else made.scale * 0.501
         assert bool((off <= most).all()), f"off by {float((off - most).max()):.3g} more than a step allows"
 

@@ -127,7 +127,7 @@ class Requests:
 
 @dataclass(frozen=True, eq=False)
 class FlexAttention:
-    """FlexAttention over requests laid one behind another, with a block mask that keeps them apart, or over chosen
+    """FlexAttention over requests laid one after another, with a block mask that keeps them apart, or over chosen
     blocks of one."""
 
     q_1HTK: Tensor

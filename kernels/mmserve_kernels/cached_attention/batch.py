@@ -32,7 +32,7 @@ class Ragged:
 
     @cached_property
     def runs(self) -> tuple[int | None, ...]:
-        """First page of each request whose pages lie one behind another in a CPU's memory; None of others."""
+        """First page of each request whose pages lie one after another in a CPU's memory; None of others."""
         if self.slots.device.type != "cpu":
             return (None,) * len(self.page_tables)
         return tuple(_first_of_run(table.numpy()) for table in self.page_tables)

@@ -43,7 +43,7 @@ def cached_attention(
 
     Each request is computed by itself, so its result does not depend on who else is in the batch. On a CPU, a row's
     bits do not depend either on which of its request's rows are run with it, if there are ``FLOOR`` of them (times the
-    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one behind another are
+    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one after another are
     read where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp
     of each row's scaled scores. Rows that see nothing are zeros. Over a ``FixedBatch`` nothing is asked of the device:
     such a call can be recorded and run again.
@@ -239,7 +239,7 @@ def _masks(ragged: Ragged, limits: Tensor, like: Tensor) -> Callable[[Piece, int
 
 
 def _gathered(source: Tensor | QuantizedPages, pages: Tensor, length: int, first: int | None = None) -> Tensor:
-    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order; ``first``: they lie one behind another."""
+    """Keys or values ``[1, G, length, K]`` of ``pages``, in their order; ``first``: they lie one after another."""
     if isinstance(source, QuantizedPages):
         found = dequantize(source.select(pages) if first is None else source.narrow(first, len(pages)))
     else:

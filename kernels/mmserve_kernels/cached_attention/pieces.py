@@ -15,7 +15,7 @@ ALL, LOOKED_UP = -1, -2
 
 
 class Piece(NamedTuple):
-    """``rows`` of one request, one behind another, over its first ``width`` positions.
+    """``rows`` of one request, one after another, over its first ``width`` positions.
 
     ``sight``: how many positions the first row sees, where each of the others sees one more than the row before it;
     else ``ALL`` or ``LOOKED_UP``.
@@ -73,7 +73,7 @@ def _sight(limits: np.ndarray, width: int) -> int:
 
 def triangle(of: Sequence[Piece]) -> tuple[int, int, int]:
     """Size of the mask whose views are those of all pieces with a ``sight``: rows, positions that all rows see, and
-    columns behind those. No rows: there is no such piece."""
+    columns after those. No rows: there is no such piece."""
     own = [piece for piece in of if piece.sight >= 0]
     if not own:
         return 0, 0, 0

@@ -17,7 +17,7 @@ from mmserve_kernels.kv_quant.pages import LEVELS, QuantizedPages, checked
 def kv_quant(x_PSGK: Tensor, filled_P: Tensor, *, kind: str, per: str) -> QuantizedPages:
     """Pages in 8 or 4 bits: ``kind`` ``int8``, ``int4`` or ``fp8``, one range ``per`` ``channel`` or ``token``.
 
-    Only the first ``filled_P`` (int64) positions of each page count; what lies behind them is never read. int8 and int4
+    Only the first ``filled_P`` (int64) positions of each page count; what lies after them is never read. int8 and int4
     span from the smallest to the largest value, an error of at most half a step; fp8 spans to the largest absolute one.
     ``ValueError`` for another kind or ``per``, and for int4 of an odd head size.
     """

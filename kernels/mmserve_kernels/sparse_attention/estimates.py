@@ -193,7 +193,7 @@ def _bounds(x_RHK: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_group(q_RHK: Tensor, groups: int) -> Tensor:
-    """fp32 ``[G, R · U, K]``, a row's query heads one behind another."""
+    """fp32 ``[G, R · U, K]``, a row's query heads one after another."""
     return q_RHK.float().unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2)
 
 

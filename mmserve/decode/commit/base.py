@@ -45,9 +45,9 @@ class LogitsObserver(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a companion says of ``n`` drafted tokens that stand one behind another from the first masked position on.
+    """What a companion says of ``n`` drafted tokens that stand one after another from the first masked position on.
 
-    ``own`` is its own choice at each of their positions and, if the block has one, at the position behind them, each
+    ``own`` is its own choice at each of their positions and, if the block has one, at the position after them, each
     given the draft left of it.
     """
 

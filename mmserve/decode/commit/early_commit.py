@@ -37,12 +37,12 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
 
     ``answer_start`` and ``answer_length`` name the answer's positions, counted from the first generated one; then
     everything masked is committed. With a length of 0 the answer is the current block, and the block is committed.
-    With ``answer_after``, the answer's positions are the ``answer_length`` behind the first token by which final tokens
-    of the answer, next to one another, spell that text; with a length of 0, those of the current block behind it. Until
+    With ``answer_after``, the answer's positions are the ``answer_length`` after the first token by which final tokens
+    of the answer, next to one another, spell that text; with a length of 0, those of the current block after it. Until
     it is found ``base`` goes on. ``spell``: what a row of tokens (int64 ``[n]``) reads.
     The mean is over the answer's positions whose logits the pass has, all masked ones among them; an answer that is
     final is sure only if their gaps are, and one that stood there before the first pass never is.
-    ``ends``: tokens that end an answer; nothing behind the first of them in it, final or proposed, counts.
+    ``ends``: tokens that end an answer; nothing after the first of them in it, final or proposed, counts.
     ``mistakes``: where above 0, it is sure instead when no more of the masked positions than that are expected to be
     wrong, at any time: a gap g between two candidates makes the other right with probability 1 / (1 + e^g).
     ``steps``: denoising steps for the whole canvas, of which the progress is a share; 0 = one token a step.
@@ -119,7 +119,7 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         return float((second / (1 + second)).sum())
 
     def _region(self, canvas: Canvas) -> tuple[int, int]:
-        """First position of the answer, and the first behind it."""
+        """First position of the answer, and the first after it."""
         start = self._found(canvas) if self.answer_after else canvas.prompt_length + self.answer_start
         if not self.answer_length:
             return max(start if self.answer_after else 0, canvas.block_start), canvas.block_end
@@ -127,14 +127,14 @@ class EarlyCommit(numbers.EarlyCommit, Undrafted):
         return start, min(start + self.answer_length, canvas.size)
 
     def _ended(self, canvas: Canvas, candidates: Candidates, start: int, end: int) -> int:
-        """The first position behind an end of text among those from ``start`` on, at most ``end``."""
+        """The first position after an end of text among those from ``start`` on, at most ``end``."""
         tokens = canvas.tokens.copy()
         tokens[candidates.positions] = candidates.tokens
         over = np.flatnonzero(np.isin(tokens[start:end], list(self.ends)))
         return start + int(over[0]) + 1 if len(over) else end
 
     def _found(self, canvas: Canvas) -> int:
-        """First position behind ``answer_after``, ``canvas.size`` where it is not found."""
+        """First position after ``answer_after``, ``canvas.size`` where it is not found."""
         final = canvas.committed_at[canvas.prompt_length :] != MASKED
         edges = np.flatnonzero(np.diff(np.concatenate([[False], final, [False]]))) + canvas.prompt_length
         for start, end in edges.reshape(-1, 2).tolist():

@@ -24,7 +24,7 @@ class Edit(numbers.Edit, Undrafted):
 
     @property
     def whole_canvas(self) -> bool:
-        """Never: blocks behind the current one are final."""
+        """Never: blocks after the current one are final."""
         return False
 
     @property

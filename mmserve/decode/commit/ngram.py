@@ -20,7 +20,7 @@ from mmserve.decode.commit.base import Candidates, Undrafted
 
 @dataclass(frozen=True)
 class Ngram(numbers.Ngram, Undrafted):
-    """Look up the last ``longest`` tokens, or as few as ``shortest``, and draft the ``length`` tokens behind them."""
+    """Look up the last ``longest`` tokens, or as few as ``shortest``, and draft the ``length`` tokens after them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +34,7 @@ class Ngram(numbers.Ngram, Undrafted):
 
     def draft(self, canvas: Canvas) -> np.ndarray:
         known = canvas.tokens[: canvas.known()]
-        most = min(self.length, canvas.size - len(known) - 1)  # behind the last drafted token stands one more
+        most = min(self.length, canvas.size - len(known) - 1)  # after the last drafted token stands one more
         for size in range(min(self.longest, len(known) - 1), self.shortest - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(known[:-1], size)
             found = np.flatnonzero((windows == known[-size:]).all(1))

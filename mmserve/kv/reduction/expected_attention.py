@@ -46,7 +46,7 @@ class ExpectedAttention(numbers.ExpectedAttention, Checked):
         return best(F.pad(expected_GL, (self.sinks, 0), value=torch.inf), count)
 
     def _expected(self, view: LayerView) -> Tensor:
-        """The share of attention of each position behind the sinks, mean over the heads of a group."""
+        """The share of attention of each position after the sinks, mean over the heads of a group."""
         assert view.query_mean_HK is not None and view.query_covariance_HKK is not None
         cos, sin = view.ahead(self.future)
         mean_HK = rotate(view.query_mean_HK, cos, sin)

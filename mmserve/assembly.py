@@ -14,25 +14,26 @@ import torch
 
 from mmserve.config import Config, resolve
 from mmserve.decode.schedulers import load_schedulers
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool
 from mmserve.engine import Engine
 from mmserve.http import attach
 from mmserve.models.names import served_names
 from mmserve.models.registry import load_model
+from mmserve.needs import fitted
 from mmserve.rpc.server import Server
+from mmserve.tiers.caches import Caches
 
 logger = logging.getLogger("mmserve")
 
 
-def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[Engine]:
+def load_engines(config: Config, cache: Caches | None = None) -> Iterator[Engine]:
     """Load one model after another; each comes with its engine, not yet started.
 
     ``cache``: that of engines loaded before, of the same server. Raises ``ConfigError`` where a checkpoint is wrong.
     """
     schedulers = load_schedulers(config.schedulers)
     torch.set_num_threads(resolve(config.engine).torch_threads)
-    cache, decoders = cache or EncoderCache.of(config.encoder_cache), DecodePool(config.media)
+    cache, decoders = cache or Caches.of(config.encoder_cache, config.kv_cache), DecodePool(config.media)
     for entry in config.models:
         model = load_model(entry)
         logger.info(
@@ -43,8 +44,9 @@ def load_engines(config: Config, cache: EncoderCache | None = None) -> Iterator[
             str(model.dtype).removeprefix("torch."),
             model.device,
         )
-        engine_config = resolve(config.engine, device=model.device.type)
+        engine_config = fitted(config.engine, model, model.device)
         engine = Engine(model, engine_config, config.media, schedulers, cache, decoders)
+        logger.info("%s takes requests of %d tokens", model.spec.name, engine.info.max_tokens)
         logger.info("kernels of %s: %s", model.spec.name, _summary(engine.info.kernels))
         yield engine
 
@@ -73,9 +75,14 @@ class BackgroundServer:
         self.config = replace(config, server=replace(config.server, host="127.0.0.1"))
         self.engines = build_engines(self.config)
         self._server = Server(self.config, self.engines)
+        self._server.loading.load = self._load
         self._http = attach(self._server)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmserve-grpc", daemon=True)
+
+    def _load(self, config: Config) -> Iterator[Engine]:
+        """The engines of models beside those that serve, whose cache they use."""
+        return load_engines(config, next(iter(self.engines.values())).stages.encoder.cache)
 
     @property
     def address(self) -> str:

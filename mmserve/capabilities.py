@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmserve.config import EngineConfig, MediaConfig
-from mmserve.core.info import ModelInfo, lacking
+from mmserve.core.info import ModelInfo, lacking, undecided
 from mmserve.core.request import Request, TextPart
 from mmserve.decode.commit import (
     ACCOMPANIED,
@@ -24,8 +24,11 @@ from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.reduction import REDUCTIONS, reduction_of
 from mmserve.kv.reuse import REUSES
 from mmserve.models.attended import shown_by
-from mmserve.models.base import Attention, CanvasModel, Model
+from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
+from mmserve.models.decoder_config import UNEVEN
+from mmserve.models.quantized import kind_of
 from mmserve.prune import pruner_of, pruners_for
+from mmserve.tools.formats import format_in
 
 #: Tokens of an answer where a request does not say how many.
 DEFAULT_NEW_TOKENS = 64
@@ -40,6 +43,7 @@ class Capabilities:
         self.max_tokens = min([engine.max_tokens, *(m.spec.max_tokens for m in models)])
         # Whether passes read all pages as they are: a reduction moves K/V as they are, and every one it leaves is read.
         self.reads_pages = not (engine.sparse_prefill or engine.sparse_decode or engine.kv_bits)
+        self._even = isinstance(model, CanvasModel) or model.decoder.config.plain_attention
         self._drafts = not engine.sparse_prefill and rows_apart(engine)
         self._longest_token = max(map(len, model.tokenizer.get_vocab()))
         self.tuning = tuning_of(model, self._recompute_policies, self._commit_policies, offered)
@@ -73,10 +77,14 @@ class Capabilities:
             commit_policy=self.tuning.default.commit.name,
             tuning=self.tuning,
             parameters=self.model.parameters,
-            dtype=str(self.model.dtype).removeprefix("torch."),
+            dtype=kind_of(self.model),
+            stored=self.model.stored,
             device=str(self.model.device),
             kernels=kernels,
-            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self.reads_pages else (),
+            kv_reductions=tuple(REDUCTIONS) if self.model.spec.causal and self.reads_pages and self._even else (),
+            tool_format=form.name if (form := format_in(_chat_template(self.model))) is not None else "",
+            end_ids=tuple(sorted(self.model.spec.end_ids)),
+            decisions=self._decisions,
             image_reuses=() if no_reuse(self.model, reads_pages=self.reads_pages) else tuple(REUSES),
         )
 
@@ -93,12 +101,17 @@ class Capabilities:
         self._require("recompute", request.diffusion.recompute.name, self._recompute_policies)
         recompute_policy(request)
         check_sampling(request, self.model.spec, commit)
+        if (highest := max(request.sampling.logit_bias, default=0)) >= self.model.vocab_size:
+            why = f"must name tokens below {self.model.vocab_size}, not {highest}"
+            raise InvalidArgument.of("sampling.logit_bias", why)
         check_guidance(request, self.model.spec)
+        self._check_decisions(request)
         pruner_of(request)
         if request.vision.pruner not in (*self._pruners, "none"):
             known = f"it has {', '.join(self._pruners)}" if self._pruners else "it takes no images"
             raise Unimplemented(f"model {self.model.spec.name!r} has no pruner {request.vision.pruner!r}; {known}")
         self._check_reduction(request)
+        self._check_adapter(request)
         check_reuse(request, self.model, reads_pages=self.reads_pages)
         if self.model.spec.renoising is not None:
             check_uniform_state(request, self.model.spec.block_length(), commit)
@@ -107,8 +120,27 @@ class Capabilities:
             why = "one token after another" if block == 1 else f"blocks of {block}"
             raise InvalidArgument.of("diffusion.block_length", f"must be {block}: the model decodes {why}")
         characters = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
+        characters += sum(len(call.arguments) for m in request.messages for call in m.tool_calls)
+        characters += 0 if request.tools is None else sum(len(t.parameters) for t in request.tools.tools)
         if characters > self.max_tokens * self._longest_token:
             raise InvalidArgument.of("messages", f"{characters} characters are more than {self.max_tokens} tokens hold")
+
+    @property
+    def _decisions(self) -> str:
+        """Typed questions have masked slots on one canvas, or, where a block sees nothing after itself, one each."""
+        if self.model.spec.renoising is not None:
+            return ""
+        return "together" if self.model.spec.decides_together else "apart"
+
+    def _check_decisions(self, request: Request) -> None:
+        """Refuse typed questions that cannot be answered in one pass of this model."""
+        if not request.decisions:
+            return
+        name = self.model.spec.name
+        if not self._decisions:
+            raise Unimplemented(undecided(name))
+        if self._decisions == "apart" and len(request.decisions) > 1:
+            raise Unimplemented(f"model {name!r} answers one typed question a request")
 
     def _check_reduction(self, request: Request) -> None:
         """Refuse a reduction of K/V that this model, or what else is asked for, leaves no room for."""
@@ -119,10 +151,23 @@ class Capabilities:
             raise Unimplemented(f"model {name!r} reduces no K/V: only autoregressive models never run a position again")
         if not self.reads_pages:
             raise Unimplemented(f"model {name!r} reduces no K/V here: the server has [engine] sparse_* or kv_bits")
+        if not self._even:
+            raise Unimplemented(f"model {name!r} reduces no K/V: {UNEVEN}")
         if request.diffusion.recompute.name != "last":
             raise InvalidArgument.of("diffusion.recompute", "must be 'last' with kv_reduction")
         if request.diffusion.commit.name in DRAFTING:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that drafts with kv_reduction")
+
+    def _check_adapter(self, request: Request) -> None:
+        """Refuse an adapter beside what reads the model's own weights for a request."""
+        if not request.adapter:
+            return
+        if request.image_reuse is not None:
+            raise InvalidArgument.of("image_reuse", "must not be set with an adapter: the K/V are those of the model")
+        if isinstance(self.model, LoadedModel) and self.model.vision is not None:
+            seen = self.model.vision.evidence
+            if request.vision.pruner not in ("none", *pruners_for(seen)):
+                raise InvalidArgument.of("vision.pruner", "must not be one that asks the decoder with an adapter")
 
     def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
         """``Unimplemented`` for a policy that there is, but not for this model."""
@@ -159,6 +204,12 @@ class Capabilities:
         absent |= frozenset() if self._drafts else DRAFTING
         added = ("scheduler",) if self._offered.schedulers else ()
         return (*(name for name in known if name not in absent), *added)
+
+
+def _chat_template(model: Model) -> str:
+    """The text of the model's chat template; empty where it has none, or several by name."""
+    template = model.tokenizer.chat_template
+    return template if isinstance(template, str) else ""
 
 
 def rows_apart(engine: EngineConfig) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from mmserve.config import Config, ModelConfig, ServerConfig, from_mapping
 from mmserve.errors import ConfigError
 from mmserve.models.names import HUB, served_name, served_names
+from mmserve.observe import traces
 from mmserve.tenants import accepted_tokens
 
 #: What a handshake of two contexts within this process reports of a certificate that is out of date (OpenSSL).
@@ -44,6 +45,8 @@ def check(data: Mapping[str, Any], source: str) -> Iterator[Finding]:
     if config.tenants:
         yield from _findings("tenants", lambda: accepted_tokens(config.tenants, config.server.auth_tokens))
     yield from _server(config.server)
+    if config.server.otlp_endpoint:
+        yield from _findings("traces", lambda: traces.configure(config.server.otlp_endpoint)())
     for model in config.models:
         yield from _model(model, config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mmserve.capabilities import rows_apart
 from mmserve.config import EngineConfig
 from mmserve.decode.extensions.base import Extension
+from mmserve.decode.extensions.decisions import Decisions
 from mmserve.decode.extensions.draft_model import DraftModel
 from mmserve.decode.extensions.eviction import KVEviction
 from mmserve.decode.extensions.image_reuse.checks import no_reuse
@@ -14,18 +15,19 @@ from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
 from mmserve.decode.policies import Offered
 from mmserve.decode.uniform_state.decoder import UniformStateDecoder
-from mmserve.encode.cache import TensorCache
 from mmserve.errors import ConfigError
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.room import check_room, free_bytes, pool_bytes
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
+from mmserve.models.adapters import Adapters
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.models.packed import pack
+from mmserve.tiers.memory import TensorCache
 
 
 def decoder_for(
-    model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache
+    model: Model, engine: EngineConfig, offered: Offered, kv: TensorCache, adapters: Adapters | None = None
 ) -> DiffusionDecoder | UniformStateDecoder:
     """The decoder of ``model`` with its pages; on a CPU the model's weights are packed from here on.
 
@@ -45,7 +47,7 @@ def decoder_for(
     if model.device.type == "cuda":
         _check_room([m for m in (model, beside) if m is not None], engine, kv.capacity)
     store = _store(model, engine)
-    extensions: list[Extension] = [KVEviction(model, store), ImageKVReuse(model, store, kv)]
+    extensions: list[Extension] = [KVEviction(model, store), ImageKVReuse(model, store, kv), Decisions(model)]
     if beside is not None:
         extensions.append(DraftModel(beside, _store(beside, engine), model))
     sparse = Sparse(model, store, engine) if chosen else None
@@ -59,6 +61,7 @@ def decoder_for(
             sparse=sparse,
             graphs=graphs_for(model, store, engine.cuda_graphs, sparse),
             runs_ahead=rows_apart(engine),
+            adapters=adapters,
         )
     )
 

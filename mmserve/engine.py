@@ -10,20 +10,22 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from mmserve.config import EngineConfig, MediaConfig
+from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
 from mmserve.core.events import Admitted, Delta
+from mmserve.core.handover import ROLES, Handover
 from mmserve.core.info import ModelInfo
 from mmserve.core.plan import Budgets, Served
 from mmserve.core.request import TERMINAL, Request, RequestId, Stage
-from mmserve.core.stats import Stats
+from mmserve.core.stats import Pass, Stats
 from mmserve.decode.schedulers import Discrete
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
 from mmserve.errors import (
     Cancelled,
@@ -32,13 +34,18 @@ from mmserve.errors import (
     MMServeError,
     Unavailable,
 )
+from mmserve.kept import Kept
 from mmserve.kv.pool import PagePool
 from mmserve.kv.table import PageTable
 from mmserve.live import LiveRequests, typed
+from mmserve.migration import Migration
+from mmserve.models.adapters import Adapters
 from mmserve.models.base import Model
-from mmserve.request_state import RequestState, Sink, open_group
+from mmserve.prefixes import Prefixes
+from mmserve.request_state import ClientSink, RequestGroup, RequestState, Sink, open_group, pass_size
 from mmserve.schedule.scheduler import schedule
 from mmserve.stages import EncodedPrompt, Stages
+from mmserve.tiers.caches import Caches
 from mmserve.waiting import WaitingQueue
 from mmserve.workers import Workers
 
@@ -69,7 +76,7 @@ class Engine:
         config: EngineConfig,
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
-        cache: EncoderCache | None = None,
+        cache: Caches | None = None,
         decoders: Decoders | None = None,
     ) -> None:
         self.config, self.media = config, media
@@ -84,11 +91,32 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queue = WaitingQueue(config)
         self._live = LiveRequests(self._queue, self._pool, self.stages)
+        self._prefixes = Prefixes(
+            self._pool,
+            self.stages.tier,
+            self.stages.prefilling.fetched,
+            self._inbox.put,
+            self.info.name,
+            config.page_size,
+            self.stages.page_bytes,
+        )
+        self._migration = Migration(self._live, self.stages, self._pool, config)
         self._workers = Workers(config)
+        self.passes: deque[Pass] = deque(maxlen=256)  # the latest, until whoever is interested takes them
         self._served: Mapping[str, Served] = {}  # by each stage's queue
         self._now = 0.0  # virtual time of decode
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="mmserve-engine", daemon=True)
+
+    @property
+    def kept(self) -> Kept:
+        """What it keeps for later requests."""
+        return Kept(self.info.name, self._prefixes, self.stages.encoder.cache.tokens)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters that requests may ask for."""
+        return self.stages.adapters
 
     # --- called from any thread ---
 
@@ -103,7 +131,9 @@ class Engine:
         """Have what the first constrained request needs made ready in the background, for servers that stay."""
         threading.Thread(target=self.stages.warm, name="mmserve-warm", daemon=True).start()
 
-    def submit(self, request: Request, sink: Sink, prompt: Encoded | None = None, *, of_session: bool = False) -> None:
+    def submit(
+        self, request: Request, sink: ClientSink, prompt: Encoded | None = None, *, of_session: bool = False
+    ) -> None:
         """Take a request in, or refuse it at once with a typed error.
 
         ``prompt``: what its messages became, where the caller has encoded them already. ``of_session``: whether it is a
@@ -111,13 +141,15 @@ class Engine:
 
         Its samples take a place in the queue each, all of them or none. ``sink`` gets ``Admitted`` before this returns.
         Later, from the engine's thread, its last event is the ``Finished`` of its last sample, or one ``Failed``. It
-        must return quickly and never raise.
+        must return quickly and never raise. An engine that does not have all roles (``serve_roles``) sends ``Left`` and
+        ``Saved``, too.
         """
+        request = self.stages.resolved(request)
         self.stages.check(request)
         self._queue.check(request)
-        state = open_group(request, sink, time.monotonic())
+        state = open_group(request, cast(Sink, sink), time.monotonic())
         with self._queue.lock:
-            ahead = self._queue.take(request, of_session=of_session)
+            ahead = self._queue.take(request, state.due, of_session=of_session)
             if prompt is not None:
                 self.stages.give(request.id, prompt)
             # Within the lock: a drain that begins now must find the request in the inbox before its own message.
@@ -126,10 +158,47 @@ class Engine:
             self._inbox.put(lambda: self._live.by_id.__setitem__(request.id, state))
             sink(Admitted(ahead))
 
+    def adopt(self, handover: Handover, sink: Sink) -> None:
+        """Go on with a request that another engine, or a queue in front of several, has taken in: no queue refuses it.
+
+        ``sink`` as of ``submit``, without ``Admitted``. Raises what ``submit`` does of one that cannot be served here.
+        """
+        request = self.stages.resolved(handover.request)
+        if handover.payload is None:
+            self.stages.check(request)
+            self._queue.check(request)
+        handover = replace(handover, request=request)
+        state = self._migration.state_of(handover, sink)
+        with self._queue.lock:
+            self._queue.adopt(request, state.due)
+            self._inbox.put(lambda: self._arrive(state, handover))
+
+    def serve_roles(self, roles: Iterable[str], save_every: int = 0) -> None:
+        """Do these of ``encode``, ``prefill`` and ``decode`` from now on, by default all: a request whose next stage
+        is another leaves with ``Left``, and ``Saved`` comes every so many decode steps (0 = never). With none of them
+        everything leaves."""
+        chosen = frozenset(roles)
+        if not chosen <= set(ROLES):
+            raise ConfigError(f"the roles of an engine are some of {', '.join(ROLES)}, not {sorted(chosen)}")
+
+        def change() -> None:
+            self._migration.roles, self._migration.save_every = chosen, save_every
+            self._migration.leave_waiting()
+
+        self._inbox.put(change)
+
     def cancel(self, request: RequestId, error: MMServeError | None = None) -> None:
         """End a request early, all of its samples, with ``error`` (``Cancelled`` by default); nothing happens if it
         ended already."""
         self._inbox.put(lambda: self._live.cancel(request, error or Cancelled("the request was cancelled")))
+
+    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
+        """Whether the constraint of ``request``, which is not submitted, can be kept, and whether ``answer`` obeys it.
+
+        Takes as long as the constraint does to compile. Raises what the request would fail with.
+        """
+        self.stages.check(request)
+        return self.stages.check_constraint(request, answer)
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests, wait for the live ones; after ``timeout`` seconds fail what is left.
@@ -160,13 +229,13 @@ class Engine:
             self._thread.join()
         self.stages.close()
         self._workers.stop()
+        self._prefixes.flush()
         self.stages.stop()
 
     def stats(self) -> Stats:
         """A snapshot of counters; values may be a moment old."""
-        p = self._pool
+        p, decoded = self._pool, self.stages.decoding
         prefix = (p.cached, p.lookups, p.hits)
-        decoded = self.stages.decoding
         steps = (decoded.constraint_steps, decoded.constraint_fallbacks, decoded.constraint_late)
         cache = self.stages.encoder.cache
         return Stats(
@@ -180,7 +249,9 @@ class Engine:
             token_cache=cache.tokens.stats(),
             pixel_cache=cache.pixels.stats(),
             kv_cache=cache.kv.stats(),
+            prefix_cache=cache.prefix.stats(),
             shed=self._queue.shed,
+            stages=self._live.by_stage(),
             expected_wait=self._queue.expected_wait(),
         )
 
@@ -199,8 +270,10 @@ class Engine:
         self._queue.measure(time.monotonic())
         states = sorted(self._live, key=lambda r: r.group.arrived)
         size, frames, now = self.config.page_size, self.info.frames_per_video, time.monotonic()
+        arrived_wait = self._migration.open_arrived(states, self._now)
+        self._prefixes.evicted()()  # here: decode writes to the pages that arrived requests were given
         entries = [r.entry(size, frames, self.config.prefill_tokens, now) for r in states if not r.waits]
-        budgets = self._budgets()
+        budgets = self._budgets(0 if arrived_wait else self._pool.free)
         plan = schedule(entries, budgets)
         self._served, self._now = plan.served, plan.now
         for request, turn in plan.turns.items():
@@ -227,11 +300,11 @@ class Engine:
         except queue.Empty:
             return
 
-    def _budgets(self) -> Budgets:
+    def _budgets(self, free_pages: int) -> Budgets:
         c = self.config
         return Budgets(
             idle=self._workers.idle(),
-            free_pages=self._pool.free,
+            free_pages=free_pages,
             max_pending_per_stage=c.max_pending_per_stage,
             max_running=c.max_running,
             encode_batch=c.encode_batch,
@@ -240,7 +313,7 @@ class Engine:
             constrain=self._workers.free("constrain"),
             load=self._workers.free("load"),
             served=self._served,
-            chunked=self.stages.model.spec.causal,
+            chunked=self.stages.model.spec.chunked,
             within=self._workers.within(),
             now=self._now,
         )
@@ -262,14 +335,14 @@ class Engine:
         for state in states:
             state.holds += 1
 
-        def job() -> None:
+        def job(own: bool) -> None:
             begun = time.monotonic()
             try:
                 outcomes = run()
             except BaseException as error:  # noqa: BLE001 - reported to every request; native code's panics are these
                 outcomes = [error] * len(states)
             seconds = time.monotonic() - begun
-            self._inbox.put(lambda: self._report(name, states, outcomes, seconds))
+            self._inbox.put(lambda: self._report(name, own, states, outcomes, seconds))
 
         self._workers.run(name, job, within)
 
@@ -279,11 +352,12 @@ class Engine:
 
     def _load(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         [state] = states
+        overlaps = "prefill" in self._migration.roles
 
         def tell(prompt: EncodedPrompt | None, rows: int) -> None:
             self._inbox.put(lambda: self._arrived(state, prompt, rows))
 
-        return lambda: self.stages.load([state.request], state.group.cancellation, tell)
+        return lambda: self.stages.load([state.request], state.group.cancellation, tell if overlaps else None)
 
     def _encode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
         requests = [r.request for r in states]
@@ -295,16 +369,23 @@ class Engine:
                 count = state.pages_wanted(self.config.page_size)
                 state.pages = PageTable.take(self._pool, count, state.keys)
                 state.usage = replace(state.usage, cached_tokens=state.pages.shared * self.config.page_size)
-        batch = [(r.request, r.pages) for r in states]
-        return lambda: self.stages.prefill(batch)
+        batch, copy_evicted = [(r.request, r.pages) for r in states], self._prefixes.evicted()
+
+        def run() -> list[Any]:
+            copy_evicted()
+            return self._migration.prefilling(states, lambda: self.stages.prefill(batch))
+
+        return run
 
     def _decode(self, states: list[RequestState]) -> Callable[[], list[Any]]:
-        requests = [r.request for r in states]
-        return lambda: self.stages.decode(requests)
+        requests, run = [r.request for r in states], self._migration.decoding(states)
+        return lambda: run(lambda: self.stages.decode(requests))
 
-    def _report(self, name: str, states: list[RequestState], outcomes: list[Any], seconds: float) -> None:
-        """A stage's batch is done: advance each of its requests, or end it."""
-        self._workers.ended(name)
+    def _report(self, name: str, own: bool, states: list[RequestState], outcomes: list[Any], seconds: float) -> None:
+        """A stage's batch is done: advance each of its requests, or end it. ``own``: as of ``Workers.run``."""
+        self._workers.ended(name, own)
+        if (size := pass_size(name, states, outcomes)) > 0:
+            self.passes.append(Pass(name, size, seconds))
         for state in states:
             state.holds -= 1
         for state, outcome in zip(states, outcomes, strict=True):
@@ -339,6 +420,19 @@ class Engine:
         self._live.advance(state, Stage.ENCODED)
         if not prompt.looks:
             self._live.split(state)
+        for each in list(state.group.members):
+            self._leave_if_due(each)
+        self._fetch(state.group)
+
+    def _arrive(self, state: RequestState, handover: Handover) -> None:
+        self._migration.arrive(state, handover)
+        self._fetch(state.group)
+
+    def _fetch(self, group: RequestGroup) -> None:
+        """Look for what the page pool lacks of the prompts that are prefilled here next."""
+        for state in group.members:
+            if state.stage is Stage.ENCODED and state.prefilled is None:
+                self._prefixes.fetch(state)
 
     def _arrived(self, state: RequestState, prompt: EncodedPrompt | None, rows: int) -> None:
         """While a clip is read its prompt is known, and so many rows of it are final: it can be prefilled so far."""
@@ -374,18 +468,32 @@ class Engine:
     def _prefilled(self, state: RequestState, run: int | None) -> None:
         """So many positions have been run, or all: the pages they fill are there for others, too."""
         state.pages.publish(self._pool, None if run is None else run // self.config.page_size)
-        state.prefilled = run
-        state.turn = self._now  # a newcomer to decode begins at its clock
+        self._prefixes.published(state)
+        restored = self.stages.prefilling.restored.pop(state.request.id, 0)
+        if restored:
+            found = (state.pages.shared + restored) * self.config.page_size
+            state.usage = replace(state.usage, cached_tokens=found)
+        if run is None and self.stages.model.spec.renoising is None:
+            state.reach("draft")
+            state.rows = 0  # its first step has its candidates already
+        state.prefilled, state.turn = run, self._now  # a newcomer to decode begins at its clock
         self._live.advance(state, Stage.PREFILLED if run is None else Stage.ENCODED)
         if state.again:
             self._begin_again(state)
+        else:
+            self._leave_if_due(state)
+
+    def _leave_if_due(self, state: RequestState) -> None:
+        if self._migration.leaves(state):
+            self._migration.leave(state)
 
     def _stepped(self, state: RequestState, outcome: Any) -> None:
         wanted = state.request.streaming
-        if outcome.delta and not state.first_token:
-            state.first_token = time.monotonic()
+        state.stepped(outcome)
         if outcome.snapshot is not None:
             state.group.sink(replace(outcome.snapshot, sample=state.sample))
+        if outcome.draft is not None:
+            state.group.sink(replace(outcome.draft, sample=state.sample))
         if outcome.delta and wanted.deltas:
             state.group.sink(Delta(outcome.delta, state.sample))
         state.rows = outcome.rows
@@ -393,6 +501,7 @@ class Engine:
             if outcome.pages is not None:
                 state.pages = state.pages.trimmed(self._pool, outcome.pages)
             self._live.advance(state, Stage.READY)
+            self._migration.stepped(state)
             return
         answer = self.stages.finished(state.request.id)
         self._live.advance(state, Stage.FINISHED)

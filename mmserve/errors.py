@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 
 class MMServeError(Exception):
@@ -20,6 +21,17 @@ class MMServeError(Exception):
     def message(self) -> str:
         """What happened and what to do about it, in one sentence."""
         return str(self)
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self), self.args, self.__dict__)  # whatever ``__init__`` takes
+
+
+def _rebuilt(kind: type[MMServeError], args: tuple[Any, ...], state: Mapping[str, Any]) -> MMServeError:
+    """An error that comes from another process."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 @dataclass(frozen=True)
@@ -121,10 +133,13 @@ class Internal(MMServeError):
         self.error_id = error_id
 
     @classmethod
-    def logged(cls, error: BaseException, where: str, logger: logging.Logger) -> Internal:
-        """One with a fresh id, under which ``error`` and its traceback are in the log."""
+    def logged(
+        cls, error: BaseException, where: str, logger: logging.Logger, fields: Mapping[str, str] | None = None
+    ) -> Internal:
+        """One with a fresh id, under which ``error`` and its traceback are in the log; ``fields`` go with them."""
         error_id = uuid.uuid4().hex
-        logger.error("internal error, error id %s, in %s", error_id, where, exc_info=error)
+        more = {"fields": {"error_id": error_id, **(fields or {})}}
+        logger.error("internal error, error id %s, in %s", error_id, where, exc_info=error, extra=more)
         return cls(f"internal error; the server's log has it under {error_id}", error_id=error_id)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
 from mmserve.core.events import Failed
@@ -10,6 +11,7 @@ from mmserve.core.request import TERMINAL, RequestId, Stage, advance
 from mmserve.core.samples import samples
 from mmserve.errors import DeadlineExceeded, Internal, MMServeError
 from mmserve.kv.pool import PagePool
+from mmserve.observe.logs import about
 from mmserve.request_state import RequestState
 from mmserve.stages import Stages
 from mmserve.waiting import WaitingQueue
@@ -28,11 +30,16 @@ class LiveRequests:
         """Over those there are now; they may end meanwhile."""
         return iter(list(self.by_id.values()))
 
+    def by_stage(self) -> dict[str, int]:
+        """How many samples are in each stage, its name in lower case; from any thread, and a moment old."""
+        found = Counter(state.stage for state in list(self.by_id.values()))
+        return {stage.name.lower(): found[stage] for stage in Stage if stage not in TERMINAL}
+
     def advance(self, state: RequestState, stage: Stage) -> None:
         """Go on to ``stage``; ``ValueError`` where that does not follow."""
         if state.stage is Stage.QUEUED:
-            self._queue.leave(state.request.tenant, state.samples, state.work)
-        state.stage = advance(state.stage, stage)
+            self._queue.leave(state.request.tenant, state.samples, state.work, state.due)
+        state.enter(advance(state.stage, stage))
 
     def split(self, state: RequestState) -> None:
         """Put a state for each sample of a request in its place."""
@@ -104,4 +111,5 @@ def typed(error: BaseException, state: RequestState) -> MMServeError:
     """``error`` itself if it is one of ours; a bug becomes ``Internal`` with an id that the log has too."""
     if isinstance(error, MMServeError):
         return error
-    return Internal.logged(error, f"request {state.request.id} while {state.stage.name}", logger)
+    where = f"request {state.request.id} while {state.stage.name}"
+    return Internal.logged(error, where, logger, about(state.request))

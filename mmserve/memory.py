@@ -23,6 +23,36 @@ def resident() -> int:
         return 0
 
 
+def available() -> int:
+    """Bytes of memory that this process may still take: what the machine has free, within the control group's limit."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    for most, held in ((folder / "memory.max", folder / "memory.current") for folder in _control_groups()):
+        try:
+            limit, cached = most.read_text().strip(), (most.parent / "memory.stat").read_text()
+            used = int(held.read_text())
+        except OSError:
+            continue
+        if limit != "max":
+            files = next((int(x.split()[1]) for x in cached.splitlines() if x.startswith("inactive_file ")), 0)
+            free = min(free, int(limit) - used + files)
+    return max(0, free)
+
+
+def _control_groups() -> list[Path]:
+    """Folders of this process's control group (version 2) and of those above it; none where there is no such thing."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if own is None:
+        return []
+    root = Path("/sys/fs/cgroup")
+    folder = root / own.lstrip("/")
+    return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+
+
 def trim() -> None:
     """Give freed memory back to the system, where the C library can: it keeps it otherwise."""
     release = getattr(_library, "malloc_trim", None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmserve.config import EngineConfig
@@ -10,16 +11,25 @@ from mmserve.constraint.limits import WAITING
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Event, Finished, StageTimes, Usage
+from mmserve.core.handover import Left, Saved
+from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.plan import Entry
+from mmserve.core.progress import Milestone, Progress, Reached, StageEntered, StepTaken
 from mmserve.core.request import ImagePart, Request, RequestId, Stage, VideoPart
 from mmserve.core.samples import samples
-from mmserve.decode.state import Answer
+from mmserve.decode.state import Answer, Stepped
 from mmserve.errors import InvalidArgument
 from mmserve.kv.pool import pages_for
 from mmserve.kv.table import PageTable
+from mmserve.schedule.deadlines import due, pace
 from mmserve.schedule.fair import aged
+from mmserve.stages.prompt import EncodedPrompt
 
-Sink = Callable[[Event], None]
+#: Gets what is for the client and, of a request with a ``trace``, how it gets on.
+ClientSink = Callable[[Event | Progress], None]
+#: The same where stages are apart: it gets the request's state, too.
+Sink = Callable[[Event | Progress | Left | Saved], None]
+Payload = EncodedPayload | PrefilledPayload | CanvasPayload
 #: Requests whose media are read at once; how many files are decoded at once is up to ``[media] decode_workers``.
 LOADS = 8
 #: The stages of media alone: they run at a low priority, and text does not wait for them.
@@ -58,10 +68,13 @@ class RequestState:
     holds: int = 0  # workers whose batches have it, and have not reported yet
     #: Rows of the prompt that are final while its clip is read, and it is prefilled meanwhile; None = all.
     final: int | None = None
+    fetching: bool = False  # pages of its prompt are looked for beyond the pool: prefill waits
     again: bool = False  # the clip turned out to be another: it goes back to where its media are loaded
     prefilled: int | None = None  # positions run, while some of the prompt is left; None = none is, or all
     run: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WORKERS, 0.0))  # seconds in each stage
-    first_token: float = 0.0
+    reached: dict[Milestone, float] = field(default_factory=dict)  # when, on the monotonic clock (seconds)
+    steps: int = 0  # decode steps here
+    packed: Payload | None = None  # its state as it leaves, or is saved; made on the worker's thread
 
     @property
     def aborted(self) -> bool:
@@ -74,9 +87,9 @@ class RequestState:
         return self.holds > 0
 
     def awaits(self, page_size: int, prefill_tokens: int) -> bool:
-        """Whether rows of its next chunk of prefill are still on their way."""
+        """Whether rows of its next chunk of prefill, or pages of its prompt, are still on their way."""
         begin = len(self.keys) * page_size if self.prefilled is None else self.prefilled
-        return self.again or (self.final is not None and self.final < begin + prefill_tokens)
+        return self.again or self.fetching or (self.final is not None and self.final < begin + prefill_tokens)
 
     @property
     def waits(self) -> bool:
@@ -84,6 +97,11 @@ class RequestState:
         constraint = self.request.constraint
         learns = constraint is not None and constraint.sampling is ConstraintSampling.ASAP
         return learns and any(other.sample < self.sample for other in self.group.members)
+
+    @property
+    def due(self) -> float:
+        """When its first token is wanted, on the monotonic clock (seconds)."""
+        return due(self.group.arrived, self.request.deadline, self.request.slo)
 
     @property
     def samples(self) -> int:
@@ -137,7 +155,9 @@ class RequestState:
             self.request.tenant.share,
             aged(self.request.tenant.priority, now - self.group.arrived),
             tokens if self.rows is None else self.rows,
-            self.awaits(page_size, prefill_tokens),
+            due=self.due,
+            pace=pace(self.request.slo),
+            awaits=self.awaits(page_size, prefill_tokens),
         )
 
     def split(self) -> list[RequestState]:
@@ -147,6 +167,31 @@ class RequestState:
             for i, one in enumerate(samples(self.request))
         ]
         return self.group.members
+
+    def enter(self, stage: Stage) -> None:
+        """Be at ``stage`` from now on."""
+        self.stage = stage
+        if self.request.trace:
+            self.group.sink(StageEntered(stage, time.time_ns(), self.sample))
+
+    def reach(self, milestone: Milestone) -> None:
+        """Note a milestone, the first time."""
+        if milestone in self.reached:
+            return
+        self.reached[milestone] = time.monotonic()
+        if self.request.trace:
+            self.group.sink(Reached(milestone, time.time_ns(), self.sample))
+
+    def stepped(self, outcome: Stepped) -> None:
+        """Note what a decode step gave."""
+        if "text" not in self.reached:
+            self.reach("draft")
+            if outcome.committed:
+                self.reach("commit")
+            if outcome.delta:
+                self.reach("text")
+        if outcome.step is not None:
+            self.group.sink(StepTaken(outcome.step, time.time_ns(), self.sample))
 
     def finished(self, reason: str, answer: Answer, now: float) -> Finished:
         """The event that ends it; ``now`` is on the monotonic clock (seconds)."""
@@ -167,14 +212,15 @@ class RequestState:
             log_weight=answer.log_weight,
             constraint=answer.constraint,
             holes=answer.holes,
+            decisions=answer.decisions,
         )
 
     def _times(self, now: float) -> StageTimes:
         total = now - self.group.arrived
-        first = (self.first_token or now) - self.group.arrived
+        first = [self.reached.get(each, now) - self.group.arrived for each in ("text", "draft", "commit")]
         encode = self.run["load"] + self.run["tokenize"] + self.run["encode"]
         run = [encode, self.run["prefill"], self.run["decode"]]  # waiting for a grammar is waiting
-        seconds = (max(0.0, total - sum(run)), *run, total, first)  # a long clip is read while it is prefilled
+        seconds = (max(0.0, total - sum(run)), *run, total, *first)  # a long clip is read while it is prefilled
         return StageTimes(*(round(1000 * s, 3) for s in seconds))
 
 
@@ -189,3 +235,17 @@ def open_group(request: Request, sink: Sink, arrived: float) -> RequestState:
     state = RequestState(request, group)
     group.members.append(state)
     return state
+
+
+def pass_size(stage: str, states: Sequence[RequestState], outcomes: Sequence[object]) -> int:
+    """What a batch of a stage took its time for: rows of decode, tokens of prompts, visual tokens. 0 = it cannot be
+    compared with others, as work on media and constraints, or a batch of which something failed."""
+    if any(isinstance(outcome, BaseException) for outcome in outcomes):
+        return 0
+    if stage == "decode":
+        return sum(state.rows or 1 for state in states)
+    if stage == "prefill":
+        return sum(state.usage.prompt_tokens for state in states)
+    if stage == "encode":
+        return sum(outcome.usage.visual_tokens_before for outcome in outcomes if isinstance(outcome, EncodedPrompt))
+    return 0

@@ -40,6 +40,9 @@ class TenantConfig:
     concurrency: int = value(0, at_least(0, meaning="no limit"), "requests at once, waiting or running")
     priority: int = value(0, at_least(0), "0 is served first, and each 10 seconds of waiting raise a request by one")
     share: float = value(1.0, ABOVE_0, "weight among tenants of a class that have requests waiting")
+    admin: bool = value(
+        False, meaning="load and unload models, load and drop adapters; see, pin and drop cache entries of all tenants"
+    )
     shared_cache: bool = value(False, meaning="use uploads and caches together with all other tenants that set this")
 
 
@@ -118,6 +121,7 @@ def _tenant(config: TenantConfig) -> Tenant:
         rate=config.rate,
         burst=config.burst or max(1, math.ceil(config.rate)),
         concurrency=config.concurrency,
+        admin=config.admin,
     )
 
 

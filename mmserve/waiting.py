@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 
 from mmserve.config import EngineConfig
@@ -32,6 +33,7 @@ class WaitingQueue:
         self.idle = threading.Event()  # set while nothing is admitted
         self.idle.set()
         self._tenants: Counter[Tenant] = Counter()  # samples among those queued, by whose they are
+        self._due: dict[str, list[float]] = {}  # when they are due, ascending, by the names of tenants
         self._work = 0  # tokens that those who wait ask for
         self._ended_work = 0  # the same of those that ended since the last look
         self._measured = Measured()
@@ -43,10 +45,11 @@ class WaitingQueue:
         if not 1 <= request.sampling.n <= most:
             raise InvalidArgument.of("sampling.n", f"must be in [1, {most}], not {request.sampling.n}")
 
-    def take(self, request: Request, *, of_session: bool) -> int:
+    def take(self, request: Request, due: float, *, of_session: bool) -> int:
         """Give each sample of ``request`` a place, all of them or none; how many others wait. Locked.
 
-        Raises ``Unavailable``, ``ResourceExhausted`` or ``DeadlineExceeded`` for a request that is not taken in.
+        ``due``: when its first token is wanted, on the monotonic clock (seconds). Raises ``Unavailable``,
+        ``ResourceExhausted`` or ``DeadlineExceeded`` for a request that is not taken in.
         """
         wanted, allowed = request.sampling.n, self._config.max_queued
         if self.refusal and not (of_session and self.draining):
@@ -57,8 +60,14 @@ class WaitingQueue:
                 f"{wanted} asked for; try again later",
                 retry_after=self._retry_after(),
             )
-        self._shed_by_wait(request)
-        ahead = self.queued
+        self._shed_by_wait(request, due)
+        return self.adopt(request, due)
+
+    def adopt(self, request: Request, due: float) -> int:
+        """As ``take``, for a request that was taken in elsewhere and is never refused. Locked."""
+        wanted, ahead = request.sampling.n, self.queued
+        for _ in range(wanted):
+            insort(self._due.setdefault(request.tenant.name, []), due)
         self.queued += wanted
         self._tenants[request.tenant] += wanted
         self._work += wanted * request.sampling.max_new_tokens
@@ -66,10 +75,15 @@ class WaitingQueue:
         self.idle.clear()
         return ahead
 
-    def leave(self, tenant: Tenant, samples: int, work: int) -> None:
-        """So many samples, which ask for ``work`` tokens, wait no more: they begin, or end."""
+    def leave(self, tenant: Tenant, samples: int, work: int, due: float) -> None:
+        """So many samples, which ask for ``work`` tokens and were ``due`` then, wait no more: they begin, or end."""
         with self.lock:
             self.queued -= samples
+            own = self._due[tenant.name]
+            at = bisect_left(own, due)
+            del own[at : at + samples]
+            if not own:
+                del self._due[tenant.name]
             self._tenants[tenant] -= samples
             self._tenants = +self._tenants  # only tenants that wait
             self._work -= work
@@ -101,28 +115,30 @@ class WaitingQueue:
         """Whether a full queue still takes ``wanted`` samples of ``tenant``: others cannot fill its part."""
         return self._own(tenant) + wanted <= guaranteed(self._config.max_queued, tenant, self._tenants)
 
-    def _work_ahead(self, tenant: Tenant) -> float:
-        """About how much waiting work is served before a new request of ``tenant``: of others, as much as its share
-        allows them meanwhile."""
+    def _work_ahead(self, tenant: Tenant, due: float) -> float:
+        """About how much waiting work is served before a new request of ``tenant``: its own that is due before, and of
+        others as much as its share allows them meanwhile."""
         places = guaranteed(max(1, self.queued), tenant, self._tenants)
-        return self._work * min(1.0, self._own(tenant) / places)
+        return self._work * min(1.0, bisect_right(self._due.get(tenant.name, []), due) / places)
 
     def _own(self, tenant: Tenant) -> int:
         return sum(count for other, count in self._tenants.items() if other.name == tenant.name)
 
-    def _shed_by_wait(self, request: Request) -> None:
+    def _shed_by_wait(self, request: Request, due: float) -> None:
         """Refuse a request that would wait too long: it would only keep others waiting, and end late all the same."""
-        wait = expected_wait(self._measured, self._work_ahead(request.tenant))
+        wait = expected_wait(self._measured, self._work_ahead(request.tenant, due))
         left = None if request.deadline is None else request.deadline - time.monotonic()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline passed before the request was taken in")
-        allowed = self._config.max_wait_seconds
-        later = retry_after(wait, allowed, left)
+        allowed, slo = self._config.max_wait_seconds, request.slo
+        target = None if slo is None else slo.first_token_seconds or None
+        later = retry_after(wait, allowed, min((t for t in (left, target) if t is not None), default=None))
         if later is not None:
             self.shed += 1
+            of_class = "" if target is None or slo is None else f", the class {slo.name!r} ({target:g})"
             raise ResourceExhausted(
-                f"the request would wait about {wait:.1f} seconds to start; its deadline and [engine] max_wait_seconds "
-                f"({allowed:g}) do not allow that; try again later",
+                f"the request would wait about {wait:.1f} seconds to start; its deadline{of_class} and [engine] "
+                f"max_wait_seconds ({allowed:g}) do not allow that; try again later",
                 retry_after=later,
             )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from mmserve.config import EngineConfig
 from mmserve.request_state import MEDIA_WORKERS, WORKERS
-from mmserve.worker import InlineWorker, Job, ThreadWorker, Worker
+from mmserve.worker import InlineWorker, ThreadWorker, Worker
 
 
 class Workers:
@@ -53,12 +53,19 @@ class Workers:
         """Rows that shorter requests may run now during the long pass of each stage that runs one."""
         return {name: rows for name, rows in self._within.items() if rows > 0 and self._busy[name] == 1}
 
-    def run(self, name: str, job: Job, within: int) -> None:
-        """Give the stage ``name`` a job, with so many rows ``within`` it from now on; ``ended`` must follow."""
+    def run(self, name: str, job: Callable[[bool], None], within: int) -> None:
+        """Give the stage ``name`` a job, with so many rows ``within`` its pass from now on; ``ended`` must follow.
+
+        ``job`` is told whether the pass is its own, or one under way that it runs within.
+        """
+        own = not self._busy[name]
         self._within[name] = within
         self._busy[name] += 1
-        self._workers[name].start(job)
+        self._workers[name].start(lambda: job(own))
 
-    def ended(self, name: str) -> None:
-        """A job of the stage has reported."""
+    def ended(self, name: str, own: bool) -> None:
+        """A job of the stage has reported; nothing runs within a pass that has ended, though a job given to it may
+        still run after it."""
         self._busy[name] -= 1
+        if own:
+            self._within[name] = 0

@@ -20,17 +20,19 @@ from mmserve.capabilities import Capabilities
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, resolve
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import ConstraintSampling, ConstraintSpec, Hole, JsonSchema, Regex, Template
+from mmserve.core.decisions import CHOICE, YES_NO, Decision, questions_text
 from mmserve.core.request import Amount, Policy, Request, Vision
 from mmserve.decode.policies import Offered
 from mmserve.decoders import decoder_for
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import InPlace
 from mmserve.kv.pool import PagePool, pages_for
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention, EncoderOnly, LoadedModel, Model
 from mmserve.models.decoder import Decoder
+from mmserve.observe import traces
 from mmserve.stages import Answer, DecodeStage, EncodedPrompt, EncodeStage, PrefillStage
 from mmserve.stages.prompt import Summaries
+from mmserve.tiers.caches import Caches
 from mmserve.transfer.base import Transport
 from mmserve.transfer.pipe import PipeTransport
 
@@ -82,8 +84,15 @@ def load(name: str, folder: str) -> Model:
 
 
 def _with(request: Request, **changes: Any) -> Request:
-    streaming = dataclasses.replace(request.streaming, tokens=True)
+    streaming = dataclasses.replace(request.streaming, tokens=True, alternatives=3)
     return dataclasses.replace(request, streaming=streaming, **changes)
+
+
+def _decide(text: str, *questions: Decision, images: tuple[bytes, ...], recompute: Policy | None = None) -> Request:
+    """A request with typed questions."""
+    asked = f"{text}\n{questions_text(questions, together=recompute is None)}"
+    request = ask("decide", asked, images=images, recompute=recompute)
+    return dataclasses.replace(request, decisions=questions)
 
 
 def cases() -> dict[str, list[Request]]:
@@ -91,6 +100,7 @@ def cases() -> dict[str, list[Request]]:
     images = (picture(1), picture(2))
     long = "what is left of the red circle, and what is right of it? "
     spec, two = ConstraintSpec, Vision(pruner="fastv", amount=Amount("keep_ratio", 0.5))
+    typed = (Decision(kind=YES_NO, text="a?"), Decision(kind=CHOICE, text="b?", options=("c", "d", "e")))
     template = Template(("a: ", Hole(6, Regex("[0-9]{1,4}")), " b: ", Hole(5, Regex("[xyz]+"))))
     drawn = {"temperature": 0.8, "seed": 7}
     masked = [
@@ -99,6 +109,7 @@ def cases() -> dict[str, list[Request]]:
         dataclasses.replace(ask("fastv", "what?", images=images), vision=two),
         dataclasses.replace(ask("schema", max_new_tokens=24, block=8), constraint=spec(SCHEMA)),
         dataclasses.replace(ask("template", max_new_tokens=30, **drawn), constraint=spec(template)),
+        _decide("what?", *typed, images=images),
         ask("early", commit=Policy(name="early_commit")),
         ask("moved", commit=Policy(name="random"), recompute=Policy(name="adaptive"), **drawn),
     ]
@@ -117,6 +128,7 @@ def cases() -> dict[str, list[Request]]:
         dataclasses.replace(ask("schema", recompute=LAST, max_new_tokens=24), constraint=spec(SCHEMA)),
         dataclasses.replace(ask("template", recompute=LAST, max_new_tokens=30), constraint=spec(template)),
         dataclasses.replace(ask("awrs", recompute=LAST, max_new_tokens=24, **drawn), constraint=awrs),
+        _decide(long, typed[1], images=images, recompute=LAST),
         ask("ngram", "red red red red", recompute=LAST, commit=Policy(name="ngram"), **drawn),
     ]
     blend = Policy(name="blend", options={"recompute": 0.3})
@@ -126,6 +138,7 @@ def cases() -> dict[str, list[Request]]:
         "quantized": [ask("plain", long, images=images, recompute=Policy(name="dual"))],
         "blocks": [
             ask("plain", images=images, recompute=BLOCK),
+            _decide("what?", typed[0], images=images, recompute=BLOCK),
             dataclasses.replace(ask("schema", recompute=BLOCK, max_new_tokens=24), constraint=spec(SCHEMA)),
         ],
         "causal": causal,
@@ -164,7 +177,7 @@ class Home:
             return
         self.pool = PagePool(engine.pages)
         self.pool.allocate(len(transports))  # page ids differ from process to process
-        self.decoder: Any = decoder_for(model, engine, offered, EncoderCache.of(EncoderCacheConfig()).kv)
+        self.decoder: Any = decoder_for(model, engine, offered, Caches.of(EncoderCacheConfig()).kv)
         if "prefill" in transports:
             joined = transports["prefill"], transports["to_decode"]
             self.prefilling = PrefillStage(model, self.decoder, self.summaries, *joined, max_tokens=most)
@@ -247,6 +260,7 @@ def _raised(outcomes: list[Any]) -> list[Any]:
 def serve(control: Connection, folder: str, ends: dict[str, Connection]) -> None:
     """The main function of a process: runs what comes by ``control`` until there is nothing more."""
     torch.set_num_threads(1)
+    end_traces = traces.configure()
     trained = PreTrainedTokenizerFast.from_pretrained(folder)
     helpers.tokenizer = lambda: trained  # to train it takes seconds
     transports: dict[str, Transport] = {name: PipeTransport(end, receives=end.readable) for name, end in ends.items()}
@@ -263,6 +277,7 @@ def serve(control: Connection, folder: str, ends: dict[str, Connection]) -> None
             control.send(error)
     for home in homes.values():
         home.close()
+    end_traces()
 
 
 class Apart:

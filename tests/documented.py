@@ -10,16 +10,31 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from deployed import VLLM, alerts, panels, unserved
+
 from mmserve.config import SECTIONS, ModelConfig, TenantConfig
 from mmserve.core.options import REQUEST
 from mmserve.core.policies import CLASSES, KINDS, policy_names
 from mmserve.core.request import VideoSampling
 from mmserve.core.session import FrameSampling, Memory
+from mmserve.core.slo import SLO
 from mmserve.core.values import Value, values
+from mmserve.http.described import BODIES
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "deploy" / "mmserve.toml"
 _MARK = re.compile(r"(?P<mark><!-- values: (?P<name>[\w.]+) -->\n)(?P<table>(?:\|[^\n]*\n)*)")
+#: How the table of fields names APIs, by their paths.
+APIS = {
+    "/v1/chat/completions": "c",
+    "/v1/completions": "t",
+    "/v1/fim/completions": "f",
+    "/v1/responses": "r",
+    "/v1/messages": "m",
+    "/v1/decisions": "d",
+    "/v1/systemone": "s",
+    "/v1/constraints": "k",
+}
 _SIZES = {30: "GiB", 20: "MiB", 10: "KiB"}
 
 
@@ -68,6 +83,40 @@ def settings(section: str) -> Callable[[], str]:
     return lambda: table("key | default | range | meaning", of(values(SECTIONS[section])))
 
 
+def shown() -> str:
+    """Panels of the dashboard."""
+    return table("row | panel | what it shows", (row(p.row, p.title, p.description) for p in panels()))
+
+
+def bodies() -> str:
+    """Fields of bodies over HTTP: a line for each name and meaning, with the APIs that have it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for path, fields in BODIES.items():
+        for name, one in fields.items():
+            meaning = ("required: " if one.required else "") + one.meaning
+            found.setdefault((name, meaning), []).append(APIS[path])
+    lines = (row(f"`{name}`", " ".join(of), meaning) for (name, meaning), of in sorted(found.items()))
+    return table("field | in | what is accepted, and what it does", lines)
+
+
+def alarms() -> str:
+    """Alerts, and how long what they are about has to last."""
+    lines = (
+        row(f"`{a['alert']}`", a["labels"]["severity"], a["for"], a["annotations"]["description"]) for a in alerts()
+    )
+    return table("alert | severity | after | what it means, and what helps", lines)
+
+
+def of_vllm() -> str:
+    """Dashboards of vLLM, and what of them has no metrics here."""
+    lines = []
+    for name, of in VLLM.items():
+        missing = sorted({f"`{metric}`" for metrics in of.values() for metric in unserved(metrics)})
+        whole = sum(not unserved(metrics) for metrics in of.values())
+        lines.append(row(f"`{name}`", f"{whole} of {len(of)}", ", ".join(missing) or "none"))
+    return table("dashboard of vLLM | panels with all they ask for | metrics that are not served", lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policies,
     "request": lambda: table(
@@ -77,7 +126,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "frames": lambda: table("option | default | range | meaning", of(values(FrameSampling))),
     "video_sampling": lambda: table("field | default | range | meaning", of(values(VideoSampling))),
     **{section: settings(section) for section in SECTIONS},
+    "slo": lambda: table("key | default | range | meaning", of(values(SLO))),
     "tenants": lambda: table("key | default | range | meaning", of(values(TenantConfig))),
+    "bodies": bodies,
+    "dashboard": shown,
+    "alerts": alarms,
+    "vllm_dashboards": of_vllm,
     "models": lambda: table("key | default | range | meaning", of(values(ModelConfig))),
 }
 
@@ -115,6 +169,10 @@ def sample() -> str:
         "# [schedulers.refine]",
         '# class = "BlockRefinementScheduler"  # or a class of yours with that interface: "package.module.Class"',
         "# threshold = 0.9  # and its other numbers",
+        "",
+        "# Classes that requests may name, and how soon their tokens are wanted (docs/operations.md):",
+        "# [slo.interactive]",
+        *_lines(values(SLO), "# "),
         "",
         "# Tenants: who may call, and how much of the server each may use (docs/tenants.md). Tokens and",
         "# certificates are read again on SIGHUP.",

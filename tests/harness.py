@@ -14,10 +14,10 @@ from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot
 from mmserve.core.request import Request, Stage
 from mmserve.decode.schedulers import Discrete
-from mmserve.encode.cache import EncoderCache
 from mmserve.engine import Engine, Stats
 from mmserve.errors import MMServeError
 from mmserve.models.base import LoadedModel
+from mmserve.tiers.caches import Caches
 
 #: Seconds until a wait is given up: far more than anything here takes.
 PATIENCE = 30.0
@@ -116,7 +116,7 @@ class Bench:
         started: bool = True,
         watch: bool = True,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
-        cache: EncoderCache | None = None,
+        cache: Caches | None = None,
         media: MediaConfig | None = None,
         **config: Any,
     ) -> None:

@@ -18,7 +18,8 @@ from mmserve.decode.prompt_look import PromptLook
 from mmserve.encode.encoder import Encoder
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.commit_filter import CommitFilter
-from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.decoder import Decoder
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.vision import LlavaVision, mlp_projector
 from mmserve.reference.tokenizer import EOS, EOT, IMAGE, MASK, train_tokenizer
 

@@ -82,7 +82,7 @@ def our_logits(model: LoadedModel, embeddings: Tensor) -> Tensor:
     length = embeddings.shape[1]
     mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
     positions = torch.arange(length).expand(embeddings.shape[:2])
-    return model.decoder.logits(model.decoder(embeddings, positions, dense_attention(mask)))
+    return model.decoder.logits(model.decoder(embeddings, positions, dense_attention(mask, model.decoder.config)))
 
 
 @torch.no_grad()

@@ -24,6 +24,8 @@ from transformers import (
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessorPil,
+    LlavaNextVideoConfig,
+    LlavaNextVideoForConditionalGeneration,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessorPil,
@@ -52,6 +54,12 @@ TEMPLATES = {
         "{% if part['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
         "{{ ' [/INST]' }}{% endfor %}"
     ),
+    "llava_next_video": (
+        "{% for message in messages %}{{ message['role'].upper() + ': ' }}{% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}{{ '<image>\n' }}{% elif part['type'] == 'video' %}{{ '<video>\n' }}"
+        "{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    ),
     "llava_onevision": (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}{% for part in message['content'] %}"
         "{% if part['type'] == 'image' %}{{ '<image>\n' }}{% elif part['type'] == 'video' %}{{ '<video>\n' }}"
@@ -67,7 +75,7 @@ _TOWER = {
     "num_hidden_layers": 3,
     "patch_size": PATCH,
 }
-_CLIP: dict[str, Any] = {
+CLIP: dict[str, Any] = {
     "crop_size": {"height": SIDE, "width": SIDE},
     "do_center_crop": True,
     "do_convert_rgb": True,
@@ -101,7 +109,7 @@ class Llava(Checkpoint):
 def llava(folder: Path, text: str = "llama", **changes: Any) -> Llava:
     """LLaVA-1.5: one tile, CLIP."""
     tok = _tokenizer(folder, "llava")
-    write_json(folder / "preprocessor_config.json", {**_CLIP, "image_processor_type": "CLIPImageProcessor"})
+    write_json(folder / "preprocessor_config.json", {**CLIP, "image_processor_type": "CLIPImageProcessor"})
     images = CLIPImageProcessorPil.from_pretrained(folder)
     processor = LlavaProcessor(
         images, tok, patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1
@@ -114,7 +122,7 @@ def llava_next(folder: Path, text: str = "mistral", **changes: Any) -> Llava:
     """LLaVA-NeXT: tiles, CLIP."""
     tok = _tokenizer(folder, "llava_next")
     pinpoints = {"image_grid_pinpoints": PINPOINTS}
-    values = {**_CLIP, **pinpoints, "aspect_ratio_setting": "anyres", "do_pad": True}
+    values = {**CLIP, **pinpoints, "aspect_ratio_setting": "anyres", "do_pad": True}
     values["image_processor_type"] = "LlavaNextImageProcessor"
     write_json(folder / "preprocessor_config.json", values)
     images = LlavaNextImageProcessorPil.from_pretrained(folder)
@@ -126,13 +134,32 @@ def llava_next(folder: Path, text: str = "mistral", **changes: Any) -> Llava:
     return Llava(folder, _model(LlavaNextForConditionalGeneration, LlavaNextConfig, settings), processor, settings)
 
 
+def llava_next_video(folder: Path, text: str = "llama", **changes: Any) -> Llava:
+    """LLaVA-NeXT with clips: frames of one tile, whose features are pooled before the projector."""
+    tok = _tokenizer(folder, "llava_next_video")
+    pinpoints = {"image_grid_pinpoints": PINPOINTS}
+    values = {**CLIP, **pinpoints, "aspect_ratio_setting": "anyres", "do_pad": True}
+    values["image_processor_type"] = "LlavaNextImageProcessor"
+    write_json(folder / "preprocessor_config.json", values)
+    video = {**CLIP, "do_sample_frames": False, "video_processor_type": "LlavaNextVideoVideoProcessor"}
+    write_json(folder / "video_preprocessor_config.json", video)
+    images = LlavaNextImageProcessorPil.from_pretrained(folder)
+    processor = LlavaNextProcessor(
+        images, tok, patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+    settings = _config(tok, "llava_next_video", text, "clip_vision_model", **pinpoints)
+    settings |= {"spatial_pool_mode": "average", "spatial_pool_stride": 2, **changes}
+    model = _model(LlavaNextVideoForConditionalGeneration, LlavaNextVideoConfig, settings)
+    return Llava(folder, model, processor, settings)
+
+
 def llava_onevision(folder: Path, text: str = "qwen2", **changes: Any) -> Llava:
     """LLaVA-OneVision: tiles up to 3 x 3 of which as many patches are kept as 2 have, SigLIP, videos."""
     tok = _tokenizer(folder, "llava_onevision")
     pinpoints = {"image_grid_pinpoints": [[y * SIDE, x * SIDE] for y in (1, 2, 3) for x in (1, 2, 3)]}
     half = [0.5, 0.5, 0.5]
     values: dict[str, Any] = {"crop_size": None, "do_center_crop": None, "image_mean": half, "image_std": half}
-    values = {**_CLIP, **pinpoints, **values, "do_pad": True, "size": {"height": SIDE, "width": SIDE}}
+    values = {**CLIP, **pinpoints, **values, "do_pad": True, "size": {"height": SIDE, "width": SIDE}}
     write_json(folder / "preprocessor_config.json", {**values, "image_processor_type": "LlavaOnevisionImageProcessor"})
     images = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
     ratio = {"vision_aspect_ratio": "anyres_max_2"}
@@ -160,11 +187,16 @@ def _tokenizer(folder: Path, kind: str) -> PreTrainedTokenizerFast:
 
 def _config(tok: PreTrainedTokenizerFast, kind: str, text: str, tower: str, **changes: Any) -> dict[str, Any]:
     names = {"llava": "Llava", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
+    names["llava_next_video"] = "LlavaNextVideo"
     return {
         "architectures": [f"{names[kind]}ForConditionalGeneration"],
         "ignore_index": -100,
         "image_token_index": tok.convert_tokens_to_ids("<image>"),
-        **({"video_token_index": tok.convert_tokens_to_ids("<video>")} if kind == "llava_onevision" else {}),
+        **(
+            {"video_token_index": tok.convert_tokens_to_ids("<video>")}
+            if kind in ("llava_onevision", "llava_next_video")
+            else {}
+        ),
         "model_type": kind,
         "projector_hidden_act": "gelu",
         "text_config": text_settings(text, **({"sliding_window": None} if text == "mistral" else {})),

@@ -262,8 +262,14 @@ class PlainDecoder:
         return gaps
 
     def penalised(self, row: Tensor) -> Tensor:
-        """A row of logits with those of the tokens already on the canvas made smaller, in place."""
-        penalty = self.request.sampling.repetition_penalty
+        """A row of logits with the bias, and with those of the tokens already on the canvas made smaller, in place."""
+        sampling = self.request.sampling
+        for token, bias in sampling.logit_bias.items():
+            row[token] += bias
+        answer = [int(t) for p, t in enumerate(self.tokens) if p >= self.prompt and self.committed_at[p] != MASKED]
+        for token in set(answer):
+            row[token] -= sampling.presence_penalty + sampling.frequency_penalty * answer.count(token)
+        penalty = sampling.repetition_penalty
         known = {int(t) for p, t in enumerate(self.tokens) if self.committed_at[p] != MASKED}
         for token in known if penalty != 1 else ():
             if token < len(row):

@@ -21,6 +21,7 @@ import transformers
 from helpers import tokenizer
 from llama_checkpoints import ROWS, edit
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import (
@@ -30,6 +31,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -47,7 +50,9 @@ from mmserve.models.base import LoadedModel
 from mmserve.models.checkpoint import read_json, write_json
 from mmserve.models.registry import load_model
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+#: Those whose keys, times and pixels are Qwen3-VL's.
+THIRD = ("qwen3_vl", "qwen3_vl_moe")
 PATCH, FRAMES = 4, 5
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
@@ -74,6 +79,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
 }
 _TEXT = {
     "vocab_size": ROWS,
@@ -125,11 +131,14 @@ class Qwen:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             elif parameter.dim() > 1:
                 spread = 1.6 / parameter[0].numel() ** 0.5 if ".visual." in name else 0.2
+                spread = 0.4 if ".experts." in name else spread
                 torch.nn.init.normal_(parameter, std=spread)
             else:
                 torch.nn.init.normal_(parameter, std=0.3)
         self.oracle.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
+        if kind == "qwen3_vl_moe":
+            transpose_experts(folder)
         self._publish()
         edit(folder / "config.json", **changes)
 
@@ -139,11 +148,11 @@ class Qwen:
         tok.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL], special_tokens=True)
         tok.chat_template = TEMPLATE
         tok.save_pretrained(self.folder)
-        kind = "Qwen2VLImageProcessorFast" if self.kind == "qwen3_vl" else "Qwen2VLImageProcessor"
+        kind = "Qwen2VLImageProcessorFast" if self.kind in THIRD else "Qwen2VLImageProcessor"
         write_json(self.folder / "preprocessor_config.json", {**PROCESSOR, "image_processor_type": kind})
-        limits = TOGETHER if self.kind == "qwen3_vl" else VIDEOS
+        limits = TOGETHER if self.kind in THIRD else VIDEOS
         write_json(self.folder / "video_preprocessor_config.json", limits)
-        if self.kind != "qwen3_vl":
+        if self.kind not in THIRD:
             flatten(self.folder / "config.json")
         edit(self.folder / "config.json", mm_video_frames=FRAMES)
 
@@ -190,7 +199,7 @@ class Qwen:
 
     def _clip_text(self, clip: Clip, grid: list[int]) -> str:
         pads = "<|video_pad|>" * (grid[1] * grid[2] // 4)
-        if self.kind != "qwen3_vl":
+        if self.kind not in THIRD:
             return pads * grid[0]
         times = [*clip.seconds, clip.seconds[-1]][: 2 * grid[0]]
         middles = [(a + b) / 2 for a, b in zip(times[::2], times[1::2], strict=True)]
@@ -230,6 +239,13 @@ def served_rows(model: LoadedModel, request: Request, one: Encoded) -> Tensor:
     return forward(model, store, [whole], decoder.parts.runner.floor)[0].whole()
 
 
+def transpose_experts(folder: Path) -> None:
+    """Turn the experts' weights as they are published, ``[experts, in, out]``, or back to how transformers 5 saves."""
+    file = folder / "model.safetensors"
+    tensors = {n: t.transpose(1, 2).contiguous() if ".mlp.experts." in n else t for n, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def flatten(path: Path) -> None:
     """A ``config.json`` with its text keys outside, as Qwen2-VL and Qwen2.5-VL were published."""
     text = read_json(path)["text_config"]
@@ -248,10 +264,10 @@ def flatten(path: Path) -> None:
 
 def clip_rows(clip: Clip, kind: str) -> tuple[Tensor, list[int]]:
     """Rows of patches and the grid of a clip, by the code of transformers' video processor for ``kind``."""
-    file = "qwen3_vl/video_processing_qwen3_vl.py" if kind == "qwen3_vl" else "qwen2_vl/video_processing_qwen2_vl.py"
+    file = "qwen3_vl/video_processing_qwen3_vl.py" if kind in THIRD else "qwen2_vl/video_processing_qwen2_vl.py"
     width, height = clip.frames[0].size
     options: dict[str, Any] = {"factor": 2 * PATCH}
-    if kind == "qwen3_vl":
+    if kind in THIRD:
         least, most = TOGETHER["size"]["shortest_edge"], TOGETHER["size"]["longest_edge"]
         options |= {"num_frames": len(clip.frames), "temporal_factor": 2}
     else:
@@ -282,16 +298,18 @@ def installed(file: str, name: str) -> Callable[..., Any]:
 
 def _config(kind: str, config: Any) -> Any:
     special = special_ids()
-    sections = [4, 2, 2] if kind == "qwen3_vl" else [2, 3, 3]
+    sections = [4, 2, 2] if kind in THIRD else [2, 3, 3]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 50_000.0, "mrope_section": sections}
     text = {**_TEXT, "eos_token_id": special["<|im_end|>"], "bos_token_id": None, "rope_parameters": rope}
-    if kind == "qwen3_vl":
+    if kind in THIRD:
         text |= {"head_dim": 16}
+        if kind == "qwen3_vl_moe":
+            text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
         rope["mrope_interleaved"] = True
     sizes = {"patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2}
     return config(
         text_config=text,
-        vision_config={**_TOWERS[kind], **sizes},
+        vision_config={**_TOWERS["qwen3_vl" if kind in THIRD else kind], **sizes},
         image_token_id=special["<|image_pad|>"],
         video_token_id=special["<|video_pad|>"],
         vision_start_token_id=special["<|vision_start|>"],

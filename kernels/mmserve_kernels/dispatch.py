@@ -52,7 +52,7 @@ OPS: dict[str, Op] = {
     "cached_attention": Op("mmserve_kernels.cached_attention", "cpu", max_head_size=256, max_quantized=128),
     "commit_scores": Op("mmserve_kernels.commit_scores"),
     "kv_quant": Op("mmserve_kernels.kv_quant", max_head_size=128),
-    "rope_scatter": Op("mmserve_kernels.rope_scatter", max_head_size=256),
+    "rope_scatter": Op("mmserve_kernels.rope_scatter", "cpu", max_head_size=256),
     "sparse_attention": Op("mmserve_kernels.sparse_attention", max_head_size=256),
 }
 

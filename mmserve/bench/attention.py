@@ -30,7 +30,6 @@ from mmserve.core.request import Diffusion, ImagePart, Message, Part, Policy, Re
 from mmserve.decode.forward import Pass, forward, row_floor
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
-from mmserve.encode.keys import weights_digest
 from mmserve.errors import ConfigError
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.sparse import DECODE, PREFILL, Sparse
@@ -39,6 +38,7 @@ from mmserve.models.base import CanvasModel, LoadedModel
 from mmserve.models.registry import load_model
 from mmserve.reference.evaluate import canvas, evaluate, item, shown
 from mmserve.reference.tasks import TASKS
+from mmserve.tiers.keys import weights_digest
 
 #: Two pictures, what differs between two pictures, and a clip: the prompts with the most positions.
 DEFAULT_TASKS = ("which", "differs", "order")

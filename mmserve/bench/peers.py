@@ -3,7 +3,8 @@
 The same prompts, greedily, so many tokens each, through this project's engine (admission, scheduling, stages and
 events included), through transformers' ``generate`` and, where an interpreter that has it is named, through vLLM. The
 engines take turns, batch size by batch size, so that noise falls on all alike. Without ``--model`` a random LLaMA of
-15 M parameters is made for the occasion (32,000 tokens, 288 wide, 6 layers, head tied to the embedding).
+15 M parameters is made for the occasion (32,000 tokens, 288 wide, 6 layers, head tied to the embedding). Of a diffusion
+model, forward passes are measured beside llama.cpp's, where ``xllamacpp`` and ``gguf`` are installed (``passes.py``).
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mmserve.bench import vllm_peer
+from mmserve.bench.passes import missing, pass_rows
 from mmserve.bench.settings import measured_config
 from mmserve.config import EngineConfig, resolve
 from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, Streaming, TextPart
 from mmserve.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.names import shipped_folder
 from mmserve.models.registry import load_model, model_folder
+from mmserve.request_state import ClientSink
 
 NEW_TOKENS = 48
 BATCHES = (1, 4, 16)
@@ -68,8 +72,14 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         if not arguments.model:
             path = str(random_llama(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
         model = load_model(replace(settings.models[0], path=path))
-        if not isinstance(model, LoadedModel) or not model.spec.causal:
-            raise ConfigError(f"{model.spec.name!r} is no next-token model: bench peers takes none but those")
+        if not isinstance(model, LoadedModel):
+            raise ConfigError(f"{model.spec.name!r} has a network of its own: bench peers takes none")
+        absent = {} if not (why := missing(model)) else {"llama.cpp": why}
+        passes = [] if absent else list(pass_rows(model, arguments.repeats, progress))
+        if not model.spec.causal:
+            if absent:
+                raise ConfigError(f"{model.spec.name!r} is no next-token model, and llama.cpp: {why}")
+            return {"rows": passes, "settings": {"model": model.spec.name, "parameters": model.parameters}}
         config = resolve(replace(settings.engine, torch_threads=threads))
         ours = stack.enter_context(_ours(model, config, max(BATCHES)))
         folder = model_folder(path)
@@ -81,7 +91,10 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
         if arguments.vllm_python is not None:
             vllm = stack.enter_context(_vllm(arguments.vllm_python, folder, model.dtype, ours.prompts, threads))
             engines["vllm"], versions["vllm"] = vllm, vllm.version
+        else:
+            absent["vllm"] = "name an interpreter that has it: --vllm-python"
         rows = [row for size in BATCHES for row in _measured(engines, size, arguments.repeats, progress)]
+        rows += passes
     return {
         "rows": rows,
         "settings": {
@@ -94,6 +107,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
             "stages": config.stages,
             "repeats": arguments.repeats,
             "versions": versions,
+            "missing": absent,
         },
     }
 
@@ -169,8 +183,8 @@ class Ours:
         ended: list[Event | None] = [None] * count
         left, done = threading.Semaphore(0), range(count)
 
-        def sink(index: int) -> Callable[[Event], None]:
-            def take(event: Event) -> None:
+        def sink(index: int) -> ClientSink:
+            def take(event: Event | Progress) -> None:
                 if isinstance(event, Finished | Failed):
                     ended[index] = event
                     left.release()

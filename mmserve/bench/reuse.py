@@ -33,7 +33,6 @@ from mmserve.decode.extensions.image_reuse.checks import no_reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
 from mmserve.decode.extensions.image_reuse.selective import RowWatcher, SelectiveRecompute
 from mmserve.decode.forward import Pass, forward, row_floor
-from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
@@ -47,6 +46,7 @@ from mmserve.reference.images import SHORT_TASKS
 from mmserve.reference.items import Question
 from mmserve.reference.scenes import draw_scene, png
 from mmserve.reference.tasks import TASKS, correct
+from mmserve.tiers.memory import TensorCache
 
 DEFAULT_TASKS = ("which", "differs", *SHORT_TASKS)
 SHARES = (0.05, 0.15, 0.3)

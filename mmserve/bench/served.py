@@ -57,6 +57,11 @@ class ServedProcess:
         """Processor time that the server and its child processes have used, in seconds."""
         return sum(_processor_seconds(pid) for pid in _family(self._process.pid))
 
+    def loop_seconds(self) -> float:
+        """Processor time that the thread of the server's event loop has used, in seconds: of gRPC and HTTP."""
+        pid = self._process.pid
+        return _processor_seconds(pid, pid)
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -111,9 +116,11 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _processor_seconds(pid: int) -> float:
+def _processor_seconds(pid: int, thread: int | None = None) -> float:
+    """Of the process ``pid``, or of one of its threads."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        of = f"{pid}" if thread is None else f"{pid}/task/{thread}"
+        fields = Path(f"/proc/{of}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / 100

@@ -25,8 +25,8 @@ import torch
 from mmserve.bench.measures import at_least, at_most, stated
 from mmserve.config import EncoderCacheConfig, EngineConfig, MediaConfig, ModelConfig, resolve
 from mmserve.core.events import Event, Failed, Finished
+from mmserve.core.progress import Progress
 from mmserve.core.request import Diffusion, Message, Policy, Request, Sampling, TextPart, VideoPart, VideoSampling
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.child import Planned
 from mmserve.encode.decoding import DecodePool
 from mmserve.encode.visual import Viewer
@@ -35,6 +35,7 @@ from mmserve.engine import Engine
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.registry import load_model
+from mmserve.tiers.caches import Caches
 
 #: Goal: wall time from end to end over that of the dearest stage alone.
 OVER_DEAREST = 1.15
@@ -123,7 +124,7 @@ class _Bench:
         self._config = resolve(EngineConfig(max_tokens=rows, max_running=2, prefix_cache=False))
         self._pool = DecodePool(self._media)
         self._pool.open()
-        cache = EncoderCache.of(EncoderCacheConfig(token_bytes=0, pixel_bytes=0))
+        cache = Caches.of(EncoderCacheConfig(token_bytes=0, pixel_bytes=0))
         self._cold = Engine(model, self._config, self._media, cache=cache, decoders=self._pool)
         self._warm = Engine(model, self._config, self._media, decoders=self._pool)
         for engine in (self._cold, self._warm):
@@ -193,9 +194,9 @@ class _Bench:
             diffusion=Diffusion(recompute=Policy(name="last")),
         )
         ended = threading.Event()
-        events: list[Event] = []
+        events: list[Event | Progress] = []
 
-        def sink(event: Event) -> None:
+        def sink(event: Event | Progress) -> None:
             events.append(event)
             if isinstance(event, Finished | Failed):
                 ended.set()

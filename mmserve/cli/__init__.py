@@ -1,4 +1,5 @@
-"""The command line: ``mmserve serve | demo | generate | models | tune | train-filter | bench | completion``.
+"""The command line: ``mmserve serve | demo | generate | decide | models | adapters | cache | tune | calibrate |
+train-filter | plan | export | bench | completion``.
 
 Answers and ``--json`` go to stdout, progress and logs to stderr. Exit code 0 = done, 1 = failed, 2 = wrong usage.
 """
@@ -21,9 +22,15 @@ COMMANDS = {
     "serve": "mmserve.cli.serve",
     "demo": "mmserve.cli.demo",
     "generate": "mmserve.cli.generate",
+    "decide": "mmserve.cli.decide",
     "models": "mmserve.cli.models",
+    "adapters": "mmserve.cli.adapters",
+    "cache": "mmserve.cli.cache",
     "tune": "mmserve.cli.tune",
+    "calibrate": "mmserve.cli.calibrate",
     "train-filter": "mmserve.cli.train_filter",
+    "plan": "mmserve.cli.plan",
+    "export": "mmserve.cli.export",
     "bench": "mmserve.cli.bench",
     "completion": "mmserve.cli.completion",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
 
@@ -34,13 +35,16 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} must be at least 1, not {count}")
     if "repeats" in counts and counts["repeats"] * counts.get("limit", 2) < 2:
         raise ConfigError("a benchmark needs at least 2 measurements: --limit 2 or --repeats 2")
-    figures = import_module(BENCHMARKS[arguments.name].module).run(arguments, _progress)
+    with redirect_stdout(sys.stderr):  # stdout has the result alone; Ray writes there, too
+        figures = import_module(BENCHMARKS[arguments.name].module).run(arguments, _progress)
     report = {"bench": arguments.name, **figures, "machine": describe()}
     if arguments.json:
         print_json(report)
     else:
-        for row in [*report["rows"], *report.get("kv_reductions", [])]:
+        for row in [*report.get("rows", []), *report.get("kv_reductions", [])]:
             print(_line(row))
+        for measure in report.get("measures", []):
+            print(_measure(measure))
         if "search" in report:
             print(_line({"measured": "search", **report["search"]}))
     return 0
@@ -48,6 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _measure(measure: dict[str, Any]) -> str:
+    goal = "" if measure["goal"] is None else f" (goal {measure['goal']}, {'met' if measure['met'] else 'missed'})"
+    return f"{measure['name']}: {measure['value']} {measure['unit']}{goal}"
 
 
 def _line(row: dict[str, Any]) -> str:

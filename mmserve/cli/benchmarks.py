@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmserve.cli.options import add_config
+from mmserve.cli.options import add_config, add_server
 
 #: Adds one option, or a few that belong together, to a benchmark's parser.
 Option = Callable[[argparse.ArgumentParser], object]
@@ -88,6 +88,29 @@ def _durations(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _open_loop(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rates", default="1,2,4", metavar="R,R,…", help="requests a second, a load each (default 1,2,4)"
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="length of a load (default 30)")
+    parser.add_argument(
+        "--burst", type=int, default=1, metavar="N", help="requests that arrive at once (default 1: Poisson arrivals)"
+    )
+    parser.add_argument(
+        "--mix", default="", metavar="KIND=W,…", help="weights of text, image and video (default what the model takes)"
+    )
+    parser.add_argument(
+        "--first-token", type=float, default=1.4, metavar="S", help="target of the first text (default 1.4)"
+    )
+    parser.add_argument(
+        "--per-token", type=float, default=0.04, metavar="S", help="target of each token after it (default 0.04)"
+    )
+    parser.add_argument("--slo-class", default="", metavar="NAME", help="class of all requests (default none)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="deadline of each request (default 60)"
+    )
+
+
 def _csv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the rows here")
 
@@ -145,6 +168,17 @@ BENCHMARKS = {
             add_config,
         ),
     ),
+    "decisions": Benchmark(
+        "mmserve.bench.decisions",
+        "What many typed questions cost beside one, and how right their probabilities are",
+        (
+            _limit("questions about scenes", 600),
+            _repeats("rounds of one question and 32, in turn"),
+            _tasks("any of picture, context, accuracy, order"),
+            _seed,
+            add_config,
+        ),
+    ),
     "decode": Benchmark(
         "mmserve.bench.decode",
         "What each pair of policies gains, and what it costs in accuracy",
@@ -157,6 +191,11 @@ BENCHMARKS = {
             _plot("accuracy against speed"),
             add_config,
         ),
+    ),
+    "http": Benchmark(
+        "mmserve.bench.http",
+        "What viewers of drafts cost, and what the HTTP front does",
+        (_repeats("rounds with viewers and without"), _tasks("any of viewers, slow, front"), _seed, add_config),
     ),
     "kernels": Benchmark(
         "mmserve.bench.kernels",
@@ -193,10 +232,36 @@ BENCHMARKS = {
         "What pruners' scores and choices take beside the tower's own run",
         (_limit("rounds, at most"), _pruners("pruners"), add_config),
     ),
+    "cluster": Benchmark(
+        "mmserve.bench.cluster",
+        "Stages on a Ray cluster of this host against one process: transfers, overhead, killed workers, role "
+        "switching, one request's images on several workers",
+        (_tasks("sections: transfer, overhead, kills, switching, sharding"), _repeats("rounds")),
+    ),
+    "serve": Benchmark(
+        "mmserve.bench.serve",
+        "An open-loop load of text, images and videos: goodput under targets; and what a long prompt does to streams",
+        (
+            lambda parser: parser.add_argument(
+                "--tasks", default="", metavar="A,B", help="sections: load, stall, prefix (default load)"
+            ),
+            _open_loop,
+            _repeats("rounds of `stall` and `prefix`"),
+            _policies("the model's"),
+            _seed,
+            add_server,
+            add_config,
+        ),
+    ),
     "serving": Benchmark(
         "mmserve.bench.serving",
         "Time, forwards and throughput of the server, over real gRPC",
         (_SCENES, _repeats("rounds over the scenes"), _seed, add_config),
+    ),
+    "tools": Benchmark(
+        "mmserve.bench.tools",
+        "Tool calls: how many have valid arguments, and how many are the right ones",
+        (_limit("requests, of which each needs a tool", 500), _concurrent, _seed, add_config),
     ),
     "video": Benchmark(
         "mmserve.bench.video",

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     screen.clear()
     _tell(sorted(done, key=lambda event: event.sample), as_json=arguments.json)
     for event in done if not arguments.json else ():
-        if not event.text:
+        if not event.text and not event.tool_calls:
             which = f"sample {event.sample}: " if len(done) > 1 else ""
             print(f"{which}{empty_note(event.reason)}", file=sys.stderr)
     if any(event.reason == "length" for event in done) and not arguments.json:
@@ -67,7 +67,13 @@ def _tell(done: list[Finished], *, as_json: bool) -> None:
         rows = [_row(event) for event in done]
         print_json(rows[0] if len(rows) == 1 else {"samples": rows})
     elif len(done) == 1:
-        print(done[0].text)
+        print(_shown(done[0]))
     else:
         for event in done:
-            print(f"[{event.sample}] {event.text}")
+            print(f"[{event.sample}] {_shown(event)}")
+
+
+def _shown(event: Finished) -> str:
+    """The text of an answer, then each call on a line."""
+    calls = (f"{call.name}({call.arguments})" for call in event.tool_calls)
+    return "\n".join(filter(None, [event.text, *calls]))

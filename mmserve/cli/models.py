@@ -1,4 +1,4 @@
-"""List the models of a server, with what they can do and their limits."""
+"""List the models of a server, with what they can do and their limits; load and unload them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     add_config(parser)
     add_json(parser)
+    parser.add_argument(
+        "--load", metavar="PATH[=NAME]", action="append", default=[], help="load it from model_folder, and serve it"
+    )
+    parser.add_argument("--unload", metavar="NAME", action="append", default=[], help="serve it no longer")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the server and print one model a paragraph."""
+    """Unload and load what is asked for, then ask the server and print one model a paragraph."""
     with connected(arguments) as client:
+        for name in arguments.unload:
+            client.unload_model(name)
+        for path in arguments.load:
+            folder, _, name = path.partition("=")
+            client.load_model(folder, name)
         name = asked_model(arguments)
         models = [client.describe(name)] if name else client.models()
     if arguments.json:
@@ -41,6 +50,7 @@ def _paragraph(m: ModelInfo) -> str:
     return "\n".join(
         (
             f"{m.name}: {m.architecture}, {m.parameters / 1e6:.1f} M parameters, {m.dtype} on {m.device}",
+            *([f"  its checkpoint is {m.stored}: dequantised when it was loaded"] if m.stored else []),
             f"  takes {m.max_tokens} tokens, {sees}, {watches}",
             *(["  takes sessions of streaming video"] if m.sessions else []),
             f"  recompute policies: {', '.join(m.recompute_policies)} (default {m.recompute_policy})",

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +148,30 @@ def _tls(arguments: argparse.Namespace) -> TLS | bool:
     return TLS(**files) if any(files.values()) else bool(arguments.tls)
 
 
+@dataclass(frozen=True)
+class Reached:
+    """A server and how to be let in; ``model``: the name of the one that requests ask, "" = the server's default."""
+
+    target: str
+    token: str | None = None
+    tls: TLS | bool = False
+    model: str = ""
+
+
+def reached(arguments: argparse.Namespace) -> Reached:
+    """The server that ``--server`` names; ``ConfigError`` for options that are for a server started here."""
+    _refuse_settings(arguments)
+    if ":" not in arguments.server:
+        raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
+    return Reached(arguments.server, _token(arguments), _tls(arguments), asked_model(arguments))
+
+
 @contextmanager
 def connected(arguments: argparse.Namespace) -> Iterator[Client]:
     """A client of ``--server``, or of a server started here for as long as the context lasts."""
     if arguments.server:
-        _refuse_settings(arguments)
-        if ":" not in arguments.server:
-            raise ConfigError(f"--server takes HOST:PORT, not {arguments.server!r}")
-        token, tls = _token(arguments), _tls(arguments)
-        with Client(arguments.server, token=token, tls=tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
+        at = reached(arguments)
+        with Client(at.target, token=at.token, tls=at.tls, reconnect_seconds=_RECONNECT_SECONDS) as client:
             yield client
         return
     from mmserve.assembly import BackgroundServer  # loads torch: not needed to ask a running server

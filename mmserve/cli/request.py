@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mmserve.client import Hole, Options, Template, VideoSampling
 from mmserve.core.constraint import ConstraintMode, ConstraintSampling, SchemaOption
-from mmserve.core.media_id import is_media_id
+from mmserve.core.media_id import is_media_id, is_url
 from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, REQUEST, SAMPLING
 from mmserve.core.policies import CLASSES, policy_names
 from mmserve.core.tuning import Quality
@@ -42,6 +42,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         )
     )
     _add_constraint(parser.add_argument_group("constraint"))
+    _add_tools(parser.add_argument_group("tools"))
 
 
 def request_options(arguments: argparse.Namespace) -> Options:
@@ -50,6 +51,7 @@ def request_options(arguments: argparse.Namespace) -> Options:
     given["videos"] = [_media(video) for video in arguments.video]
     given["grammar"] = None if arguments.grammar is None else arguments.grammar.read_text(encoding="utf-8")
     given["template"] = _template(arguments.template)
+    given["tools"] = None if arguments.tools is None else _read("tools", arguments.tools)
     return given  # type: ignore[return-value]  # by the names of its keys
 
 
@@ -88,7 +90,7 @@ def _help(option: Value) -> str:
     return (text if default is None else f"{text}, here {default}").replace("%", "%%")
 
 
-def _add_numbers(group: argparse._ActionsContainer, options: dict[str, Value]) -> None:
+def _add_numbers(group: argparse._ActionsContainer, options: Mapping[str, Value]) -> None:
     for name, option in options.items():
         kind = option.kind.removesuffix(" | None")
         if kind in ("int", "float"):
@@ -98,6 +100,9 @@ def _add_numbers(group: argparse._ActionsContainer, options: dict[str, Value]) -
 
 def _add_messages(group: argparse._ArgumentGroup) -> None:
     files = {"action": "append", "default": [], "metavar": "FILE|ID"}
+    _add(group, "raw", action="store_true")
+    _add(group, "slo_class", metavar="NAME")
+    _add(group, "adapter", metavar="NAME")
     group.add_argument("--system", metavar="TEXT", help="system message before the prompt; default none")
     group.add_argument(
         "--chat",
@@ -105,7 +110,8 @@ def _add_messages(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help='messages before the prompt: a JSON array of {"role": …, "content": …}; default none',
     )
-    group.add_argument("--image", help="an image to show: a file, or the media id of an upload", **files)  # type: ignore[arg-type]
+    shown = "an image to show: a file, the media id of an upload, or a URL that the server may fetch"
+    group.add_argument("--image", help=shown, **files)  # type: ignore[arg-type]
     _add(group, "videos", **files)
     sampling = ", ".join(f"{name} ({value.sentence})" for name, value in values(VideoSampling).items())
     group.add_argument(
@@ -122,7 +128,10 @@ def _add_messages(group: argparse._ArgumentGroup) -> None:
 def _add_answer(group: argparse._ArgumentGroup) -> None:
     _add_numbers(group, SAMPLING)
     _add(group, "stop", action="append", default=[], metavar="TEXT")
+    _add(group, "logit_bias", type=_biases, metavar="ID=BIAS,…")
+    _add(group, "ignore_end", action="store_true")
     _add(group, "tokens", action="store_true")
+    _add(group, "alternatives", type=int, metavar="N")
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
@@ -166,6 +175,18 @@ def _add_constraint(group: argparse._ArgumentGroup) -> None:
     _add(group, "constraint_sampling", choices=[str(sampling) for sampling in ConstraintSampling])
 
 
+def _add_tools(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tools",
+        type=Path,
+        metavar="FILE",
+        help="tools that the answer may call: a JSON array of objects {name, description, parameters}, where "
+        "parameters is a JSON schema, alone or as OpenAI's API has them; default none",
+    )
+    _add(group, "tool_choice", metavar="auto|none|required|NAME")
+    _add(group, "parallel_tool_calls", action=argparse.BooleanOptionalAction)
+
+
 def _policy(text: str) -> Any:
     """A policy's name, or its class with the numbers that follow the name."""
     name, colon, numbers = text.partition(":")
@@ -207,6 +228,15 @@ def _value(name: str, kind: str, text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{name} must be a number, not {text!r}") from None
 
 
+def _biases(text: str) -> dict[int, float]:
+    """What the logits of tokens gain."""
+    try:
+        pairs = (pair.split("=") for pair in text.split(","))
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be pairs ID=BIAS, not {text!r}") from None
+
+
 def _quality(text: str) -> Quality:
     """The number in ``text``, or the name that it is."""
     try:
@@ -237,5 +267,5 @@ def _read(name: str, path: Path) -> Any:
 
 
 def _media(given: str) -> bytes | str:
-    """The media id that ``given`` is, or the bytes of the file at that path."""
-    return given if is_media_id(given) else Path(given).read_bytes()
+    """The media id or URL that ``given`` is, or the bytes of the file at that path."""
+    return given if is_media_id(given) or is_url(given) else Path(given).read_bytes()

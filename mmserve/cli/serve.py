@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmserve.check import check
@@ -23,14 +24,18 @@ from mmserve.rpc.engines import EngineLike
 from mmserve.settle import settle
 
 if TYPE_CHECKING:  # these import torch
-    from mmserve.encode.cache import EncoderCache
+    from mmserve.cli.clustered import Clustered
     from mmserve.rpc.server import Server
+    from mmserve.tiers.caches import Caches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``mmserve serve``."""
     add_config(parser)
     parser.add_argument("--http", type=int, metavar="PORT", help="serve OpenAI's HTTP API, too (extra mmserve[http])")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="run the stages on a Ray cluster's workers, as FILE has them (mmserve[ray])"
+    )
     parser.add_argument(
         "--log-format", choices=FORMATS, default="text", help="lines for people (the default), or a JSON object each"
     )
@@ -55,19 +60,32 @@ def run(arguments: argparse.Namespace) -> int:
     for model in settings.models:
         if not model.path.startswith(HUB):
             local_folder(model.path)  # a folder that is not there is reported before anything listens
+    source: _Local | Clustered = _Local(settings)
+    if arguments.cluster:
+        from mmserve.cli.clustered import Clustered
+
+        source = Clustered(settings, Path(arguments.cluster))  # before anything of gRPC
+    from mmserve.observe import traces
     from mmserve.rpc.server import Server  # imports torch, which takes seconds: no other command waits for it
+
+    end_traces = traces.configure(settings.server.otlp_endpoint)
 
     async def serve() -> _Loader:
         server = Server(settings, loading=names)
+        source.attach(server)
         front = attach(server)
         where = f"{settings.server.host}:{await server.start()}"
         if front is not None:
             where += f", and over HTTP on {settings.server.host}:{front.port}"
-        loader = _Loader(settings, server, f"mmserve serves {', '.join(names)} on {where}")
-        await server.serve_until_signal(loader.start, lambda: read_config(arguments), loader.replacements)
+        loader = _Loader(source, server, f"mmserve serves {', '.join(names)} on {where}")
+        await server.serve_until_signal(loader.start, lambda: read_config(arguments), source.replacements)
         return loader
 
-    asyncio.run(serve()).close()
+    try:
+        asyncio.run(serve()).close()
+    finally:
+        source.close()
+        end_traces()
     return 0
 
 
@@ -83,24 +101,25 @@ def _check(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-class _Loader:
-    """Loads the models on a thread, one after another, and gives each to ``server``; prints ``ready`` after the last.
+class _Local:
+    """Engines of this process."""
 
-    Ends the server where a model cannot be loaded.
-    """
-
-    def __init__(self, settings: Config, server: Server, ready: str) -> None:
+    def __init__(self, settings: Config) -> None:
         self._settings = settings
-        self._server = server
-        self._ready = ready
-        self._loop = asyncio.get_running_loop()
-        self._error: BaseException | None = None
-        self._cache: EncoderCache | None = None  # of all engines
-        self._thread = threading.Thread(target=self._run, name="mmserve-load", daemon=True)
+        self._cache: Caches | None = None  # of all engines
 
-    def start(self) -> None:
-        """Begin to load."""
-        self._thread.start()
+    def attach(self, server: Server) -> None:
+        """Have models loaded as this process loads them; what else the server shows, it asks its engines."""
+        server.loading.load = self.replacements
+
+    def engines(self) -> Iterator[EngineLike]:
+        """Load one model after another."""
+        from mmserve.assembly import load_engines  # imports torch, which takes seconds
+
+        for engine in load_engines(self._settings):
+            self._cache = engine.stages.encoder.cache
+            yield engine
+            engine.warm()
 
     def replacements(self, settings: Config) -> Iterator[EngineLike]:
         """Load the models of ``settings`` beside those that serve, whose cache they use."""
@@ -109,6 +128,28 @@ class _Loader:
         for engine in load_engines(settings, self._cache):
             engine.warm()
             yield engine
+
+    def close(self) -> None:
+        """The server has stopped each engine."""
+
+
+class _Loader:
+    """Loads the models on a thread, one after another, and gives each to ``server``; prints ``ready`` after the last.
+
+    Ends the server where a model cannot be loaded.
+    """
+
+    def __init__(self, source: _Local | Clustered, server: Server, ready: str) -> None:
+        self._source = source
+        self._server = server
+        self._ready = ready
+        self._loop = asyncio.get_running_loop()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mmserve-load", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
 
     def close(self) -> None:
         """After the server's end: raise what loading failed of, or end the process where it is not done."""
@@ -122,13 +163,9 @@ class _Loader:
 
     def _run(self) -> None:
         try:
-            from mmserve.assembly import load_engines  # imports torch, which takes seconds
-
-            for engine in load_engines(self._settings):
-                self._cache = engine.stages.encoder.cache
+            for engine in self._source.engines():
                 if not asyncio.run_coroutine_threadsafe(self._server.add(engine), self._loop).result():
                     return
-                engine.warm()
             settle()
             print(self._ready, flush=True)
         except BaseException as error:  # noqa: BLE001 - raised again by ``close``, on the main thread

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"`mmserve tune` measures one model, not {len(config.models)}: name one with --model")
     entry = config.models[0]
     out = arguments.out or model_folder(entry.path) / POLICY_FILE
-    _require_writable(out)
+    require_writable(out)
     if arguments.prompts is not None:
         prompts = read_prompts(arguments.prompts)[: arguments.limit]
     elif entry.path in SHIPPED:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_writable(out: Path) -> None:
+def require_writable(out: Path) -> None:
     """``ConfigError`` before an hour of measuring that could not be kept."""
     beside = out if out.exists() else out.parent
     if not out.parent.is_dir() or not os.access(beside, os.W_OK):

@@ -18,20 +18,29 @@ from mmserve.client.asynchronous import AsyncClient
 from mmserve.client.asynchronous_video import AsyncAlerts, AsyncQuestion, AsyncVideoSession
 from mmserve.client.blocking import Client
 from mmserve.client.blocking_video import Alerts, Question, VideoSession
+from mmserve.client.cache import Warmed
+from mmserve.client.decisions import Answered, Choice, Decisions, Score, YesNo
 from mmserve.client.options import Options
 from mmserve.client.outgoing_constraint import Hole, Template
 from mmserve.client.result import Result
 from mmserve.client.session_options import SessionOptions
 from mmserve.client.tls import TLS
+from mmserve.client.tools import Call, Tool
+from mmserve.core.cached import CacheEntry, Listing
 from mmserve.core.events import (
     Admitted,
+    Alternative,
     CommittedToken,
     ConstraintStats,
     Delta,
+    Draft,
+    DraftAlternative,
+    DraftPosition,
     Event,
     Finished,
     Snapshot,
     StageTimes,
+    ToolCallDelta,
     Usage,
 )
 from mmserve.core.info import ModelInfo
@@ -61,6 +70,7 @@ from mmserve.core.policies import (
 )
 from mmserve.core.request import ImagePart, Message, TextPart, VideoPart, VideoSampling
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
+from mmserve.core.tools import ToolCall
 from mmserve.core.tuning import Measured, Pair, Tuning
 from mmserve.errors import (
     Cancelled,
@@ -85,23 +95,32 @@ __all__ = [
     "Admitted",
     "Alert",
     "Alerts",
+    "Alternative",
+    "Answered",
     "Asked",
     "AsyncAlerts",
     "AsyncClient",
     "AsyncQuestion",
     "AsyncVideoSession",
     "Blend",
+    "CacheEntry",
+    "Call",
     "Cancelled",
+    "Choice",
     "Client",
     "CommittedToken",
     "Confident",
     "ConfigError",
     "ConstraintStats",
     "DeadlineExceeded",
+    "Decisions",
     "Delta",
     "DkvDecode",
     "DkvGreedy",
+    "Draft",
+    "DraftAlternative",
     "DraftModel",
+    "DraftPosition",
     "EarlyCommit",
     "Edit",
     "EntropyBound",
@@ -120,6 +139,7 @@ __all__ = [
     "KvShare",
     "Learned",
     "LegoLink",
+    "Listing",
     "MMServeError",
     "Measured",
     "Message",
@@ -135,6 +155,7 @@ __all__ = [
     "ResourceExhausted",
     "Result",
     "Scheduler",
+    "Score",
     "SessionOptions",
     "SinkWindow",
     "Snapshot",
@@ -144,6 +165,9 @@ __all__ = [
     "Template",
     "TextPart",
     "Threshold",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Tuning",
     "Unauthenticated",
     "Unavailable",
@@ -153,4 +177,6 @@ __all__ = [
     "VideoSampling",
     "VideoSession",
     "VisualCache",
+    "Warmed",
+    "YesNo",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
@@ -14,7 +14,9 @@ import PIL.Image
 
 from mmserve.client.asynchronous_video import AsyncVideoSession
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
-from mmserve.client.options import Chat, Image, Options, documented
+from mmserve.client.cache import AsyncCache
+from mmserve.client.decisions import Decisions, TypedQuestion, build_decision, to_decisions
+from mmserve.client.options import Chat, Image, Options, Video, documented
 from mmserve.client.outgoing import build_request, file_bytes, request_label
 from mmserve.client.result import Result, to_result
 from mmserve.client.retries import Retries
@@ -22,11 +24,13 @@ from mmserve.client.schemas import Adapter
 from mmserve.client.session_options import SessionOptions, documented_session
 from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import AdapterInfo, ModelInfo
+from mmserve.core.request import VideoSampling
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.v1 import generation_pb2, media_pb2, model_pb2
 from mmserve.wire.events import from_response
 from mmserve.wire.models import from_model_info
+from mmserve.wire.plain import from_message
 
 T = TypeVar("T")
 
@@ -100,7 +104,7 @@ class AsyncClient(Base):
         )
         events = self._events(message, self._retries(timeout), label)
         done = [event async for event in events if isinstance(event, Finished)]
-        return to_result(done, message.sampling.n or 1, label, schema)
+        return to_result(done, message.sampling.n or 1, label, schema, tools=options.get("tools"))
 
     @documented
     async def stream(
@@ -110,6 +114,7 @@ class AsyncClient(Base):
         *,
         schema: Any = None,
         snapshots: bool = False,
+        drafts: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
         **options: Unpack[Options],
@@ -117,11 +122,19 @@ class AsyncClient(Base):
         """As ``Client.stream``; ``contextlib.aclosing`` around it cancels at once when the loop is left early.
 
         snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
+        drafts: whether ``Draft`` events are sent, with what each step changed of the canvas; default False.
         """
         label = request_label(request_id)
         retries = self._retries(timeout)
         message = await asyncio.to_thread(
-            build_request, prompt, images, deltas=True, snapshots=snapshots, schema=schema, **options
+            build_request,
+            prompt,
+            images,
+            deltas=True,
+            snapshots=snapshots,
+            drafts=drafts,
+            schema=schema,
+            **options,
         )
         events = self._events(message, retries, label)
         try:
@@ -137,6 +150,22 @@ class AsyncClient(Base):
         timeout: seconds that the server may be unreachable, and that a push may wait; default the client's.
         """
         return AsyncVideoSession(self, configuration(**options), timeout)
+
+    async def decide(
+        self,
+        prompt: str | Sequence[Chat],
+        questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+        images: Sequence[Image] = (),
+        *,
+        videos: Sequence[Video] = (),
+        video_sampling: VideoSampling | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Decisions:
+        """As ``Client.decide``."""
+        message = await asyncio.to_thread(build_decision, prompt, questions, images, videos, video_sampling, model)
+        stub = self._open(grpc.aio).decisions.Decide
+        return to_decisions(await self._unary(lambda **how: stub(message, **how), timeout))
 
     async def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
         """As ``Client.upload``."""
@@ -155,6 +184,50 @@ class AsyncClient(Base):
         stub = self._open(grpc.aio).models.DescribeModel
         reply = await self._unary(lambda **how: stub(model_pb2.DescribeModelRequest(model=name), **how), timeout)
         return from_model_info(reply.model)
+
+    async def load_model(
+        self, path: str, name: str = "", *, dtype: str = "", timeout: float | None = None
+    ) -> ModelInfo:
+        """As ``Client.load_model``."""
+        stub = self._open(grpc.aio).models.LoadModel
+        message = model_pb2.LoadModelRequest(path=path, name=name, dtype=dtype)
+        return from_model_info((await self._unary(lambda **how: stub(message, **how), timeout)).model)
+
+    async def unload_model(
+        self, name: str, *, drain_seconds: float | None = None, timeout: float | None = None
+    ) -> bool:
+        """As ``Client.unload_model``."""
+        stub = self._open(grpc.aio).models.UnloadModel
+        message = model_pb2.UnloadModelRequest(model=name, drain_seconds=drain_seconds)
+        return bool((await self._unary(lambda **how: stub(message, **how), timeout)).ended)
+
+    async def adapters(self, model: str = "", *, timeout: float | None = None) -> list[AdapterInfo]:
+        """As ``Client.adapters``."""
+        stub = self._open(grpc.aio).models.ListAdapters
+        reply = await self._unary(lambda **how: stub(model_pb2.ListAdaptersRequest(model=model), **how), timeout)
+        return [from_message(AdapterInfo, adapter) for adapter in reply.adapters]
+
+    async def load_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> AdapterInfo:
+        """As ``Client.load_adapter``."""
+        stub = self._open(grpc.aio).models.LoadAdapter
+        message = model_pb2.LoadAdapterRequest(model=model, adapter=name)
+        reply = await self._unary(lambda **how: stub(message, **how), timeout)
+        return from_message(AdapterInfo, reply.adapter)
+
+    async def drop_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> None:
+        """As ``Client.drop_adapter``."""
+        stub = self._open(grpc.aio).models.DropAdapter
+        message = model_pb2.DropAdapterRequest(model=model, adapter=name)
+        await self._unary(lambda **how: stub(message, **how), timeout)
+
+    @property
+    def cache(self) -> AsyncCache:
+        """As ``Client.cache``."""
+        return AsyncCache(self._cache_call)
+
+    async def _cache_call(self, method: str, message: Any, timeout: float | None) -> Any:
+        stub = getattr(self._open(grpc.aio).caches, method)
+        return await self._unary(lambda **how: stub(message, **how), timeout)
 
     async def wait_ready(self, timeout: float = 30.0) -> None:
         """As ``Client.wait_ready``."""

@@ -15,7 +15,15 @@ from mmserve.client.outgoing import UPLOAD_CHUNK
 from mmserve.client.retries import Retries
 from mmserve.client.tls import TLS, mistake
 from mmserve.errors import DeadlineExceeded, MMServeError, TLSError, Unavailable
-from mmserve.v1 import generation_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc, video_pb2_grpc
+from mmserve.v1 import (
+    cache_pb2_grpc,
+    decision_pb2_grpc,
+    generation_pb2_grpc,
+    media_pb2,
+    media_pb2_grpc,
+    model_pb2_grpc,
+    video_pb2_grpc,
+)
 from mmserve.wire.status import from_rpc_error, from_server
 
 #: How often a server is asked whether it is ready, and how long it may take to say so (seconds).
@@ -31,8 +39,10 @@ class Stubs:
     def __init__(self, channel: Any) -> None:
         self.channel = channel
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self.decisions: Any = decision_pb2_grpc.DecisionServiceStub(channel)
         self.media: Any = media_pb2_grpc.MediaServiceStub(channel)
         self.models: Any = model_pb2_grpc.ModelServiceStub(channel)
+        self.caches: Any = cache_pb2_grpc.CacheServiceStub(channel)
         self.video: Any = video_pb2_grpc.VideoServiceStub(channel)
         self.health: Any = health_pb2_grpc.HealthStub(channel)
 
@@ -46,6 +56,8 @@ class Base:
     tls: True or ``TLS(…)`` for an encrypted connection; default not encrypted, unless the address is grpcs://.
     timeout: seconds until a call fails that is given no timeout of its own; default 60.
     reconnect_seconds: how long a call tries to reach a server that cannot be reached; default until its deadline.
+    retries: whether calls that the server did not begin to answer are tried again, and sessions of video that lost
+        their connection resumed; default True.
     allow_plaintext_token: whether the token may be sent unencrypted to another machine; default False.
 
     Raises ``ConfigError``, a ``ValueError``, for what cannot be used.
@@ -59,6 +71,7 @@ class Base:
         tls: TLS | bool | None = None,
         timeout: float = 60.0,
         reconnect_seconds: float | None = None,
+        retries: bool = True,
         allow_plaintext_token: bool = False,
     ) -> None:
         self._address = parse_address(target)
@@ -69,6 +82,7 @@ class Base:
         self.target = self._address.target
         self.timeout = timeout
         self.reconnect_seconds = reconnect_seconds
+        self.retries = retries
         self._opened: Stubs | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -100,7 +114,7 @@ class Base:
         return failure if found is None else TLSError(f"{self.target}: {found.message}")
 
     def _retries(self, timeout: float | None) -> Retries:
-        return Retries(self.timeout if timeout is None else timeout, self.reconnect_seconds)
+        return Retries(self.timeout if timeout is None else timeout, self.reconnect_seconds, again=self.retries)
 
     def _metadata(self, label: str | None = None) -> list[tuple[str, str]]:
         return call_metadata(self._token, label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
@@ -13,7 +13,9 @@ import PIL.Image
 
 from mmserve.client.base import POLL_SECONDS, Base, check, chunks, serving, unready
 from mmserve.client.blocking_video import VideoSession
-from mmserve.client.options import Chat, Image, Options, documented
+from mmserve.client.cache import Cache
+from mmserve.client.decisions import Decisions, TypedQuestion, build_decision, to_decisions
+from mmserve.client.options import Chat, Image, Options, Video, documented
 from mmserve.client.outgoing import build_request, file_bytes, request_label
 from mmserve.client.result import Result, to_result
 from mmserve.client.retries import Retries
@@ -21,11 +23,13 @@ from mmserve.client.schemas import Adapter
 from mmserve.client.session_options import SessionOptions, documented_session
 from mmserve.client.video_requests import configuration
 from mmserve.core.events import Event, Finished
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import AdapterInfo, ModelInfo
+from mmserve.core.request import VideoSampling
 from mmserve.errors import Cancelled, MMServeError
 from mmserve.v1 import generation_pb2, model_pb2
 from mmserve.wire.events import from_response
 from mmserve.wire.models import from_model_info
+from mmserve.wire.plain import from_message
 
 T = TypeVar("T")
 
@@ -101,7 +105,7 @@ class Client(Base):
         message = build_request(prompt, images, deltas=False, snapshots=False, schema=schema, **options)
         events = self._events(message, self._retries(timeout), label)
         done = [event for event in events if isinstance(event, Finished)]
-        return to_result(done, message.sampling.n or 1, label, schema)
+        return to_result(done, message.sampling.n or 1, label, schema, tools=options.get("tools"))
 
     @documented
     def stream(
@@ -111,19 +115,23 @@ class Client(Base):
         *,
         schema: Any = None,
         snapshots: bool = False,
+        drafts: bool = False,
         timeout: float | None = None,
         request_id: str | None = None,
         **options: Unpack[Options],
     ) -> Generator[Event, None, None]:
-        """The events of an answer as they arrive: ``Admitted``, ``Delta`` and ``Snapshot``, then ``Finished``.
+        """The events of an answer as they arrive: ``Admitted``; ``Delta``, ``Draft`` and ``Snapshot``; ``Finished``.
 
         With ``n`` samples their events come in any order, each with its ``sample``, and each has its ``Finished``.
         Leaving the loop, or closing the generator, cancels the request. Raises the errors that
         ``mmserve.client`` exports, all of them ``MMServeError``.
 
         snapshots: whether ``Snapshot`` events with the whole canvas are sent; default False.
+        drafts: whether ``Draft`` events are sent, with what each step changed of the canvas; default False.
         """
-        message = build_request(prompt, images, deltas=True, snapshots=snapshots, schema=schema, **options)
+        message = build_request(
+            prompt, images, deltas=True, snapshots=snapshots, drafts=drafts, schema=schema, **options
+        )
         return self._events(message, self._retries(timeout), request_label(request_id))
 
     @documented_session
@@ -133,6 +141,31 @@ class Client(Base):
         timeout: seconds that the server may be unreachable, and that a push may wait; default the client's.
         """
         return VideoSession(self, configuration(**options), timeout)
+
+    def decide(
+        self,
+        prompt: str | Sequence[Chat],
+        questions: Sequence[TypedQuestion] | Mapping[str, TypedQuestion],
+        images: Sequence[Image] = (),
+        *,
+        videos: Sequence[Video] = (),
+        video_sampling: VideoSampling | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Decisions:
+        """Answer typed questions about a context, with probabilities, without generating text.
+
+        prompt: the context: a text, or a chat as of ``generate``; may be empty.
+        questions: ``YesNo``, ``Choice`` and ``Score``, as a sequence, or by names of your own.
+        images, videos, video_sampling: shown before the context's last text, as of ``generate``.
+        model: name of a model the server has; default its first.
+        timeout: seconds until the call fails; default the client's.
+
+        Raises ``InvalidArgument`` for what cannot be asked, and every error of the server.
+        """
+        message = build_decision(prompt, questions, images, videos, video_sampling, model)
+        stub = self._open(grpc).decisions.Decide
+        return to_decisions(self._unary(lambda **how: stub(message, **how), timeout))
 
     def upload(self, data: bytes | Path | PIL.Image.Image, *, timeout: float | None = None) -> str:
         """Store an image or a video on the server; its media id can stand for it in ``images`` or ``videos``."""
@@ -151,6 +184,50 @@ class Client(Base):
         stub = self._open(grpc).models.DescribeModel
         reply = self._unary(lambda **how: stub(model_pb2.DescribeModelRequest(model=name), **how), timeout)
         return from_model_info(reply.model)
+
+    def load_model(self, path: str, name: str = "", *, dtype: str = "", timeout: float | None = None) -> ModelInfo:
+        """Have the server load the checkpoint ``path`` of its ``model_folder``, and serve it as ``name``.
+
+        ``dtype`` is as under ``[[models]]``. It goes on where ``timeout`` passes. Raises ``ResourceExhausted`` saying
+        how much memory is missing, ``FailedPrecondition`` where the name is taken, ``InvalidArgument`` for wrong files.
+        """
+        stub = self._open(grpc).models.LoadModel
+        message = model_pb2.LoadModelRequest(path=path, name=name, dtype=dtype)
+        return from_model_info(self._unary(lambda **how: stub(message, **how), timeout).model)
+
+    def unload_model(self, name: str, *, drain_seconds: float | None = None, timeout: float | None = None) -> bool:
+        """Have the server serve a model no longer; its requests go on for ``drain_seconds`` at most (default the
+        server's). Returns once its memory is free, whether all of them ended by themselves."""
+        stub = self._open(grpc).models.UnloadModel
+        message = model_pb2.UnloadModelRequest(model=name, drain_seconds=drain_seconds)
+        return bool(self._unary(lambda **how: stub(message, **how), timeout).ended)
+
+    def adapters(self, model: str = "", *, timeout: float | None = None) -> list[AdapterInfo]:
+        """The adapters of a model that are loaded; of the server's default for an empty name."""
+        stub = self._open(grpc).models.ListAdapters
+        reply = self._unary(lambda **how: stub(model_pb2.ListAdaptersRequest(model=model), **how), timeout)
+        return [from_message(AdapterInfo, adapter) for adapter in reply.adapters]
+
+    def load_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> AdapterInfo:
+        """Have the server read the adapter ``name`` from its ``adapter_folder``, in place of one of that name."""
+        stub = self._open(grpc).models.LoadAdapter
+        message = model_pb2.LoadAdapterRequest(model=model, adapter=name)
+        return from_message(AdapterInfo, self._unary(lambda **how: stub(message, **how), timeout).adapter)
+
+    def drop_adapter(self, name: str, *, model: str = "", timeout: float | None = None) -> None:
+        """Have the server serve the adapter ``name`` no longer; requests that decode with it go on."""
+        stub = self._open(grpc).models.DropAdapter
+        message = model_pb2.DropAdapterRequest(model=model, adapter=name)
+        self._unary(lambda **how: stub(message, **how), timeout)
+
+    @property
+    def cache(self) -> Cache:
+        """What the server keeps for later requests."""
+        return Cache(self._cache_call)
+
+    def _cache_call(self, method: str, message: Any, timeout: float | None) -> Any:
+        stub = getattr(self._open(grpc).caches, method)
+        return self._unary(lambda **how: stub(message, **how), timeout)
 
     def wait_ready(self, timeout: float = 30.0) -> None:
         """Return as soon as the server's health check reports SERVING; raises ``Unavailable`` after ``timeout``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from mmserve.client.address import TOKEN_VARIABLE, Address
@@ -45,7 +46,22 @@ def chosen_token(given: str | None, address: Address, *, encrypted: bool, allow_
 def call_metadata(token: str | None, label: str | None = None) -> list[tuple[str, str]]:
     """The metadata of a call."""
     pairs = [("authorization", f"Bearer {token}")] if token else []
-    return [*pairs, (request_id.KEY, label)] if label else pairs
+    pairs += [(request_id.KEY, label)] if label else []
+    return [*pairs, *_trace_context()]
+
+
+def _trace_context() -> list[tuple[str, str]]:
+    """What tells a server which trace the caller's active span of OpenTelemetry belongs to; nothing without one.
+
+    A program that has one has imported OpenTelemetry; the client itself does not need it.
+    """
+    if "opentelemetry.trace" not in sys.modules:
+        return []
+    from opentelemetry import propagate
+
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return list(carrier.items())
 
 
 def open_channel(library: Any, address: Address, tls: TLS | None) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 import PIL.Image
 
 from mmserve.client.outgoing_constraint import ConstraintMode, SchemaOption, Template
+from mmserve.client.tools import ToolLike
 from mmserve.core.options import REQUEST
 from mmserve.core.policies.commit import Commit
 from mmserve.core.policies.image_reuse import ImageReuse
@@ -20,12 +21,14 @@ from mmserve.core.request import Message, VideoSampling
 from mmserve.core.tuning import Quality
 from mmserve.core.values import Value
 
-#: An image: the bytes of its file, the file's path, a picture in memory, or the id of an upload.
+#: An image: the bytes of its file, the file's path, a picture in memory, the id of an upload, or a URL that
+#: the server may fetch.
 Image = bytes | Path | PIL.Image.Image | str
-#: A video: the bytes of its file, the file's path, or the id of an upload.
+#: A video: the bytes of its file, the file's path, the id of an upload, or such a URL.
 Video = bytes | Path | str
-#: A chat message: typed, or ``{"role": …, "content": …}``.
-Chat = Message | Mapping[str, str]
+#: A chat message: typed, or ``{"role": …, "content": …}``; an assistant's may have ``tool_calls``, and a tool's has the
+#: ``tool_call_id`` that it answers.
+Chat = Message | Mapping[str, Any]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -40,6 +43,10 @@ class Options(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    ignore_end: bool
     seed: int | None
     n: int | None
     stop: str | Sequence[str]
@@ -50,6 +57,7 @@ class Options(TypedDict, total=False):
     commit: Commit | None
     quality: Quality | None
     tokens: bool
+    alternatives: int | None
     videos: Sequence[Video]
     video_sampling: VideoSampling | None
     regex: str | None
@@ -69,6 +77,12 @@ class Options(TypedDict, total=False):
     constraint_mode: ConstraintMode | None
     schema_options: Sequence[SchemaOption] | None
     constraint_sampling: Literal["mask", "awrs", "asap"] | None
+    adapter: str | None
+    raw: bool
+    slo_class: str | None
+    tools: Sequence[ToolLike] | None
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
 
 
 _ARGUMENTS = """\

@@ -14,7 +14,8 @@ import PIL.Image
 from mmserve.client.options import Chat, Image, Options, Video
 from mmserve.client.outgoing_constraint import put_constraint
 from mmserve.client.schemas import Schema
-from mmserve.core.media_id import is_media_id
+from mmserve.client.tools import put_tools, tool_call
+from mmserve.core.media_id import is_media_id, is_url
 from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, SAMPLING
 from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart, VideoSampling
 from mmserve.errors import InvalidArgument
@@ -33,6 +34,7 @@ def build_request(
     *,
     deltas: bool,
     snapshots: bool,
+    drafts: bool = False,
     schema: Schema | None = None,
     **options: Unpack[Options],
 ) -> pb.GenerateRequest:
@@ -44,8 +46,13 @@ def build_request(
     _check_names(options)
     videos, sampling = options.get("videos") or (), options.get("video_sampling")
     request = pb.GenerateRequest(messages=_messages(prompt, images, videos, sampling))
-    put(request, "", model=options.get("model"))
-    put(request.sampling, "sampling.", **_named(options, [name for name in SAMPLING if name != "stop"]))
+    named = {name: options.get(name) for name in ("model", "raw", "slo_class", "adapter")}
+    put(request, "", **named)
+    put(request.sampling, "sampling.", **_named(options, [n for n in SAMPLING if n not in ("stop", "logit_bias")]))
+    try:
+        request.sampling.logit_bias.update(options.get("logit_bias") or {})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument.of("sampling.logit_bias", f"must map ids of tokens to numbers: {error}") from error
     stop = options.get("stop") or ()
     for i, text in enumerate([stop] if isinstance(stop, str) else stop):
         if not isinstance(text, str):
@@ -62,6 +69,12 @@ def build_request(
         sampling=options.get("constraint_sampling"),
         schema_options=options.get("schema_options") or (),
     )
+    put_tools(
+        request,
+        options.get("tools"),
+        options.get("tool_choice"),
+        parallel=options.get("parallel_tool_calls"),
+    )
     put_policy(request.vision, "pruner", options.get("pruner"), "vision.")
     amounts = _named(options, AMOUNTS)
     if sum(value is not None for value in amounts.values()) > 1:
@@ -71,7 +84,8 @@ def build_request(
     put_policy(request.kv_reduction, "policy", options.get("kv_reduction"), "kv_reduction.")
     put_policy(request.image_reuse, "policy", options.get("image_reuse"), "image_reuse.")
     request.stream.deltas, request.stream.snapshots = deltas, snapshots
-    request.stream.tokens = bool(options.get("tokens"))
+    request.stream.tokens, request.stream.drafts = bool(options.get("tokens")), drafts
+    put(request.stream, "stream.", alternatives=options.get("alternatives"))
     return request
 
 
@@ -98,7 +112,7 @@ def file_bytes(image: Any, where: str) -> bytes:
         file = io.BytesIO()
         (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(file, "PNG")
         return file.getvalue()
-    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path, a PIL image or a media id 'sha256:…'")
+    raise InvalidArgument.of(where, "must be bytes, a pathlib.Path, a PIL image, a media id 'sha256:…' or a URL")
 
 
 def request_label(given: str | None) -> str:
@@ -127,10 +141,20 @@ def _messages(
 
 def _message(chat: Chat, where: str) -> pb.ChatMessage:
     if isinstance(chat, Message):
-        return pb.ChatMessage(role=_role(chat.role), parts=[_part(part, where) for part in chat.parts])
-    if not isinstance(chat, Mapping) or set(chat) != {"role", "content"}:
-        raise InvalidArgument.of(where, "must be a Message, or a mapping with the keys 'role' and 'content'")
-    return pb.ChatMessage(role=_role(chat["role"]), parts=[_part(TextPart(chat["content"]), where)])
+        return _chat_message(chat, [_part(part, where) for part in chat.parts])
+    given = {"role", "content"}
+    if not isinstance(chat, Mapping) or not given <= set(chat) <= given | {"tool_calls", "tool_call_id"}:
+        why = "must be a Message, or a mapping of 'role' and 'content', and maybe 'tool_calls' or 'tool_call_id'"
+        raise InvalidArgument.of(where, why)
+    calls = tuple(tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(chat.get("tool_calls") or ()))
+    content = chat["content"] or ("" if calls else chat["content"])
+    parts = [_part(TextPart(content), where)] if content or not calls else []
+    return _chat_message(Message(chat["role"], (), calls, chat.get("tool_call_id") or ""), parts)
+
+
+def _chat_message(chat: Message, parts: list[pb.ContentPart]) -> pb.ChatMessage:
+    calls = [pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in chat.tool_calls]
+    return pb.ChatMessage(role=_role(chat.role), parts=parts, tool_calls=calls, tool_call_id=chat.tool_call_id)
 
 
 def _role(name: str) -> Any:
@@ -150,26 +174,30 @@ def _part(part: Part, where: str) -> pb.ContentPart:
 
 def _image(image: Image, where: str) -> pb.Image:
     if isinstance(image, str):
-        return pb.Image(media_id=_media_id(image, where))
+        return pb.Image(**_named_file(image, where))
     return pb.Image(data=file_bytes(image, where))
 
 
 def _video(video: Video, sampling: VideoSampling | None, where: str) -> pb.Video:
     if isinstance(video, str):
-        message = pb.Video(media_id=_media_id(video, where))
+        message = pb.Video(**_named_file(video, where))
     elif isinstance(video, Path):
         message = pb.Video(data=video.read_bytes())
     elif isinstance(video, bytes | bytearray | memoryview):
         message = pb.Video(data=bytes(video))
     else:
-        raise InvalidArgument.of(where, "must be bytes, a pathlib.Path or a media id 'sha256:…'")
+        raise InvalidArgument.of(where, "must be bytes, a pathlib.Path, a media id 'sha256:…' or a URL")
     return _sampled(message, sampling, "video_sampling")
 
 
-def _media_id(given: str, where: str) -> str:
+def _named_file(given: str, where: str) -> dict[str, Any]:
+    """The field of a message for a media id or a URL."""
+    if is_url(given):
+        return {"url": given}
     if not is_media_id(given):
-        raise InvalidArgument.of(where, "a string must be a media id 'sha256:…'; for a file, give a pathlib.Path")
-    return given
+        why = "a string must be a media id 'sha256:…' or an http(s) URL; for a file, give a pathlib.Path"
+        raise InvalidArgument.of(where, why)
+    return {"media_id": given}
 
 
 def _sampled(video: pb.Video, sampling: VideoSampling | None, where: str) -> pb.Video:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from mmserve.client.schemas import Schema, reader
+from mmserve.client.tools import Call, ToolLike, readers
 from mmserve.core import events
+from mmserve.core.request import Message, TextPart
 from mmserve.core.session import Moment
 from mmserve.errors import Unavailable
 
@@ -32,11 +35,23 @@ class Result(events.Finished, Generic[T]):
     moments: tuple[Moment, ...] = ()  # of an answer about a video session: times that its text names
     others: tuple[Result[T], ...] = ()  # the samples after the first
     read: Callable[[str], T] | None = field(default=None, repr=False, compare=False)  # of an answer to a ``schema``
+    readers: Mapping[str, Callable[[str], Any]] = field(default_factory=dict, repr=False, compare=False)  # of tools
 
     @property
     def finish_reason(self) -> str:
-        """``end``, ``stop`` or ``length``."""
+        """``end``, ``stop``, ``length`` or ``tool_calls``."""
         return self.reason
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of tools, in order, with values of the tools' types."""
+        known = self.readers
+        return tuple(Call(c.id, c.name, c.arguments, known.get(c.name, json.loads)) for c in self.tool_calls)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of a chat that goes on."""
+        return Message("assistant", (TextPart(self.text),) if self.text else (), self.tool_calls)
 
     @property
     def samples(self) -> tuple[Result[T], ...]:
@@ -56,14 +71,15 @@ def to_result(
     request_id: str,
     schema: Schema | None = None,
     moments: Mapping[int, tuple[Moment, ...]] | None = None,
+    tools: Sequence[ToolLike] | None = None,
 ) -> Result[Any]:
     """The result in what a stream of ``samples`` finished with, in any order; raises ``Unavailable`` where one is
-    missing. ``schema``: the request's; ``moments``: of an answer about a video session, by sample."""
+    missing. ``schema`` and ``tools``: the request's; ``moments``: of an answer about a video session, by sample."""
     if sorted(event.sample for event in done) != list(range(samples)):
         raise Unavailable("the server ended the stream without an answer")
-    read = reader(schema)
+    own: dict[str, Any] = {"request_id": request_id, "read": reader(schema), "readers": readers(tools)}
     first, *others = (
-        Result(**vars(event), request_id=request_id, read=read, moments=(moments or {}).get(event.sample, ()))
+        Result(**vars(event), **own, moments=(moments or {}).get(event.sample, ()))
         for event in sorted(done, key=lambda event: event.sample)
     )
     return replace(first, others=tuple(others))

@@ -16,15 +16,18 @@ _LAST_RECONNECT_DELAY = 0.5  # … or this, for one that cannot be reached
 
 
 class Retries:
-    """How long one call of the user may still take, and whether a failed attempt is worth another."""
+    """How long one call of the user may still take, and whether a failed attempt is worth another.
 
-    def __init__(self, timeout: float, reconnect_seconds: float | None = None) -> None:
+    ``again`` false: none is.
+    """
+
+    def __init__(self, timeout: float, reconnect_seconds: float | None = None, *, again: bool = True) -> None:
         if not (math.isfinite(timeout) and timeout > 0):
             raise InvalidArgument.of("timeout", f"must be finite and above 0 seconds, not {timeout}")
         self._begun = time.monotonic()
         self._deadline = self._begun + min(timeout, _LONGEST)
         self._reconnect_seconds = math.inf if reconnect_seconds is None else reconnect_seconds
-        self._attempts = 1
+        self._again, self._attempts = again, 1
         self._lost: float | None = None  # since when the server cannot be reached
         self._unreached: MMServeError | None = None  # the last error of an attempt that did not reach it
         self._delay = _FIRST_DELAY
@@ -53,7 +56,7 @@ class Retries:
         if self._lost is not None:
             pause = min(pause, _LAST_RECONNECT_DELAY * random.uniform(0.5, 1.0))
         given_up = self._lost is not None and now + pause > self._lost + self._reconnect_seconds
-        if started or not (full or lost) or given_up or pause >= self.remaining():
+        if started or not self._again or not (full or lost) or given_up or pause >= self.remaining():
             raise self._told(error)
         self._attempts += 1
         self._delay = min(2 * self._delay, _LAST_DELAY)

@@ -16,14 +16,16 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mmserve.config.engine import SPARSE_DECODE, SPARSE_PREFILL, EngineConfig, check_engine, resolve
+from mmserve.config.kv_cache import KVCacheConfig
 from mmserve.config.media import EncoderCacheConfig, MediaConfig, VideoConfig
 from mmserve.config.models import BUNDLED, ModelConfig, SchedulerConfig
 from mmserve.config.server import ServerConfig, check_server
+from mmserve.core.slo import SLO
 from mmserve.core.values import values
 from mmserve.errors import ConfigError
 from mmserve.tenants import TenantConfig, check_tenants, is_loopback
@@ -34,6 +36,7 @@ SECTIONS: dict[str, type[Any]] = {
     "engine": EngineConfig,
     "media": MediaConfig,
     "encoder_cache": EncoderCacheConfig,
+    "kv_cache": KVCacheConfig,
     "video": VideoConfig,
 }
 
@@ -46,9 +49,11 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     encoder_cache: EncoderCacheConfig = field(default_factory=EncoderCacheConfig)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     schedulers: tuple[SchedulerConfig, ...] = ()
+    slo: tuple[SLO, ...] = ()  # classes that requests may name
     tenants: tuple[TenantConfig, ...] = ()  # none, and no auth_tokens = nobody is asked for a token
 
 
@@ -69,20 +74,22 @@ def read(path: Path) -> dict[str, Any]:
 
 def from_mapping(data: Mapping[str, Any], *, source: str = "config") -> Config:
     """A ``Config`` from nested mappings, each key checked for name and type."""
-    tables = [*SECTIONS, "models", "schedulers", "tenants"]
+    tables = [*SECTIONS, "models", "schedulers", "slo", "tenants"]
     if unknown := set(data) - set(tables):
         raise ConfigError(f"{source}: unknown table {sorted(unknown)[0]!r}; known are {tables}")
     parts: dict[str, Any] = {
-        name: _section(kind, data[name], f"{source}: [{name}]") for name, kind in SECTIONS.items() if name in data
+        name: section(kind, data[name], f"{source}: [{name}]") for name, kind in SECTIONS.items() if name in data
     }
     if "models" in data:
         if not isinstance(data["models"], list):
             raise ConfigError(f"{source}: models must be tables, each under [[models]], not {data['models']!r}")
         parts["models"] = tuple(
-            _section(ModelConfig, entry, f"{source}: [[models]] {index}") for index, entry in enumerate(data["models"])
+            section(ModelConfig, entry, f"{source}: [[models]] {index}") for index, entry in enumerate(data["models"])
         )
     if "schedulers" in data:
         parts["schedulers"] = _schedulers(data["schedulers"], source)
+    if "slo" in data:
+        parts["slo"] = _slo(data["slo"], source)
     if "tenants" in data:
         parts["tenants"] = _tenants(data["tenants"], source)
     config = Config(**parts)
@@ -106,6 +113,21 @@ def _schedulers(data: Any, source: str) -> tuple[SchedulerConfig, ...]:
     return tuple(found)
 
 
+def _slo(data: Any, source: str) -> tuple[SLO, ...]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source}: slo must be tables, each under [slo.NAME], not {data!r}")
+    found: list[SLO] = []
+    for name, entry in data.items():
+        where = f"{source}: [slo.{name}]"
+        if isinstance(entry, Mapping) and "name" in entry:
+            raise ConfigError(f"{where} has no key 'name': its name is in the head of the table")
+        made: SLO = replace(section(SLO, entry, where), name=name)
+        if not (made.first_token_seconds or made.per_token_seconds):
+            raise ConfigError(f"{where} needs first_token_seconds, per_token_seconds or both")
+        found.append(made)
+    return tuple(found)
+
+
 def _tenants(data: Any, source: str) -> tuple[TenantConfig, ...]:
     """Values are not repeated in errors: somebody may have written a token there."""
     if not isinstance(data, list) or not all(isinstance(entry, Mapping) for entry in data):
@@ -116,7 +138,7 @@ def _tenants(data: Any, source: str) -> tuple[TenantConfig, ...]:
                 f"{source}: [[tenants]] {index} has no key 'token': put the token into a file and name that as "
                 "token_file, or into an environment variable and name that as token_env"
             )
-    return tuple(_section(TenantConfig, entry, f"{source}: [[tenants]] {index}") for index, entry in enumerate(data))
+    return tuple(section(TenantConfig, entry, f"{source}: [[tenants]] {index}") for index, entry in enumerate(data))
 
 
 #: What a value of each type is called.
@@ -125,7 +147,8 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _SECRET = frozenset({"auth_tokens", "token_file", "token_env"})
 
 
-def _section(kind: type[Any], given: Mapping[str, Any], where: str) -> Any:
+def section(kind: type[Any], given: Mapping[str, Any], where: str) -> Any:
+    """A ``kind`` from the keys of a table, each checked for name, type and range; raises ``ConfigError``."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} must be a table, not {given!r}")
     fields, ranges = {f.name: f.default for f in dataclasses.fields(kind)}, values(kind)
@@ -172,11 +195,13 @@ def _check(config: Config, source: str) -> None:
 __all__ = [
     "BUNDLED",
     "SECTIONS",
+    "SLO",
     "SPARSE_DECODE",
     "SPARSE_PREFILL",
     "Config",
     "EncoderCacheConfig",
     "EngineConfig",
+    "KVCacheConfig",
     "MediaConfig",
     "ModelConfig",
     "SchedulerConfig",
@@ -187,4 +212,5 @@ __all__ = [
     "load",
     "read",
     "resolve",
+    "section",
 ]

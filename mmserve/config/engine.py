@@ -32,9 +32,14 @@ class EngineConfig:
     max_pending_per_stage: int = value(8, _COUNT, "requests that may wait between two stages")
     page_size: int = value(16, _COUNT, "token positions of a K/V page")
     pages: int = value(0, _AUTO, "K/V pages; auto = as many as max_running requests of max_tokens need")
-    max_tokens: int = value(1024, _COUNT, "prompt and generated tokens of one request")
+    max_tokens: int = value(
+        0, _AUTO, "prompt and generated tokens of one request; auto = the model's positions, as far as K/V pages go"
+    )
+    kv_share: float = value(0.5, SHARE_ABOVE_0, "of the free memory, what K/V pages of a model take at most if auto")
     encode_batch: int = value(8, _COUNT, "images and frames of videos encoded together")
-    prefill_tokens: int = value(0, _AUTO, "rows of a prefill batch; longer next-token prompts are run in chunks")
+    prefill_tokens: int = value(
+        0, _AUTO, "rows of a prefill batch; longer next-token and block-diffusion prompts are run in chunks"
+    )
     decode_tokens: int = value(0, _AUTO, "rows of a decode batch; a request with more rows a step runs alone")
     cuda_graphs: str = value(
         "auto",
@@ -43,6 +48,12 @@ class EngineConfig:
     )
     prefix_cache: bool = value(
         True, meaning="prompts that begin alike share K/V pages, where attention makes that exact"
+    )
+    adapter_folder: str = value(
+        "", meaning="folder whose subfolders are adapters (LoRA) that ModelService may load; empty = none can be"
+    )
+    adapter_bytes: int = value(
+        256 << 20, at_least(0), "weights of a model's adapters; of the latest batches as much again"
     )
     sparse_prefill: str = value(
         "", one_of(*SPARSE_PREFILL), "how prefill chooses the blocks that rows attend to; empty = all of them"
@@ -68,21 +79,37 @@ class EngineConfig:
 _CPU_ROWS, _ACCELERATOR_ROWS = (256, 256), (2048, 4096)
 
 
-def resolve(engine: EngineConfig, *, cores: int | None = None, device: str = "cpu") -> EngineConfig:
+#: ``max_tokens`` where no model is asked.
+_POSITIONS = 1024
+
+
+def resolve(
+    engine: EngineConfig,
+    *,
+    cores: int | None = None,
+    device: str = "cpu",
+    positions: int = _POSITIONS,
+    room: int | None = None,
+) -> EngineConfig:
     """Replace every "auto" of ``engine`` by its number; the engine only ever sees resolved values.
 
-    ``device``: the type of the model's device. Stages × torch threads stays within ``cores`` where that is possible:
+    ``device``: the type of the model's device, ``positions``: those it was made for, ``room``: pages that memory has
+    room for (None = no matter how many). Stages × torch threads stays within ``cores`` where that is possible:
     threads of one OpenMP pool spin while they wait, and two pools on the same cores were measured four times slower
     than one thread each.
     """
     cores = cores or len(os.sched_getaffinity(0))
     busy = 1 if engine.stages == "inline" else 3
-    pages_each = -(-engine.max_tokens // engine.page_size)
+    pages_each = -(-(engine.max_tokens or positions) // engine.page_size)
+    pages = engine.pages or engine.max_running * pages_each
+    if room is not None and not engine.pages:
+        pages = max(1, min(pages, room))
     prefill, decode = _CPU_ROWS if device == "cpu" else _ACCELERATOR_ROWS
     return dataclasses.replace(
         engine,
         torch_threads=engine.torch_threads or max(1, cores // busy),
-        pages=engine.pages or engine.max_running * pages_each,
+        pages=pages,
+        max_tokens=engine.max_tokens or min(positions, pages * engine.page_size),
         prefill_tokens=engine.prefill_tokens or prefill,
         decode_tokens=engine.decode_tokens or decode,
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmserve.core.values import at_least, value
+from mmserve.config.media_hosts import are_hosts
+from mmserve.core.values import ABOVE_0, Range, at_least, value
 
 _COUNT, _ANY = at_least(1), at_least(0)
 _BYTES = at_least(0, meaning="that nothing is kept")
+_HOSTS = Range("hosts: names, '*.' and a name for all below it, or addresses, each with a port or without", are_hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,14 @@ class MediaConfig:
     live_bytes: int = value(
         1 << 30, _COUNT, "files and long texts of all live requests; more is refused with RESOURCE_EXHAUSTED"
     )
+    url_hosts: tuple[str, ...] = value(
+        (),
+        _HOSTS,
+        "hosts whose http and https URLs are fetched, at ports 80 and 443 or the one named; of their addresses public "
+        "ones, and those listed here",
+    )
+    url_seconds: float = value(10.0, ABOVE_0, "until a file is fetched, redirects and the wait for a place included")
+    url_fetches: int = value(16, _COUNT, "files fetched at once; others wait")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +55,7 @@ class EncoderCacheConfig:
     pixel_bytes: int = value(64 << 20, _BYTES, "pixels as towers take them: for the same media under another pruner")
     kv_bytes: int = value(256 << 20, _BYTES, "K/V for requests with image_reuse, on the models' devices")
     disk_folder: str = value(
-        "", meaning="visual tokens are also kept here, over restarts; one server a folder; empty = nowhere"
+        "", meaning="visual tokens are also kept here, over restarts; processes of a host may share it; empty = nowhere"
     )
     disk_bytes: int = value(1 << 30, _BYTES, "bytes of that folder")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmserve.core.values import value
+from mmserve.core.values import at_least, value
 
 #: The path that names the diffusion model shipped with the package.
 BUNDLED = "bundled"
@@ -25,11 +25,15 @@ class ModelConfig:
         meaning="autoregressive model with the same tokenizer, for the commit policies 'guided' and 'draft_model'",
     )
     name: str = value("", meaning="name in requests; empty = the directory's")
-    dtype: str = value("auto", meaning="auto = the checkpoint's on a GPU, float32 on a CPU")
+    dtype: str = value(
+        "auto", meaning="auto = the checkpoint's on a GPU, float32 on a CPU; 'int8', 'int4': weights of few bits, CPU"
+    )
     device: str = value("auto", meaning="auto = the first GPU if there is one")
     policies: str = value(
         "", meaning="file of `mmserve tune --out`; empty = policy.json beside the checkpoint, if any; 'off' = none"
     )
+    positions: int = value(0, at_least(0), "of a sequence; 0 = the checkpoint's; more than those need rope_scaling")
+    rope_scaling: str = value("", meaning="'ntk' or 'yarn': how positions past the checkpoint's are told apart")
     unused_tensors: tuple[str, ...] = value(
         (), meaning="tensors of the checkpoint that the model does not need, with * and ?; others are errors"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mmserve.core.values import Range, at_least, value
@@ -13,6 +14,10 @@ _MOST = (1 << 31) - 1
 _MOST_SECONDS = _MOST // 1000
 _PORT = at_least(0, most=65535)
 _NO_LIMIT = at_least(0, meaning="no limit", most=_MOST_SECONDS)
+_PREFIXES = Range(
+    "letters, digits and '_' with ':' at the end, not 'mmserve:'",
+    lambda prefixes: all(re.fullmatch("(?!mmserve:)[a-zA-Z_][a-zA-Z0-9_]*:", prefix) for prefix in prefixes),
+)
 _TOKENS = Range("printable ASCII, and none of them empty", lambda tokens: all(map(is_token, tokens)))
 
 
@@ -40,7 +45,25 @@ class ServerConfig:
     metrics_port: int = value(0, _PORT, "Prometheus metrics over HTTP, or HTTPS where TLS is set; 0 = none")
     metrics_host: str = value("127.0.0.1", meaning="whoever reaches it may read the metrics: no token is asked for")
     http_port: int = value(0, _PORT, "the HTTP APIs (extra mmserve[http]) on host, with its TLS and tokens; 0 = none")
+    http_names: tuple[str, ...] = value(
+        (),
+        meaning="further names (without port) under which it is reached, by a proxy; asked for without tokens on a "
+        "loopback address, where the page of another host could reach it by DNS",
+    )
     http_connections: int = value(1024, at_least(0, meaning="no limit"), "HTTP connections open at once")
+    metrics_prefixes: tuple[str, ...] = value(
+        (),
+        _PREFIXES,
+        "where vLLM has a metric, too, it is also served under these: 'vllm:' for its dashboards",
+    )
+    model_folder: str = value(
+        "", meaning="folder whose subfolders are checkpoints that ModelService may load; empty = none can be"
+    )
+    load_reserve_bytes: int = value(256 << 20, at_least(0), "memory that stays free when ModelService loads a model")
+    otlp_endpoint: str = value(
+        "",
+        meaning="OTLP receiver of traces, http://HOST:4317 (extra mmserve[otel]); empty = as OTEL_… variables say",
+    )
     access_log: bool = value(True, meaning="write a line to the log for each call, but for health checks that succeed")
 
 

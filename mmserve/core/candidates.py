@@ -13,10 +13,28 @@ EVERY_FIGURE = frozenset({GAP, ENTROPY})
 
 
 @dataclass(frozen=True)
+class Alternatives:
+    """The ``k`` most probable tokens of each of ``n`` positions, in falling order, before temperature and filters."""
+
+    tokens: np.ndarray  # int64 [n, k]
+    log_probabilities: np.ndarray  # float32 [n, k]; -inf: there is no such token
+
+    @classmethod
+    def none(cls, positions: int, count: int) -> Alternatives:
+        """Nothing known of so many positions."""
+        return cls(np.zeros((positions, count), np.int64), np.full((positions, count), -np.inf, np.float32))
+
+    def where(self, kept: np.ndarray | slice) -> Alternatives:
+        """Those of the positions where bool ``kept [n]``, of some of them (int64), or of a slice."""
+        return Alternatives(self.tokens[kept], self.log_probabilities[kept])
+
+
+@dataclass(frozen=True)
 class Candidates:
     """One proposed token for each masked position that was asked for, and what the model's logits say of it.
 
-    ``gap`` and ``entropy`` are None where no policy in use reads them (``commit.base.Commit.reads``).
+    ``gap`` and ``entropy`` are None where no policy in use reads them (``commit.base.Commit.reads``), ``alternatives``
+    where the request asks for none.
     """
 
     positions: np.ndarray  # int64 [n], ascending
@@ -24,12 +42,14 @@ class Candidates:
     confidence: np.ndarray  # float32 [n], untempered softmax probability of the token
     gap: np.ndarray | None  # float32 [n], highest logit minus the second highest
     entropy: np.ndarray | None  # float32 [n], of the untempered softmax, in nats
+    alternatives: Alternatives | None = None
 
     def where(self, kept: np.ndarray | slice) -> Candidates:
         """The candidates where bool ``kept [n]``, or of a slice."""
         gap = None if self.gap is None else self.gap[kept]
         entropy = None if self.entropy is None else self.entropy[kept]
-        return Candidates(self.positions[kept], self.tokens[kept], self.confidence[kept], gap, entropy)
+        others = None if self.alternatives is None else self.alternatives.where(kept)
+        return Candidates(self.positions[kept], self.tokens[kept], self.confidence[kept], gap, entropy, others)
 
     def split(self, counts: Sequence[int]) -> list[Candidates]:
         """The first ``counts[0]`` candidates, those that follow, and so on."""

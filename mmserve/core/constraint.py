@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mmserve.errors import MMServeError
+
 
 class ConstraintMode(StrEnum):
     """What to do with the parts of a constraint that no grammar can enforce exactly."""
@@ -101,3 +103,11 @@ class ConstraintSpec:
     kind: ConstraintKind | Template
     mode: ConstraintMode = ConstraintMode.STRICT
     sampling: ConstraintSampling = ConstraintSampling.MASK
+
+
+@dataclass(frozen=True)
+class CheckedConstraint:
+    """A constraint that can be kept: its warnings, and what is wrong with the answer that came with it, if anything."""
+
+    warnings: tuple[str, ...]
+    wrong: MMServeError | None = None

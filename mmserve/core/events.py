@@ -1,12 +1,17 @@
 """Events of a request while it runs: plain data, in this order:
-one ``Admitted``, then for each sample any number of ``Snapshot`` and ``Delta`` and one ``Finished``, the samples in any
-order; or, at any time after ``Admitted``, one ``Failed`` and nothing more. ``sample`` counts from 0.
+one ``Admitted``, then for each sample any number of ``Snapshot``, ``Draft``, ``Delta`` and ``ToolCallDelta`` and one
+``Finished``, the samples in any order; or, at any time after ``Admitted``, one ``Failed`` and nothing more. ``sample``
+counts from 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 
+from mmserve.core.decisions import Decided
+from mmserve.core.tools import ToolCall
 from mmserve.errors import MMServeError
 
 
@@ -33,6 +38,70 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """A token that might stand at a position: its text alone, its log-probability before temperature and filters."""
+
+    id: int
+    text: str
+    log_probability: float
+
+
+@dataclass(frozen=True)
+class DraftAlternative:
+    """A token that might stand at a position of a draft: its text alone, and its probability, as ``confidence``."""
+
+    id: int
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class DraftPosition:
+    """A position of the canvas, counted from the answer's start: its token with the text that it has alone.
+
+    ``state``: ``masked`` (nothing is known of it), ``draft`` (the latest candidate, which may change), ``committed``,
+    ``edited`` (committed, and replaced since) or ``pinned`` (given with the request). ``confidence``: the probability
+    of the token when it was last judged, in [0, 1]; 0 where it is masked, with ``id`` 0 and no text.
+    ``alternatives``: the most probable tokens in falling order, so many as the request asks for.
+    """
+
+    index: int
+    id: int
+    text: str
+    state: str
+    confidence: float
+    alternatives: tuple[DraftAlternative, ...] = ()
+
+
+#: The fields of a ``DraftPosition``, its alternatives with the fields of theirs.
+DraftRow = tuple[int, int, str, str, float, Sequence[tuple[int, str, float]]]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What changed of the canvas since the draft before it; all of it in the first of a sample.
+
+    ``rows``: a position each, in order, as plain tuples: there may be hundreds of them at each step. ``total``:
+    positions of the canvas. ``forwards``: passes made so far.
+    """
+
+    rows: tuple[DraftRow, ...]
+    total: int
+    forwards: int
+    sample: int = 0
+
+    @property
+    def positions(self) -> tuple[DraftPosition, ...]:
+        """``rows`` by the names of their fields."""
+        return tuple(DraftPosition(*row[:-1], tuple(starmap(DraftAlternative, row[-1]))) for row in self.rows)
+
+    def after(self, earlier: Draft) -> Draft:
+        """One draft in place of ``earlier`` and this one, which follows it."""
+        both = {row[0]: row for row in (*earlier.rows, *self.rows)}
+        return replace(self, rows=tuple(both[index] for index in sorted(both)))
+
+
+@dataclass(frozen=True)
 class Delta:
     """Text that is final and follows all text of its sample sent before; never taken back."""
 
@@ -41,8 +110,24 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class ToolCallDelta:
+    """More of the tool call number ``index``: its ``id`` and ``name`` with the first delta, then text of its
+    ``arguments``; never taken back."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    sample: int = 0
+
+
+@dataclass(frozen=True)
 class StageTimes:
-    """Where a request's time went (milliseconds). ``queue`` is the wait before and between stages."""
+    """Where a request's time went (milliseconds). ``queue`` is the wait before and between stages.
+
+    From arrival: ``first_draft`` to the first candidates for the answer, which may yet change; ``first_commit`` to its
+    first final position, wherever it is; ``first_token`` to its first final text.
+    """
 
     queue: float = 0.0
     encode: float = 0.0
@@ -50,6 +135,8 @@ class StageTimes:
     decode: float = 0.0
     total: float = 0.0
     first_token: float = 0.0
+    first_draft: float = 0.0
+    first_commit: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +164,17 @@ class Usage:
 @dataclass(frozen=True)
 class CommittedToken:
     """One token of the answer: its text alone, its log-probability before temperature and filters, and the number of
-    forward passes made when it was committed, or last replaced."""
+    forward passes made when it was committed, or last replaced.
+
+    ``alternatives``: the most probable tokens of its position in that pass, so many as the request asks for; none where
+    the token was known before it.
+    """
 
     id: int
     text: str
     log_probability: float
     step: int
+    alternatives: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +191,8 @@ class ConstraintStats:
 
 @dataclass(frozen=True)
 class Finished:
-    """The whole answer, or a sample of it. ``reason`` is ``end`` (end of text), ``stop`` (a stop string) or ``length``.
+    """The whole answer, or a sample of it. ``reason`` is ``end`` (end of text), ``stop`` (a stop string), ``length``,
+    or ``tool_calls`` (end of an answer that calls tools: ``text`` is what comes before ``tool_calls``).
 
     ``tokens`` is empty unless the request asked for them.
     """
@@ -119,6 +212,8 @@ class Finished:
     log_weight: float | None = None  # importance weight (natural log) of an answer drawn true to the model
     constraint: ConstraintStats | None = None  # of a constrained request
     holes: tuple[str, ...] = field(default=())  # what fills each hole of a template
+    tool_calls: tuple[ToolCall, ...] = field(default=())
+    decisions: tuple[Decided, ...] = field(default=())  # of a request with typed questions, in their order
 
     @property
     def tokens_per_forward(self) -> float:
@@ -133,4 +228,4 @@ class Failed:
     error: MMServeError
 
 
-Event = Admitted | Snapshot | Delta | Finished | Failed
+Event = Admitted | Snapshot | Draft | Delta | ToolCallDelta | Finished | Failed

@@ -9,6 +9,16 @@ from mmserve.core.tuning import Pair, Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterInfo:
+    """An adapter (LoRA) that is loaded beside a model."""
+
+    name: str
+    digest: str  # of its files
+    rank: int  # the highest of its layers'
+    bytes: int  # of its weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """Capabilities, limits and defaults of one model.
 
@@ -47,6 +57,10 @@ class ModelInfo:
     kv_reductions: tuple[str, ...] = ()  # none but for next-token models
     image_reuses: tuple[str, ...] = ()  # none without images, and none where a network keeps its K/V to itself
     sessions: bool = False  # whether sessions of streaming video take it
+    tool_format: str = ""  # of tool calls, which the chat template defines; empty where it takes no tools
+    end_ids: tuple[int, ...] = ()  # of tokens that end an answer; the server's own
+    decisions: str = ""  # how typed questions are answered: ``together``, ``apart``, or empty = not at all
+    stored: str = ""  # the quantised form of the checkpoint, whose weights are ``dtype`` here; empty where it is plain
     tuning: Tuning | None = None  # None where a server of an earlier version sends only the two names
 
     @property
@@ -64,6 +78,11 @@ NEEDS = {
     "draft_model": (False, _COMPANION),
     "scheduler": (True, "it needs a scheduler: name one under [schedulers.NAME] of the server"),
 }
+
+
+def undecided(model: str) -> str:
+    """Why ``model`` answers no typed questions, for its error."""
+    return f"model {model!r} answers no typed questions: open positions hold random tokens, and no slot can be masked"
 
 
 def lacking(model: str, kind: str, policy: str, known: Sequence[str] = (), *, diffusion: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""Ids of uploaded media: the hash of their bytes."""
+"""What names a media file in place of its bytes: the id of an upload, which is the hash of its bytes, or a URL."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def media_id_of(data: bytes) -> str:
 def is_media_id(value: str) -> bool:
     """Whether ``value`` has the form of a media id."""
     return _MEDIA_ID.fullmatch(value) is not None
+
+
+def is_url(value: str) -> bool:
+    """Whether ``value`` begins as an http or https URL does."""
+    return value[:8].lower().startswith(("http://", "https://"))

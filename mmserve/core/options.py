@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmserve.core.request import Diffusion, Sampling
+from mmserve.core.request import Diffusion, Sampling, Streaming
 from mmserve.core.session import FrameSampling, Memory
 from mmserve.core.values import SHARE_ABOVE_0, Range, Value, at_least, value, values
 
@@ -72,6 +72,12 @@ class _Chosen:
     tokens: bool = value(
         False, meaning="whether the result has the tokens of the answer and their log-probabilities", said="False"
     )
+    alternatives: int = value(
+        None,
+        values(Streaming)["alternatives"].range,
+        "most probable tokens with each of ``tokens`` and drafts",
+        said="0",
+    )
     regex: str = value(None, meaning="regular expression (ECMAScript) that the whole answer matches", said="none")
     choices: tuple[str, ...] = value(None, meaning="texts, one of which is the answer", said="none")
     grammar: str = value(None, meaning="grammar of the answer, in Lark or GBNF", said="none")
@@ -95,6 +101,27 @@ class _Chosen:
         "asap",
         said="mask",
     )
+    adapter: str = value(
+        None, meaning="adapter (LoRA) of the model, one that the server has loaded (``Client.adapters``)", said="none"
+    )
+    raw: bool = value(
+        False,
+        meaning="whether the answer continues the prompt, a text, without the model's chat template",
+        said="False",
+    )
+    slo_class: str = value(
+        None, meaning="class of the server's configuration that says how soon tokens are wanted", said="none"
+    )
+    tools: tuple[object, ...] = value(
+        None,
+        meaning="tools that the answer may call, with arguments that obey their schemas: functions, Python types, "
+        "``Tool(…)`` or mappings",
+        said="none",
+    )
+    tool_choice: str = value(
+        None, meaning="auto (text or calls), none, required, or the name of the tool to call", said="auto"
+    )
+    parallel_tool_calls: bool = value(None, meaning="whether an answer may have several calls", said="True")
     pruner: str = value(None, meaning="method that drops visual tokens, which needs an amount", said="none")
     kv_reduction: object = value(
         None, meaning="which K/V an autoregressive model keeps while it decodes (``SinkWindow`` …)", said="all"

@@ -15,6 +15,7 @@ import numpy as np
 
 from mmserve.core.candidates import Candidates
 from mmserve.core.canvas import Canvas
+from mmserve.core.canvas_record import CanvasRecord
 from mmserve.core.constraint_state import ConstraintState
 from mmserve.core.encoded import DeepStack, Encoded
 from mmserve.core.tensors import Tensor
@@ -26,6 +27,13 @@ class EncodedPayload:
 
     encoded: Encoded
     constraints: tuple[ConstraintState, ...] = ()
+
+
+@dataclass(frozen=True)
+class VisualPayload:
+    """Encode → encode: visual tokens of some of a request's media, as the cache has them, by the hex of their keys."""
+
+    entries: Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class CanvasPayload:
     fresh: tuple[np.ndarray, np.ndarray] | None = None  # int64 each, positions and tokens not yet embedded
     step: Mapping[str, Any] | None = None
     still: int = 0
+    record: CanvasRecord | None = None
 
     @property
     def constraint(self) -> ConstraintState | None:

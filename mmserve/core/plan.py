@@ -23,7 +23,9 @@ class Entry:
     tenant: str = ""
     share: float = 1.0  # of the tenant, in fair queueing
     priority: int = 0  # class: lower ones are served first
-    rows: int = 0  # that its next decode step runs
+    rows: int = 0  # that its next decode step runs; 0 = none, prefill has made its candidates
+    due: float = 0.0  # when its first token is wanted (seconds on the monotonic clock)
+    pace: float = 1.0  # share of the usual virtual time between two of its decode steps
     awaits: bool = False  # rows of its prompt that are not there yet, while its clip is read
 
 

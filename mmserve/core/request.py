@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from mmserve.core.constraint import ConstraintSpec
+from mmserve.core.decisions import Decision
+from mmserve.core.slo import SLO
 from mmserve.core.tenant import ANONYMOUS, Tenant
+from mmserve.core.tools import ToolCall, ToolUse
 from mmserve.core.values import SHARE, SHARE_ABOVE_0, Range, at_least, value, within
 
 RequestId = str
@@ -76,13 +79,18 @@ Part = TextPart | ImagePart | VideoPart
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message: ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One chat message: ``role`` is ``system``, ``user``, ``assistant`` or ``tool``.
+
+    ``tool_calls``: those that an assistant's message makes. ``tool_call_id``: the call that a tool's message answers.
+    """
 
     role: str
     parts: tuple[Part, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
 
-_SEED = Range("from 0 to 2**64 - 1", lambda seed: 0 <= seed < 1 << 64)
+_SEED = Range("from 0 to 2**64 - 1", lambda seed: 0 <= seed < 1 << 64, 0, (1 << 64) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +104,27 @@ class Sampling:
     repetition_penalty: float = value(
         1.0, within(0.01, 100), "divides logits of tokens already in the prompt or answer; 1 = none"
     )
+    frequency_penalty: float = value(
+        0.0, within(-2, 2), "taken from a token's logit for each time that the token is in the answer"
+    )
+    presence_penalty: float = value(0.0, within(-2, 2), "taken from the logits of tokens that are in the answer")
+    logit_bias: Mapping[int, float] = value(
+        meaning="added to the logits of tokens, by their ids", said="none", default_factory=dict
+    )
     seed: int = value(0, _SEED, "the same seed gives the same answer")
     max_new_tokens: int = value(64, at_least(1), "tokens that the answer may take", said="the model's")
     stop: tuple[str, ...] = value((), meaning="the answer ends before the first of up to 16 strings", said="none")
     n: int = value(1, at_least(1), "samples of the answer")
+    ignore_end: bool = value(False, meaning="end tokens are not chosen: the answer takes all its tokens")
+
+    @property
+    def changes_logits(self) -> tuple[str, ...]:
+        """The fields that change logits before a token is chosen, beside temperature and filters."""
+        none = {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
+        return (
+            *(n for n, neutral in none.items() if getattr(self, n) != neutral),
+            *(["ignore_end"] if self.ignore_end else ["logit_bias"] * bool(self.logit_bias)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +189,13 @@ class Streaming:
     deltas: bool = True
     snapshots: bool = False
     tokens: bool = False  # the answer's tokens with their log-probabilities, in the last event
+    drafts: bool = False  # each position of the canvas, after each step
+    alternatives: int = value(0, at_least(0, most=20), "most probable tokens that come with each token and draft")
+
+    @property
+    def records(self) -> bool:
+        """Whether what the model says of each position is kept, and not only of those that become final."""
+        return self.drafts or (self.tokens and self.alternatives > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +209,19 @@ class Request:
     diffusion: Diffusion = Diffusion()
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
+    raw: bool = False  # whether the answer continues the text of the one message, without the chat template
     constraint: ConstraintSpec | None = None
+    decisions: tuple[Decision, ...] = ()  # typed questions that the prompt ends with; the answer is their canvas
+    tools: ToolUse | None = None  # that the prompt shows; ``constraint`` is then the grammar of their calls
     kv_reduction: Policy | None = None  # which K/V are dropped while a next-token model decodes
     image_reuse: Policy | None = None  # which K/V of images are taken from where they stood alone
+    adapter: str = ""  # what is added to the model's weights: its name; within an engine, its key
     deadline: float | None = None
     tenant: Tenant = ANONYMOUS
+    slo: SLO | None = None  # how soon its tokens are wanted; None = no class
+    label: str = ""  # the client's own name for it, in logs
+    #: Where its trace goes on, as headers of W3C Trace Context; empty = it is not traced.
+    trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sequences(self) -> int:
@@ -199,33 +239,41 @@ class Stage(Enum):
     LOADED = auto()  # waits for encode
     ENCODING = auto()
     ENCODED = auto()  # waits for prefill
+    ARRIVED = auto()  # prefilled, or in the middle of its answer, on another engine; waits for pages
     PREFILLING = auto()
     PREFILLED = auto()  # waits for decode
     STEPPING = auto()  # in the decode step that runs now
     READY = auto()  # decoding, waits for its next step
     FINISHED = auto()
     FAILED = auto()  # also cancelled and expired: the error states which
+    LEFT = auto()  # goes on in another engine
 
 
 #: Stages in which a worker holds the request's state: nothing else may touch it until the worker returns.
 RUNNING = frozenset({Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.PREFILLING, Stage.STEPPING})
-TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED})
+TERMINAL = frozenset({Stage.FINISHED, Stage.FAILED, Stage.LEFT})
 
 #: The life of a request. A running stage ends in the next waiting one, or in failure; prefill may take several turns.
 TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
-    Stage.QUEUED: frozenset({Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.FAILED}),
+    Stage.QUEUED: frozenset(
+        {Stage.CONSTRAINING, Stage.LOADING, Stage.ENCODING, Stage.ENCODED, Stage.ARRIVED, Stage.LEFT, Stage.FAILED}
+    ),  # ENCODED, ARRIVED: on another engine
     Stage.CONSTRAINING: frozenset({Stage.CONSTRAINED, Stage.FAILED}),
     Stage.CONSTRAINED: frozenset({Stage.LOADING, Stage.ENCODING, Stage.FAILED}),
     Stage.LOADING: frozenset({Stage.LOADED, Stage.FAILED}),
     Stage.LOADED: frozenset({Stage.ENCODING, Stage.FAILED}),
     Stage.ENCODING: frozenset({Stage.ENCODED, Stage.FAILED}),
-    Stage.ENCODED: frozenset({Stage.PREFILLING, Stage.LOADED, Stage.FAILED}),  # LOADED: its clip was not as foreseen
+    Stage.ENCODED: frozenset(
+        {Stage.PREFILLING, Stage.LOADED, Stage.LEFT, Stage.FAILED}
+    ),  # LOADED: its clip was not as foreseen
     Stage.PREFILLING: frozenset({Stage.PREFILLED, Stage.ENCODED, Stage.FAILED}),  # ENCODED: a chunk of it is done
-    Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.FAILED}),
+    Stage.ARRIVED: frozenset({Stage.PREFILLED, Stage.FAILED}),
+    Stage.PREFILLED: frozenset({Stage.STEPPING, Stage.LEFT, Stage.FAILED}),
     Stage.STEPPING: frozenset({Stage.READY, Stage.FINISHED, Stage.FAILED}),
-    Stage.READY: frozenset({Stage.STEPPING, Stage.FAILED}),
+    Stage.READY: frozenset({Stage.STEPPING, Stage.LEFT, Stage.FAILED}),
     Stage.FINISHED: frozenset(),
     Stage.FAILED: frozenset(),
+    Stage.LEFT: frozenset(),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -19,10 +20,20 @@ class CacheStats:
     disk_hits: int = 0
     made: int = 0
     evicted: int = 0
+    put: int = 0  # values that were made elsewhere
     unfit: int = 0  # found, but not of the shape it had to have: made anew
     entries: int = 0
     used_bytes: int = 0
     disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A batch that a stage has run: of so many rows, prompt tokens or visual tokens, in so many seconds."""
+
+    stage: str
+    size: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -47,5 +58,7 @@ class Stats:
     token_cache: CacheStats = field(default=CacheStats(), compare=False)  # visual tokens; shared by all engines, and
     pixel_cache: CacheStats = field(default=CacheStats(), compare=False)  # so are the pixels that they are made from,
     kv_cache: CacheStats = field(default=CacheStats(), compare=False)  # and images' K/V, for ``image_reuse``
+    prefix_cache: CacheStats = field(default=CacheStats(), compare=False)  # pages of prompts beyond the pool; shared
     shed: int = field(default=0, compare=False)  # requests refused because they would have waited too long
+    stages: Mapping[str, int] = field(default_factory=dict, compare=False)  # samples by the stage that they are in
     expected_wait: float = field(default=0.0, compare=False)  # of a request that came now, to start (seconds)

@@ -10,15 +10,23 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Range:
-    """Which values are accepted: ``words`` completes "must be …", and ``holds`` decides."""
+    """Which values are accepted: ``words`` completes "must be …", and ``holds`` decides.
+
+    Of numbers ``least`` and ``most`` are the same as data, where there are any; ``above``: ``least`` is left out.
+    """
 
     words: str
     holds: Callable[[Any], bool]
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
 
 
 def _number(number: float) -> str:
@@ -29,13 +37,14 @@ def at_least(least: float, *, meaning: str = "", most: float = math.inf) -> Rang
     """Finite, from ``least`` to ``most``; ``meaning``: what ``least`` itself means."""
     words = f"at least {_number(least)}" + (f", which means {meaning}" if meaning else "")
     words += f"{' and' if not meaning else ', and'} at most {_number(most)}" if most < math.inf else ""
-    return Range(words, lambda v: least <= v <= most and v < math.inf)
+    bound = most if most < math.inf else None
+    return Range(words, lambda v: least <= v <= most and v < math.inf, least, bound)
 
 
 def within(least: float, most: float, *, above: bool = False) -> Range:
     """From ``least``, which ``above`` leaves out, to ``most``."""
     words = f"{'(' if above else '['}{_number(least)}, {_number(most)}]"
-    return Range(f"in {words}", lambda v: (least < v if above else least <= v) and v <= most)
+    return Range(f"in {words}", lambda v: (least < v if above else least <= v) and v <= most, least, most, above)
 
 
 def at_most_bytes(most: int) -> Range:
@@ -50,7 +59,7 @@ def one_of(*known: Any, words: str = "") -> Range:
 
 #: A share of something, and one that is not nothing.
 SHARE, SHARE_ABOVE_0 = within(0, 1), within(0, 1, above=True)
-ABOVE_0 = Range("above 0 and finite", lambda v: 0 < v < math.inf)
+ABOVE_0 = Range("above 0 and finite", lambda v: 0 < v < math.inf, 0, above=True)
 NUMBER = Range("a number", lambda v: not math.isnan(v))
 
 
@@ -85,13 +94,19 @@ class Value:
         return f"{', '.join(filter(None, parts))}; {default}"
 
 
-def values(kind: Any) -> dict[str, Value]:
+def values(kind: Any) -> Mapping[str, Value]:
     """The fields of the dataclass ``kind`` that were declared by ``value``, by name."""
-    return {
+    return _values(kind) if isinstance(kind, type) else MappingProxyType({})
+
+
+@cache
+def _values(kind: type) -> Mapping[str, Value]:
+    found = {
         f.name: Value(f.name, str(f.type), f.default, *(f.metadata[key] for key in ("range", "meaning", "said")))
         for f in getattr(kind, "__dataclass_fields__", {}).values()
         if "meaning" in f.metadata
     }
+    return MappingProxyType(found)  # shared by all who ask
 
 
 def wrong(kind: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

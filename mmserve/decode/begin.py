@@ -18,6 +18,7 @@ from mmserve.encode.embedding import embedded
 from mmserve.errors import Unimplemented
 from mmserve.kv.table import PageTable
 from mmserve.models.base import Attention
+from mmserve.models.decisions import slots
 
 
 def begin(
@@ -29,15 +30,22 @@ def begin(
     A constraint comes last of the request's extensions: it chooses among what the others leave.
     """
     model, spec = parts.model, parts.model.spec
+    asked = None
+    if request.decisions:
+        asked = slots(model.tokenizer, request.decisions, spec.mask_id, together=spec.decides_together)
+    new_tokens = request.sampling.max_new_tokens if asked is None else len(asked.ids)
     canvas = Canvas.create(
         encoded.ids,
-        new_tokens=request.sampling.max_new_tokens,
-        block_length=spec.block_length(request.diffusion.block_length),
+        new_tokens=new_tokens,
+        block_length=spec.block_length(request.diffusion.block_length if asked is None else new_tokens),
         mask_id=spec.mask_id,
         aligned=spec.attention is Attention.BLOCK_CAUSAL,
         places=encoded.places,
         logit_shift=spec.logit_shift,
     )
+    if asked is not None:
+        given = np.setdiff1d(np.arange(new_tokens), asked.places)
+        canvas.commit(canvas.prompt_length + given, np.array(asked.ids, np.int64)[given])
     constraint = None if session is None else Constraint(session)
     read = canvas.tokens if constraint is None else constraint.session.prepare(canvas, spec.mask_id)
     embeddings, deep = embedded(model, read, encoded)
@@ -57,4 +65,5 @@ def begin(
         reused=shared,
         deep=deep,
         guidance=guidance,
+        adapter=parts.adapters.of(request),
     )

@@ -6,6 +6,7 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.events import CommittedToken, Snapshot
+from mmserve.core.progress import TOKENS_TOGETHER, Step
 from mmserve.decode.state import Answer, Live
 from mmserve.decode.text import canvas_text, committed_tokens
 from mmserve.models.base import Model
@@ -27,9 +28,21 @@ def snapshot_of(d: Live, model: Model, shown: Canvas, edited: int = 0) -> Snapsh
     )
 
 
+def step_of(d: Live, begun: int, committed: int, edited: int = 0) -> Step | None:
+    """What a step did to the block that began at position ``begun``, for a request that is traced."""
+    if not d.request.trace:
+        return None
+    canvas, length = d.canvas, d.canvas.block_length
+    length = TOKENS_TOGETHER if length == 1 else length
+    number = (begun - canvas.block_of(canvas.prompt_length)) // length
+    took = sum(extension.seconds for extension in d.extensions)
+    return Step(number, committed, edited, d.forwards, took)
+
+
 def tokens_of(d: Live, model: Model) -> tuple[CommittedToken, ...]:
     """The answer's tokens as they became final, as far as its text goes."""
-    return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, model.tokenizer, model.spec.end_ids)
+    others = None if d.record is None else d.record.alternatives
+    return committed_tokens(d.canvas, d.text.tokens, d.log_probabilities, others, model.tokenizer, model.spec.end_ids)
 
 
 def answer_of(d: Live, model: Model) -> Answer:

@@ -21,7 +21,9 @@ from mmserve.kv.sparse import Selection, Sparse
 from mmserve.kv.store import KVStore, Observe
 from mmserve.models.base import Attention, LoadedModel, Products
 from mmserve.models.decoder import Attend
-from mmserve.models.packed import linears
+from mmserve.models.lora import Adapted, Adapter, Stacks
+from mmserve.models.moe import MoE
+from mmserve.models.packed import FEWEST_ROWS, linears
 
 logger = logging.getLogger("mmserve.decode")
 
@@ -36,11 +38,14 @@ USUAL_FLOOR = 8
 def row_floor(model: LoadedModel) -> int:
     """The number of rows, a multiple of which a pass runs so that no row's bits depend on the others.
 
-    Measured on the decoder's linear layers as they are run (see ``floor_of``), and on what is computed element by
-    element: whole vectors of the processor go through other code than what is left over at a tensor's end, so a pass
-    must end with a whole vector. On a GPU it is ``USUAL_FLOOR`` at least.
+    Measured on the decoder's linear layers and routers as they are run (see ``floor_of``), and on what is computed
+    element by element: whole vectors of the processor go through other code than what is left over at a tensor's end,
+    so a pass must end with a whole vector. On a GPU it is ``USUAL_FLOOR`` at least.
     """
-    products = {(m.in_features, m.out_features): m for m in reversed(linears(model.decoder))}
+    layers = {(m.in_features, m.out_features): m for m in reversed(linears(model.decoder))}
+    routers = [m.router for m in model.decoder.modules() if isinstance(m, MoE)]
+    products: list[tuple[int, Callable[[Tensor], Tensor]]] = [(width, layer) for (width, _out), layer in layers.items()]
+    products += [(router.weight.shape[1], router.scores) for router in routers[:1]]
     if model.device.type != "cpu":
         return floor_of(products, model.dtype, model.device)
     least = next((f for f in ROW_FLOORS if _whole_vectors(model, f)), USUAL_FLOOR)
@@ -69,8 +74,8 @@ def floor_of(products: Products, dtype: torch.dtype, device: torch.device, *, le
     generator = torch.Generator().manual_seed(0)
     for floor in (f for f in ROW_FLOORS if f >= least):
         sizes = (*range(floor, 2 * floor + 8), PROBE_ROWS - 1)
-        probes = (torch.randn(PROBE_ROWS, width, generator=generator).to(device, dtype) for width, _out in products)
-        if all(_stable(product, sizes, x) for product, x in zip(products.values(), probes, strict=True)):
+        probes = (torch.randn(PROBE_ROWS, width, generator=generator).to(device, dtype) for width, _product in products)
+        if all(_stable(product, sizes, x) for (_width, product), x in zip(products, probes, strict=True)):
             return floor
     logger.warning("on %s the last bits of a result depend on the size of its batch", device)
     return USUAL_FLOOR
@@ -89,10 +94,17 @@ class Watch:
     pages: np.ndarray  # int64 page ids of the whole canvas
     embeddings: Tensor  # [N, D]
     positions: np.ndarray  # int64, ascending
+    adapter: Adapter | None = None
 
 
 def value_changes(
-    model: LoadedModel, store: KVStore, batch: list[Watch], floor: int, *, sparse: Sparse | None = None
+    model: LoadedModel,
+    store: KVStore,
+    batch: list[Watch],
+    floor: int,
+    *,
+    sparse: Sparse | None = None,
+    stacks: Stacks | None = None,
 ) -> list[np.ndarray]:
     """How far each position's value vector at the second layer is from the stored one: 1 - cosine, fp32 ``[n]`` each.
 
@@ -111,9 +123,18 @@ def value_changes(
     read = sparse.read(None, rows, ragged) if sparse is not None else None
     count = sum(len(r) for r in rows)
     x, positions = _inputs(model, [(w.canvas, w.embeddings, w.positions) for w in batch], floor)
-    fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged, read))[:count]
+    adapted = _adapted([(len(w.positions), w.adapter) for w in batch], model, stacks)
+    fresh = model.decoder.values_of_second_layer(x, positions, store.attend(ragged, read), adapted)[:count]
     changes = 1 - F.cosine_similarity(fresh.flatten(1).float(), store.values_at(1, ragged).flatten(1).float(), dim=-1)
     return [part.cpu().numpy() for part in changes.split([len(w.positions) for w in batch])]
+
+
+def _adapted(batch: list[tuple[int, Adapter | None]], model: LoadedModel, stacks: Stacks | None) -> Adapted | None:
+    """What the adapters of requests add, each with so many rows of a pass; None where there is none."""
+    if all(adapter is None for _rows, adapter in batch):
+        return None
+    assert stacks is not None, "whoever gives passes adapters has their weights side by side"
+    return Adapted([rows for rows, _adapter in batch], [adapter for _rows, adapter in batch], model.device, stacks)
 
 
 def _prompts(model: LoadedModel, canvases: list[Canvas]) -> list[int] | None:
@@ -143,6 +164,7 @@ class Pass:
     deep: DeepStack | None = None
     evicted: int = 0  # of those, before the rows, that were dropped: what follows lies so far further left
     observation: Observation | None = None  # who notes what it shows
+    adapter: Adapter | None = None
 
 
 def forward(
@@ -155,6 +177,7 @@ def forward(
     selection: Selection | None = None,
     graphs: Graphs | None = None,
     between: Callable[[], None] | None = None,
+    stacks: Stacks | None = None,
 ) -> list[Logits]:
     """Logits of each request's wanted rows, made when they are read; K/V of all rows run is written to the store.
 
@@ -172,15 +195,17 @@ def forward(
         prompts=_prompts(model, [p.canvas for p in batch]),
         whole=selection is not None,
     )
-    x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor)
+    fewest = model.decoder.fewest_rows if graphs is None else FEWEST_ROWS
+    x, positions = _inputs(model, [(p.canvas, p.embeddings, p.rows) for p in batch], floor, fewest)
     observe, deep = _observer(batch), deep_rows((p.rows, p.deep) for p in batch)
-    plain = sparse is None and observe is None and deep is None
+    adapted = _adapted([(len(p.rows), p.adapter) for p in batch], model, stacks)
+    plain = sparse is None and observe is None and deep is None and adapted is None
     hidden = graphs.run(x, positions, layout) if graphs is not None and plain else None
     if hidden is None:
         ragged = store.placed(layout)
         read = sparse.read(selection, rows, ragged) if sparse is not None else None
         attend = store.attend(ragged, read, observe)
-        hidden = model.decoder(x, positions, attend if between is None else _pausing(attend, between), deep)
+        hidden = model.decoder(x, positions, attend if between is None else _pausing(attend, between), deep, adapted)
     offset, wanted = 0, []
     for p in batch:
         if p.wanted is p.rows:
@@ -196,8 +221,11 @@ def forward(
     return by_slices(model.decoder, chosen, [len(w) for w in wanted], floor)
 
 
-def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], floor: int) -> tuple[Tensor, Tensor]:
-    """Embeddings and rotary positions of the rows to run of each canvas, padded to a multiple of ``floor`` rows.
+def _inputs(
+    model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], floor: int, fewest: int = FEWEST_ROWS
+) -> tuple[Tensor, Tensor]:
+    """Embeddings and rotary positions of the rows to run of each canvas, padded to a multiple of ``floor`` rows, at
+    least ``fewest``.
 
     Where the model's positions have several axes, one that has a single number has it on each.
     """
@@ -207,8 +235,8 @@ def _inputs(model: LoadedModel, batch: list[tuple[Canvas, Tensor, np.ndarray]], 
         found = [np.broadcast_to(places, (axes, places.shape[-1])) for places in found]
     positions = torch.from_numpy(np.concatenate(found, axis=-1)).to(model.device)
     x = torch.cat([_rows_of(embeddings, rows) for _canvas, embeddings, rows in batch])
-    short = padded_rows(len(x), floor) - len(x)
-    return F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))
+    short = padded_rows(len(x), floor, fewest) - len(x)
+    return (F.pad(x, (0, 0, 0, short)), F.pad(positions, (0, short))) if short else (x, positions)
 
 
 def _rows_of(embeddings: Tensor, rows: np.ndarray) -> Tensor:

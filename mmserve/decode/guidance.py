@@ -83,13 +83,9 @@ def check_guidance(request: Request, spec: ModelSpec) -> None:
         raise InvalidArgument.of("diffusion.cfg_scale", "must be 0 with image_reuse: masks have no image to reuse")
 
 
-def spread(batch: list[tuple[Pass, Guidance | None]], *, first: bool) -> list[Pass]:
-    """The passes of a batch, in which a guided request has a second one right after its own.
-
-    ``first``: these are first passes; the sequence without the prompt then runs all positions that can be seen, even
-    those that the other one has in its pages already.
-    """
-    return [each for p, g in batch for each in ((p,) if g is None else (p, _beside(p, g, first)))]
+def spread(batch: list[tuple[Pass, Guidance | None]]) -> list[Pass]:
+    """The passes of a batch, in which a guided request has a second one, of the same rows, right after its own."""
+    return [each for p, g in batch for each in ((p,) if g is None else (p, _beside(p, g)))]
 
 
 def combined(batch: list[tuple[Pass, Guidance | None]], logits: list[Logits]) -> list[RowLogits]:
@@ -98,6 +94,5 @@ def combined(batch: list[tuple[Pass, Guidance | None]], logits: list[Logits]) ->
     return [next(made) if g is None else GuidedLogits(next(made), next(made), g.scale) for _p, g in batch]
 
 
-def _beside(p: Pass, guidance: Guidance, first: bool) -> Pass:
-    rows = np.arange(p.visible) if first else p.rows
-    return replace(p, pages=guidance.pages, embeddings=guidance.embeddings, rows=rows, deep=None, observation=None)
+def _beside(p: Pass, guidance: Guidance) -> Pass:
+    return replace(p, pages=guidance.pages, embeddings=guidance.embeddings, deep=None, observation=None)

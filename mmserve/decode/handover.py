@@ -16,6 +16,7 @@ from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import Verdict
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.extensions.constraint import Constraint
+from mmserve.decode.extensions.decisions import SlotState
 from mmserve.decode.extensions.draft_model import DraftModel, DraftState
 from mmserve.decode.extensions.image_reuse.reuse import ReusedKV
 from mmserve.decode.extensions.image_reuse.selective import SelectiveRecompute
@@ -28,7 +29,10 @@ from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
 
 #: What extensions' snapshots consist of; in a payload each is a table of its fields, under its name.
-_STATES = (Candidates, DeepStack, DraftState, EvictionState, LayerNotes, ReusedKV, SelectiveRecompute, Verdict)
+_STATES = (
+    *(Candidates, DeepStack, DraftState, EvictionState, LayerNotes, ReusedKV, SelectiveRecompute, SlotState),
+    Verdict,
+)
 _BY_NAME = {kind.__name__: kind for kind in _STATES}
 _KIND = "is"
 
@@ -45,6 +49,7 @@ def payload_of(parts: Parts, state: Prefilled | Decoding) -> PrefilledPayload | 
         state.edits,
         state.rows,
         state.fresh,
+        record=state.record,
     )
 
 
@@ -85,6 +90,7 @@ def prefilled_of(
         tuple(extensions),
         payload.deep,
         guidance,
+        parts.adapters.of(request),
     ), found
 
 

@@ -16,25 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.models.decoder import Decoder
+from mmserve.models.packed import FEWEST_ROWS
 
 #: Elements of a slice: 33 rows of LLaDA's vocabulary, 16 MiB in fp32.
 SLICE_ELEMENTS = 1 << 22
 
 
-#: The fewest rows of a product. oneDNN takes less time for 4 rows than for 1 or 2: all products of a 15 M LLaMA in fp32
-#: (AVX-512, one thread) 4.6 to 5.1 ms for 4 to 6 rows, 6.0 and 6.2 for 1 and 2; in bf16 3.1, and 3.3 and 3.5.
-FEWEST_ROWS = 4
-
-
-def padded_rows(rows: int, floor: int) -> int:
+def padded_rows(rows: int, floor: int, fewest: int = FEWEST_ROWS) -> int:
     """How many rows a product of ``rows`` rows has: a multiple of ``floor``, and one of eight sizes an octave, at least
-    ``FEWEST_ROWS``.
+    ``fewest``.
 
     oneDNN compiles and keeps a kernel for each number of rows (up to 1,024 kernels, some 200 KiB each).
     """
     if not rows:
         return 0
-    rows = max(rows, FEWEST_ROWS)
+    rows = max(rows, fewest)
     step = max(floor, 1 << max(0, rows.bit_length() - 4))
     step += -step % floor
     return rows + -rows % step
@@ -109,7 +105,7 @@ class _Head:
         if index != self._index:
             self._made = self._hidden[:0]
             start, end = self._bounds[index]
-            padding = padded_rows(end - start, self._floor) - (end - start)
+            padding = padded_rows(end - start, self._floor, self._decoder.fewest_rows) - (end - start)
             self._made = self._decoder.logits(F.pad(self._hidden[start:end], (0, 0, 0, padding)))
             self._index = index
         return self._made

@@ -13,7 +13,8 @@ import torch
 from mmserve.constraint.session.session import Session
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
-from mmserve.decode.emit import advanced, answer_of, snapshot_of
+from mmserve.decode.drafts import draft_of, record_for
+from mmserve.decode.emit import advanced, answer_of, snapshot_of, step_of
 from mmserve.decode.extensions.base import watched
 from mmserve.decode.final import final_tokens
 from mmserve.decode.fresh import embed_fresh
@@ -48,6 +49,7 @@ class DiffusionDecoder:
             TextStream(self.parts.model.tokenizer, request.sampling.stop),
             prefilled.candidates,
             np.zeros(prefilled.canvas.size, np.float32),
+            record=record_for(request.streaming, prefilled.canvas.new_tokens),
         )
 
     def payload(self, state: Prefilled | Decoding) -> PrefilledPayload | CanvasPayload:
@@ -69,7 +71,7 @@ class DiffusionDecoder:
         if isinstance(payload, CanvasPayload):
             d.text = TextStream.restored(self.parts.model.tokenizer, request.sampling.stop, payload.text)
             d.log_probabilities, d.rows, d.fresh = payload.log_probabilities, payload.rows, payload.fresh
-            d.forwards, d.edits = payload.forwards, payload.edits
+            d.forwards, d.edits, d.record = payload.forwards, payload.edits, payload.record
         return d
 
     @torch.inference_mode()
@@ -103,7 +105,7 @@ class DiffusionDecoder:
         if proposed is None:
             raise ValueError("commit before propose")
         spec = self.parts.model.spec
-        final = final_tokens(d, proposed, spec)
+        final, begun = final_tokens(d, proposed, spec), d.canvas.block_start
         edited = d.fill(final.positions, final.tokens, final.log_probabilities)
         if d.fresh is not None:  # of a step before that no pass followed
             embed_fresh(self.parts.model, (d,))
@@ -114,10 +116,13 @@ class DiffusionDecoder:
         for each in d.extensions:
             each.committed(d, reason)
         shown = snapshot_of(d, self.parts.model, d.canvas, edited) if d.request.streaming.snapshots else None
+        draft = draft_of(d, self.parts.model, d.canvas, proposed)
+        committed = len(final.positions) - edited
+        step = step_of(d, begun, committed, edited)
         if reason is not None:
-            return Stepped(delta, shown, reason)
+            return Stepped(delta, shown, reason, committed=committed, step=step, draft=draft)
         left = len(d.prefilled.pages)
-        return Stepped(delta, shown, None, left if left < pages else None, count_next_rows(d))
+        return Stepped(delta, shown, None, left if left < pages else None, count_next_rows(d), committed, step, draft)
 
     def answer(self, d: Decoding) -> Answer:
         """As of ``Decoder.answer``."""

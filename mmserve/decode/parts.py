@@ -15,6 +15,7 @@ from mmserve.decode.runner import Runner
 from mmserve.decode.scores import scores_for
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
+from mmserve.models.adapters import Adapters
 from mmserve.models.base import LoadedModel
 
 E = TypeVar("E", bound=Extension)
@@ -34,6 +35,7 @@ class Parts:
     passes: Passes
     runner: Runner
     proposer: Proposer
+    adapters: Adapters
 
     @classmethod
     def of(
@@ -47,17 +49,19 @@ class Parts:
         sparse: Sparse | None = None,
         graphs: Graphs | None = None,
         runs_ahead: bool = True,
+        adapters: Adapters | None = None,
     ) -> Parts:
         """The parts for ``model`` over ``store``.
 
-        ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``offered``:
-        what policies may ask for; None = what the model offers by itself. ``sparse``, ``graphs``: as of ``Runner``.
-        ``runs_ahead``: what a constraint forces may be run in one pass.
+        ``chunk``: most rows of a prompt that one pass of prefill runs where attention allows chunks; 0 = all.
+        ``offered``: what policies may ask for; None = what the model offers by itself.
+        ``sparse``, ``graphs``: as of ``Runner``. ``runs_ahead``: what a constraint forces may be run in one pass.
         """
         passes = Passes(model, store.page_size, chunk, runs_ahead)
-        runner = Runner(model, store, sparse=sparse, graphs=graphs)
+        adapters = adapters or Adapters(model)
+        runner = Runner(model, store, sparse=sparse, graphs=graphs, stacks=adapters.stacks)
         proposer = Proposer(model.spec, scores_for(model, store))
-        return cls(model, store, tuple(extensions), offered or Offered.by(model), passes, runner, proposer)
+        return cls(model, store, tuple(extensions), offered or Offered.by(model), passes, runner, proposer, adapters)
 
     def extension(self, kind: type[E]) -> E | None:
         """The extension of this kind, if the decoder has one."""

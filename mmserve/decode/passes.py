@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from mmserve.decode.commit import Commit
 from mmserve.decode.commit.base import is_partial
 from mmserve.decode.forward import Pass
 from mmserve.decode.recompute.base import every_position
-from mmserve.decode.state import Decoding, Prefilling
+from mmserve.decode.state import Decoding, Guidance, Prefilling
 from mmserve.models.base import Attention, LoadedModel
 
 
@@ -21,8 +22,8 @@ from mmserve.models.base import Attention, LoadedModel
 class Passes:
     """The passes of one model's requests, one request at a time.
 
-    ``chunk``: most positions of a next-token model's prompt that one pass of prefill runs; 0 = all. ``runs_ahead``:
-    what a constraint forces may be run in one pass.
+    ``chunk``: most rows of a prompt that one pass of prefill runs where attention allows chunks; 0 = all.
+    ``runs_ahead``: what a constraint forces may be run in one pass.
     """
 
     model: LoadedModel
@@ -31,29 +32,58 @@ class Passes:
     runs_ahead: bool = True
 
     def first(self, p: Prefilling) -> Pass:
-        """The pass over what has not been run yet; of a next-token model's prompt, over its next chunk.
+        """The pass over what has not been run yet, or over its next chunk where no position sees beyond its block.
 
-        Chunks end with a page: which rows of a page are run together must not depend on where the first one began.
+        Chunks end with a page and with a block: which rows of a page are run together must not depend on where the
+        first one began, and a block sees all of itself. So a chunk of whole blocks may be longer than ``chunk``.
+        Of a guided request whose first pages come from the prefix cache, the masks that stand for those are run first,
+        by themselves.
         """
+        if p.guidance is not None and p.lacks_masks:
+            return self._masks(p, p.guidance)
         observed = any(extension.observes for extension in p.extensions)
         drafted = p.canvas.tokens[:0] if observed else None
         whole = self._over(p.canvas, p.pages, p.embeddings, every_position(p.canvas), p.commit, drafted)
-        whole = replace(whole, deep=p.deep)
+        whole = replace(whole, deep=p.deep, adapter=p.adapter)
         rows = whole.rows[p.run :]
         for extension in p.extensions:
             rows = extension.rows(rows, first=True)
-        if self.chunk and self.model.spec.causal and len(rows) > self.chunk:
-            most = min(rows[self.chunk], whole.wanted[0]) - p.run  # none of the chunk's logits is wanted
-            end = p.run + self._whole_pages(p.run, int(most))
+        size = self._chunk_rows(guided=p.guidance is not None)
+        if size and len(rows) > size:
+            end = self._chunk_end(int(min(rows[size], whole.wanted[0])), size)  # none of the chunk's logits is wanted
             chunk, none = rows[rows < end], rows[:0]
             if len(chunk):
                 return replace(whole, rows=chunk, targets=none, wanted=none, visible=end)
         return replace(whole, rows=rows)
 
-    def _whole_pages(self, start: int, size: int) -> int:
-        """``size`` positions from ``start``, cut at the last page end among them; all where chunks are shorter."""
-        page = self.page_size
-        return size if self.chunk < page else max(0, (start + size) // page * page - start)
+    def _masks(self, p: Prefilling, guidance: Guidance) -> Pass:
+        """The pass over the masks for positions that are in the request's own pages already, or over a chunk of it."""
+        size, end = self._chunk_rows(guided=False), p.run
+        if size:
+            end = min(end, self._chunk_end(p.masks_run + size, size))
+        rows = np.arange(p.masks_run, end)
+        own = (p.canvas, guidance.pages, guidance.embeddings)
+        return Pass(*own, rows, rows[:0], rows[:0], end, adapter=p.adapter)
+
+    def _chunk_rows(self, *, guided: bool) -> int:
+        """Most rows of a request's own sequence in a chunk; 0 = its prompt is run whole.
+
+        A guided request has as many rows of masks beside them.
+        """
+        if not self.chunk or not self.model.spec.chunked:
+            return 0
+        least = 1 if self.model.spec.causal else self._unit
+        return max(self.chunk // 2 if guided else self.chunk, least)
+
+    def _chunk_end(self, most: int, size: int) -> int:
+        """The last position, at most ``most``, at which pages and blocks end; any where chunks are shorter."""
+        unit = self._unit
+        return most // unit * unit if unit <= size else most
+
+    @property
+    def _unit(self) -> int:
+        """The fewest positions that are whole pages and whole blocks."""
+        return lcm(self.page_size, self.model.spec.attention_block or 1)
 
     def next(self, d: Decoding, rows: np.ndarray) -> Pass:
         """The pass over ``rows`` (int64 positions, ascending) of a request that decodes, and over what is drafted.
@@ -69,7 +99,7 @@ class Passes:
                 drafted = extension.draft(d.canvas, drafted, ahead=ahead)
                 rows = extension.rows(rows, first=False)
         found = self._over(d.canvas, p.pages, p.embeddings, rows, d.commit, drafted)
-        return found if p.deep is None else replace(found, deep=p.deep)
+        return found if p.deep is None and p.adapter is None else replace(found, deep=p.deep, adapter=p.adapter)
 
     def _over(
         self,

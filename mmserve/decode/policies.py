@@ -63,9 +63,9 @@ def commit_policy(request: Request, offered: Offered) -> Commit:
     made: Commit = _policy("diffusion", "commit", known, request.diffusion.commit, request, offered)
     if isinstance(made, Scheduled):
         made.scheduler.check(request.sampling)
-    if request.diffusion.commit.name in UNPENALISED and request.sampling.repetition_penalty != 1:
-        why = f"must be 1 with the commit policy {request.diffusion.commit.name!r}"
-        raise InvalidArgument.of("sampling.repetition_penalty", why)
+    if request.diffusion.commit.name in UNPENALISED and (changes := request.sampling.changes_logits):
+        why = f"must not be set with the commit policy {request.diffusion.commit.name!r}"
+        raise InvalidArgument.of(f"sampling.{changes[0]}", why)
     return made
 
 

@@ -9,6 +9,7 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import Request
 from mmserve.decode.begin import begin
 from mmserve.decode.extensions.base import watched
+from mmserve.decode.forward import Pass
 from mmserve.decode.parts import Parts
 from mmserve.decode.state import Prefilled, Prefilling
 from mmserve.kv.table import PageTable
@@ -38,17 +39,26 @@ class Prefill:
         Requests are changed only when nothing can fail any more: after a failure the call can be repeated.
         """
         parts = self._parts
-        passes = [watched(parts.passes.first(begun), begun.extensions, first=True) for _request, begun in batch]
-        guided = [(p, begun.guidance) for p, (_request, begun) in zip(passes, batch, strict=True)]
+        passes = [self._first(begun) for _request, begun in batch]
+        guided = [
+            (p, None if begun.lacks_masks else begun.guidance)
+            for p, (_request, begun) in zip(passes, batch, strict=True)
+        ]
         logits, seconds = parts.runner.run("prefill", guided)
         proposed = [
             parts.proposer.propose(request, begun.commit, begun.extensions, p, rows) if len(p.targets) else None
             for (request, begun), p, rows in zip(batch, passes, logits, strict=True)
         ]
         for extension in parts.extensions:
-            extension.after_prefill([(begun, p.rows) for (_request, begun), p in zip(batch, passes, strict=True)])
+            extension.after_prefill(
+                [(begun, p.rows) for (_request, begun), p in zip(batch, passes, strict=True) if not begun.lacks_masks]
+            )
         results: list[Prefilled | None] = []
         for (_request, begun), p, found in zip(batch, passes, proposed, strict=True):
+            lacked, begun.masks_run = begun.lacks_masks, p.visible
+            if lacked:
+                results.append(None)
+                continue
             begun.run = p.visible
             for each in begun.extensions:
                 each.after_forward(p, seconds)
@@ -58,6 +68,11 @@ class Prefill:
             p.canvas.count_forward()
             reused = begun.reused + sum(each.reused for each in begun.extensions)
             run = begun.run - reused + (p.visible if begun.guidance is not None else 0)
-            rest = begun.extensions, begun.deep, begun.guidance
+            rest = begun.extensions, begun.deep, begun.guidance, begun.adapter
             results.append(Prefilled(p.canvas, p.pages, p.embeddings, found, run, p.visible, *rest))
         return results
+
+    def _first(self, begun: Prefilling) -> Pass:
+        """What is run next; what extensions watch is the request's own sequence."""
+        p = self._parts.passes.first(begun)
+        return p if begun.lacks_masks else watched(p, begun.extensions, first=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mmserve.core.canvas import Canvas
 from mmserve.core.request import Request
+from mmserve.decode.alternatives import NotingLogits
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.commit.base import LogitsObserver, Partial, is_partial, is_proposing
 from mmserve.decode.extensions.base import RequestExtension
@@ -35,10 +36,21 @@ class Proposer:
     def propose(
         self, request: Request, commit: Commit, extensions: Extensions, p: Pass, logits: RowLogits | Shared
     ) -> Candidates:
-        """The candidates of a pass; what observes its logits is shown them."""
+        """The candidates of a pass, with alternatives on request; what observes its logits is shown them."""
         spec, sampling = self._spec, request.sampling
         if isinstance(logits, Shared):
             return candidates(logits, p.targets, p.canvas, sampling, spec.banned_ids)
+        if not (request.streaming.records and request.streaming.alternatives):
+            return self._proposed(request, commit, extensions, p, logits)
+        count, mask_id = request.streaming.alternatives, judged_mask(spec)
+        noting = NotingLogits(logits, p.targets, p.canvas, sampling, count, spec.banned_ids, mask_id)
+        found = self._proposed(request, commit, extensions, p, noting)
+        return replace(found, alternatives=noting.of(found.positions))
+
+    def _proposed(
+        self, request: Request, commit: Commit, extensions: Extensions, p: Pass, logits: RowLogits
+    ) -> Candidates:
+        spec, sampling = self._spec, request.sampling
         reads = commit.reads
         if is_partial(commit):
             return self._in_part(commit, reads, request, extensions, p, logits)

@@ -20,7 +20,7 @@ def rows_of(running: Sequence[Decoding], runner: Runner) -> list[np.ndarray]:
     """
     undecided = [d for d in running if d.rows is None]
     watching = [
-        (d, Watch(d.canvas, d.prefilled.pages, d.prefilled.embeddings, positions))
+        (d, Watch(d.canvas, d.prefilled.pages, d.prefilled.embeddings, positions, d.prefilled.adapter))
         for d in undecided
         if is_watching(d.recompute) and len(positions := d.recompute.watched(d.canvas))
     ]

@@ -16,6 +16,7 @@ from mmserve.decode.state import Guidance
 from mmserve.kv.sparse import Sparse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
+from mmserve.models.lora import Stacks
 
 Stage = Literal["prefill", "decode"]
 
@@ -28,13 +29,19 @@ class Runner:
     """
 
     def __init__(
-        self, model: LoadedModel, store: KVStore, *, sparse: Sparse | None = None, graphs: Graphs | None = None
+        self,
+        model: LoadedModel,
+        store: KVStore,
+        *,
+        sparse: Sparse | None = None,
+        graphs: Graphs | None = None,
+        stacks: Stacks | None = None,
     ) -> None:
         self.graphs = graphs
         #: The number of rows, a multiple of which a pass runs (see ``row_floor``).
         self.floor = row_floor(model)
         self.ways: dict[str, Callable[[], None]] = {}
-        self._model, self._store, self._sparse = model, store, sparse
+        self._model, self._store, self._sparse, self._stacks = model, store, sparse, stacks
         model.decoder.set_row_floor(self.floor)
 
     def took(self, pages: np.ndarray, positions: int) -> None:
@@ -63,15 +70,16 @@ class Runner:
         logits = forward(
             self._model,
             self._store,
-            spread(batch, first=first),
+            spread(batch),
             self.floor,
             sparse=sparse,
             selection=selection,
             graphs=None if first else self.graphs,
             between=between,
+            stacks=self._stacks,
         )
         return combined(batch, logits), time.thread_time() - begun - given
 
     def changes(self, batch: list[Watch]) -> list[np.ndarray]:
         """How far watched positions have moved (``value_changes``)."""
-        return value_changes(self._model, self._store, batch, self.floor, sparse=self._sparse)
+        return value_changes(self._model, self._store, batch, self.floor, sparse=self._sparse, stacks=self._stacks)

@@ -15,13 +15,12 @@ from mmserve.core.request import Sampling
 from mmserve.decode.commit import Candidates
 from mmserve.decode.commit.base import ENTROPY, EVERY_FIGURE, GAP, LogitsObserver
 from mmserve.decode.logits import RowLogits, slices
+from mmserve.decode.penalties import Penalties
 from mmserve.decode.scores import CountedNoise, Scores, scored
 from mmserve.models.base import ModelSpec
 
 #: Temperatures below this are greedy: dividing by them would leave the range of fp32.
 GREEDY_BELOW = 1e-4
-#: Penalised logits stay within this: far more than any model says, and far from the end of fp32.
-_LARGEST = 1e30
 #: Odd constants that spread (seed, step) over the generator's 64-bit seeds.
 _SEED_MIX, _STEP_MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
@@ -64,7 +63,8 @@ def candidates(
     """
     if isinstance(logits_nV, Shared):
         return logits_nV.candidates()
-    held = _held(canvas) if sampling.repetition_penalty != 1 else None
+    penalised = sampling.changes_logits
+    penalties: Penalties | None = None
     greedy = sampling.temperature < GREEDY_BELOW
     counted = None if greedy or scores is None else CountedNoise(canvas, sampling.seed)
     noise = None if greedy else counted or _Noise(canvas, sampling.seed)
@@ -74,9 +74,11 @@ def candidates(
     for part in slices(logits_nV):
         offsets = positions[done : done + len(part)] - canvas.block_start
         done += len(part)
-        logits = part if fused is not None and held is None else part.float()
-        if held is not None:
-            _penalise(logits, held, sampling.repetition_penalty)
+        logits = part if fused is not None and not penalised else part.float()
+        if penalised:
+            penalties = penalties or Penalties.of(canvas, sampling, logits.shape[-1], logits.device)
+            assert penalties is not None
+            penalties.apply(logits)
         if fused is not None:
             draw = None if counted is None else counted.draw(offsets, sampling.temperature, logits.device)
             judged.append(scored(fused, logits, banned, draw, reads, mask_id))
@@ -167,21 +169,6 @@ def _figures(
         assert logs is not None
         entropy = torch.special.entr(logs.exp()).sum(-1)
     return confidence, gap, entropy
-
-
-def _held(canvas: Canvas) -> np.ndarray:
-    """Tokens that the prompt or the answer holds, but for padding that passes do not read, either."""
-    read = slice(0, canvas.size - canvas.unread)
-    return np.unique(canvas.tokens[read][~canvas.masked[read]])
-
-
-def _penalise(logits: Tensor, held: np.ndarray, penalty: float) -> None:
-    """Divide the logits of the tokens ``held`` by ``penalty`` where positive, else multiply them, in place
-    (CTRL, arXiv 1909.05858)."""
-    tokens = torch.from_numpy(held[held < logits.shape[-1]]).to(logits.device)
-    scores = logits[:, tokens]
-    penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
-    logits[:, tokens] = penalised.clamp(-_LARGEST, _LARGEST)
 
 
 class _Noise:

@@ -9,13 +9,17 @@ import numpy as np
 from torch import Tensor
 
 from mmserve.core.canvas import MASKED, Canvas
+from mmserve.core.canvas_record import CanvasRecord
+from mmserve.core.decisions import Decided
 from mmserve.core.encoded import DeepStack
-from mmserve.core.events import CommittedToken, ConstraintStats, Snapshot
+from mmserve.core.events import CommittedToken, ConstraintStats, Draft, Snapshot
+from mmserve.core.progress import Step
 from mmserve.core.request import Request
 from mmserve.decode.commit import Candidates, Commit
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.recompute import Recompute
 from mmserve.decode.text import TextStream
+from mmserve.models.lora import Adapter
 
 E = TypeVar("E", bound=RequestExtension)
 
@@ -29,6 +33,9 @@ class Stepped:
     reason: str | None  # None = goes on; "end", "stop" or "length"
     pages: int | None = None  # how many it needs from now on; None = all that it has
     rows: int | None = None  # positions of its next pass; None = not known before
+    committed: int = 0  # positions that became final
+    step: Step | None = None  # of a request that is traced
+    draft: Draft | None = None  # what changed of the canvas, if asked for
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Answer:
     log_weight: float | None = None
     constraint: ConstraintStats | None = None
     holes: tuple[str, ...] = ()  # of a template
+    decisions: tuple[Decided, ...] = ()  # of typed questions
 
 
 class Live(Protocol):
@@ -68,6 +76,11 @@ class Live(Protocol):
     @property
     def log_probabilities(self) -> np.ndarray:
         """Float32 ``[N]``, of the final tokens of the answer."""
+        ...
+
+    @property
+    def record(self) -> CanvasRecord | None:
+        """What the model said last of each position; None where the request asks for none of it."""
         ...
 
     @property
@@ -117,6 +130,13 @@ class Prefilling:
     reused: int = 0  # positions, counted from the left, that earlier requests ran
     deep: DeepStack | None = None
     guidance: Guidance | None = None
+    adapter: Adapter | None = None
+    masks_run: int = 0  # positions of the guided sequence, whose prompt is masks, that have been run
+
+    @property
+    def lacks_masks(self) -> bool:
+        """Whether the guided sequence has fewer positions in its pages than the request's own, which were shared."""
+        return self.guidance is not None and self.masks_run < self.run
 
     def extension(self, kind: type[E]) -> E | None:
         """Its extension of this kind, if it has one."""
@@ -136,6 +156,7 @@ class Prefilled:
     extensions: tuple[RequestExtension, ...] = ()
     deep: DeepStack | None = None  # for policies that run the prompt again
     guidance: Guidance | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -153,6 +174,7 @@ class Decoding:
     forwards: int = 1
     edits: int = 0  # committed tokens that were replaced
     fresh: tuple[np.ndarray, np.ndarray] | None = None  # positions and tokens whose embeddings are not yet in place
+    record: CanvasRecord | None = None  # what the model said last of each position, where the request asks for it
 
     @property
     def canvas(self) -> Canvas:

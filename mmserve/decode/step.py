@@ -16,6 +16,7 @@ from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
 from mmserve.decode.state import Answer, Live, Stepped
 from mmserve.kv.table import PageTable
+from mmserve.observe import calls
 
 P = TypeVar("P")  # a request in prefill
 H = TypeVar("H")  # what prefill hands to decode
@@ -80,5 +81,7 @@ def step(decoder: Decoder[P, H, D], batch: list[D]) -> list[Stepped | BaseExcept
     """One step of each request: what it gave, or the exception that this request alone met."""
     outcomes: list[Stepped | BaseException] = []
     for d, failure in zip(batch, run_isolated(decoder.propose, batch), strict=True):
+        calls.working.request = d.request
         outcomes += [failure] if failure is not None else run_isolated(lambda one: [decoder.commit(one[0])], [d])
+    calls.working.request = None
     return outcomes

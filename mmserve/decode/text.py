@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from mmserve.core.candidates import Alternatives
 from mmserve.core.canvas import MASKED, Canvas
-from mmserve.core.events import CommittedToken
+from mmserve.core.events import Alternative, CommittedToken
 from mmserve.core.payloads import TextState
 
 #: Shown in a snapshot where a position is still masked.
 MASK_GLYPH = "▒"
+_TEXTS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, str]] = WeakKeyDictionary()
 
 
 class TextStream:
@@ -109,6 +112,23 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray) -> list[list[str]]:
+    """The text of each of ``tokens`` (int64 ``[n, k]``) alone; kept, as the tokenizer takes tens of microseconds."""
+    known, rows = _TEXTS.setdefault(tokenizer, {}), tokens.tolist()
+    for token in {token for row in rows for token in row} - known.keys():
+        known[token] = str(tokenizer.decode([token]))
+    return [[known[token] for token in row] for row in rows]
+
+
+def listed(tokenizer: PreTrainedTokenizerBase, found: Alternatives) -> list[tuple[Alternative, ...]]:
+    """The alternatives of each position, with their texts."""
+    columns = found.tokens.tolist(), token_texts(tokenizer, found.tokens), found.log_probabilities.tolist()
+    return [
+        tuple(Alternative(*one) for one in zip(*row, strict=True) if one[-1] > -np.inf)
+        for row in zip(*columns, strict=True)
+    ]
+
+
 def speller(tokenizer: PreTrainedTokenizerBase) -> Callable[[np.ndarray], str]:
     """What tokens (int64 ``[n]``) spell, special ones and every space included."""
     return lambda tokens: str(tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False))
@@ -118,18 +138,20 @@ def committed_tokens(
     canvas: Canvas,
     count: int,
     log_probabilities: np.ndarray,
+    others: Alternatives | None,
     tokenizer: PreTrainedTokenizerBase,
     end_ids: frozenset[int],
 ) -> tuple[CommittedToken, ...]:
     """The answer's first ``count`` tokens as they were committed, without end tokens; ``log_probabilities`` is fp32
-    ``[N]``."""
+    ``[N]``, and ``others`` are of the answer's positions."""
     content = ~np.isin(canvas.tokens[canvas.prompt_length :], list(end_ids))
-    at = canvas.prompt_length + np.flatnonzero(content)[:count]
-    ids = canvas.tokens[at].tolist()
-    return tuple(
-        CommittedToken(token, tokenizer.decode([token]), float(log_probabilities[i]), int(canvas.committed_at[i]))
-        for i, token in zip(at, ids, strict=True)
-    )
+    first = canvas.prompt_length
+    at = first + np.flatnonzero(content)[:count]
+    beside = listed(tokenizer, others.where(at - first)) if others is not None else [()] * len(at)
+    ids, steps = canvas.tokens[at], canvas.committed_at[at].tolist()
+    texts = [text for [text] in token_texts(tokenizer, ids[:, None])]
+    columns = ids.tolist(), texts, log_probabilities[at].tolist(), steps, beside
+    return tuple(CommittedToken(*row) for row in zip(*columns, strict=True))
 
 
 def canvas_text(canvas: Canvas, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> str:

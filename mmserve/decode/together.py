@@ -22,8 +22,10 @@ Member = tuple[Decoding, Pass, RowLogits]
 
 def is_plain(d: Decoding) -> bool:
     """Whether a request's candidates depend on nothing but its logits: greedy, not penalised, not observed."""
-    sampling = d.request.sampling
-    greedy = sampling.temperature < GREEDY_BELOW and sampling.repetition_penalty == 1
+    sampling, streaming = d.request.sampling, d.request.streaming
+    if streaming.records and streaming.alternatives:
+        return False
+    greedy = sampling.temperature < GREEDY_BELOW and not sampling.changes_logits
     observed = any(extension.observes for extension in d.extensions)
     return greedy and not observed and not is_partial(d.commit) and not is_proposing(d.commit)
 
@@ -31,7 +33,8 @@ def is_plain(d: Decoding) -> bool:
 def is_forced(d: Decoding, p: Pass, spec: ModelSpec) -> bool:
     """Whether nothing reads the confidence of a pass's candidates: there is one, which the policy must choose, and the
     client does not ask for log-probabilities."""
-    return spec.causal and len(p.targets) == 1 and not is_verified(d.commit) and not d.request.streaming.tokens
+    asked = d.request.streaming.tokens or d.request.streaming.drafts
+    return spec.causal and len(p.targets) == 1 and not is_verified(d.commit) and not asked
 
 
 def share(members: Sequence[Member], spec: ModelSpec, scores: Scores | None) -> list[RowLogits | Shared]:

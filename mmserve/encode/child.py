@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import os
-import select
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-import mmserve
 from mmserve.config import MediaConfig
+from mmserve.core.child_process import ChildExited, ChildProcess
 from mmserve.encode import wire
 from mmserve.encode.sampling import Sampled
 from mmserve.encode.watch import Watch
 from mmserve.errors import FieldViolation, InvalidArgument
 
-#: How often a waiting thread looks whether its request was cancelled (seconds).
-_GLANCE = 0.02
 #: For a process to end a job that is not wanted any more, before it is killed (seconds).
 _GRACE = 0.3
 #: By the clock, without any word from a process (seconds): a decoder's processor time has a limit of its own.
 _PATIENCE = 60.0
 _PIPE_BYTES = 1 << 20
-
-
-class Ended(Exception):
-    """The process ended, or was ended, before it was done."""
 
 
 class _Failed(RuntimeError):
@@ -69,53 +57,27 @@ class Planned:
 Take = Callable[[Planned | Sampled], None]
 
 
-class Child:
-    """One process, of one owner at a time."""
+class Child(ChildProcess):
+    """One process that decodes media."""
 
     def __init__(self) -> None:
-        root = str(Path(mmserve.__file__).parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mmserve.encode.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            # what is in the working directory is no part of the program
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # a terminal's Ctrl-C is for the server to handle
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
+        super().__init__("mmserve.encode.worker")
         if hasattr(fcntl, "F_SETPIPE_SZ"):  # on Linux: fewer turns for the same pixels
             fcntl.fcntl(self._out, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.decoded = 0  # frames of the last file
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.poll() is None
+        # what is announced and not read yet, so that reading can end anywhere and be taken up by ``_stop``
+        self._body: int | None = None  # bytes of the message whose length has been read
+        self._pixels = 0  # bytes of the picture that follows
 
     @property
     def killed(self) -> bool:
-        """Whether it was ended from outside, and not by the file that it decoded; for its owner, after ``end``."""
-        return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM, 0)
-
-    @property
-    def overtime(self) -> bool:
-        """Whether it was ended for the processor time that it took; for its owner, after ``end``."""
-        return self._process.returncode == -signal.SIGPROF
+        """As of ``ChildProcess``, or asked to end; not by the file that it decoded."""
+        return super().killed or self._process.returncode == 0
 
     def decode(self, file: wire.MediaFile, limits: MediaConfig, watch: Watch, take: Take | None = None) -> Pictures:
         """The pictures of ``file``; with ``take`` none of them, and each goes there as it comes.
 
-        Raises ``InvalidArgument`` for bad files and ``Ended`` where the process ends; what ``watch`` raises is
+        Raises ``InvalidArgument`` for bad files and ``ChildExited`` where the process ends; what ``watch`` raises is
         raised once the process has stopped decoding.
         """
         message: dict[str, Any] = {"clip": file.clip, "name": file.name, "frames": file.frames, "rate": file.rate}
@@ -127,14 +89,14 @@ class Child:
         details: list[bool] = []
         check, sent = watch.check, False
         try:
-            self._write(wire.JOB + wire.packed(head), check)
-            self._write(file.data, check)
+            self._send(wire.JOB + wire.packed(head), check)
+            self._send(file.data, check)
             sent = True
             while True:
                 match self._message(check):
                     case {"pixels": pixels}:
                         watch.reserve(pixels)
-                        self._write(wire.GO, check)
+                        self._send(wire.GO, check)
                     case {"size": [width, height], "seconds": at, "detail": detail}:
                         image = self._picture(width, height, check)
                         if take is not None:
@@ -148,7 +110,7 @@ class Child:
                             take(Planned(None if plan is None else tuple(plan), length))
                     case last:
                         break
-        except Ended:
+        except ChildExited:
             raise
         except BaseException:
             if sent:
@@ -159,18 +121,6 @@ class Child:
         self._finish(last)
         piece = None if file.piece is None else wire.PieceRead(tuple(last["details"]), last["end"], last["sampler"])
         return Pictures(tuple(images), tuple(seconds), piece, tuple(details), last.get("length"))
-
-    def kill(self) -> None:
-        """End the process; its owner, if it waits, gets ``Ended``. For any thread."""
-        self._process.kill()
-
-    def end(self) -> None:
-        """End the process and give back what belongs to it; for its owner."""
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._process.wait()
 
     def _finish(self, last: dict[str, Any]) -> None:
         """A job's last message: raise its error."""
@@ -188,14 +138,16 @@ class Child:
 
         def check() -> None:
             if time.monotonic() > until:
-                raise Ended
+                raise ChildExited
 
         try:
-            self._write(wire.STOP, check)
+            self._send(wire.STOP, check)
             while True:
+                while self._pixels:
+                    self._pixels -= len(self._exactly(min(self._pixels, wire.BAND_BYTES), check))
                 match self._message(check):
-                    case {"size": [width, height]}:
-                        self._picture(width, height, check)
+                    case {"size": _}:
+                        continue
                     case {"pixels": _} | {"plan": _}:
                         continue
                     case last:
@@ -203,8 +155,10 @@ class Child:
                         return
         except (InvalidArgument, _Failed):
             return
-        except Ended:
+        except BaseException as error:  # it has not said that it is done, so it is not used again
             self.end()
+            if not isinstance(error, ChildExited):
+                raise
 
     def _picture(self, width: int, height: int, check: Callable[[], None]) -> Image.Image:
         """The next picture; what is held beside it is one band."""
@@ -214,37 +168,34 @@ class Child:
             check()
             count = min(rows, height - top)
             band = self._exactly(3 * width * count, check)
+            self._pixels -= len(band)
             image.paste(Image.frombytes("RGB", (width, count), band), (0, top))
         return image
 
     def _message(self, check: Callable[[], None]) -> Any:
-        length = wire.length_of(self._exactly(wire.HEADER_BYTES, check))
-        return wire.unpacked(self._exactly(length, check))
+        if self._body is None:
+            self._body = wire.length_of(self._exactly(wire.HEADER_BYTES, check))
+        message = wire.unpacked(self._exactly(self._body, check))
+        self._body = None
+        if "size" in message:
+            width, height = message["size"]
+            self._pixels = 3 * width * height
+        return message
 
     def _exactly(self, size: int, check: Callable[[], None]) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            self._wait(self._out, select.POLLIN, check)
-            part = os.read(self._out, size - len(parts))
-            if not part:
-                raise Ended
-            parts += part
-        return bytes(parts)
+        return self._read(size, _patiently(check))
 
-    def _write(self, data: bytes, check: Callable[[], None]) -> None:
-        left = memoryview(data)
-        try:
-            while left:
-                self._wait(self._in, select.POLLOUT, check)
-                left = left[os.write(self._in, left[: 1 << 20]) :]
-        except OSError as error:
-            raise Ended from error
+    def _send(self, data: bytes, check: Callable[[], None]) -> None:
+        self._write(data, _patiently(check))
 
-    def _wait(self, descriptor: int, event: int, check: Callable[[], None]) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        until = time.monotonic() + _PATIENCE
-        while not poll.poll(_GLANCE * 1000):
-            check()
-            if time.monotonic() > until:
-                raise Ended
+
+def _patiently(check: Callable[[], None]) -> Callable[[], None]:
+    """``check``, which ends a wait without any word from the process, too."""
+    until = time.monotonic() + _PATIENCE
+
+    def checked() -> None:
+        check()
+        if time.monotonic() > until:
+            raise ChildExited
+
+    return checked

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from mmserve.config import MediaConfig
-from mmserve.encode.child import Child, Ended, Pictures, Planned
+from mmserve.core.child_process import ChildExited
+from mmserve.encode.child import Child, Pictures, Planned
 from mmserve.encode.handover import Handover
 from mmserve.encode.media import decode_image, named
 from mmserve.encode.sampling import Sampled, packed, unpacked
@@ -372,7 +373,7 @@ class DecodePool:
                 raise Unavailable("no process that decodes media can be started; try again later") from error
             try:
                 return child.decode(file, self._limits, taken, None if handed is None else handed.take)
-            except Ended:
+            except ChildExited:
                 child.end()
                 taken.back_to(before)
             finally:

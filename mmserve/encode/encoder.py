@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmserve.config import EncoderCacheConfig, MediaConfig
+from mmserve.core.cached import Label
 from mmserve.core.encoded import Encoded, Span
-from mmserve.core.request import ImagePart, Part, PixelRange, Request, TextPart, VideoPart
+from mmserve.core.payloads import VisualPayload
+from mmserve.core.request import ImagePart, Message, Part, PixelRange, Request, TextPart, VideoPart
+from mmserve.core.tools import Tool
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Check, Decoders
 from mmserve.encode.lengths import check_length
 from mmserve.encode.visual import Loaded, Media, Viewer, Visual
 from mmserve.encode.watching import VISUAL
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
-from mmserve.models.chat import prompt_ids
+from mmserve.models.chat import prompt_ids, text_ids
 from mmserve.models.picture import VisionEncoder
 from mmserve.prune import pruner_of
 from mmserve.prune.base import judged_by_decoder
+from mmserve.tiers.caches import Caches
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,11 @@ class Encoder:
         media: MediaConfig,
         *,
         max_tokens: int,
-        cache: EncoderCache | None = None,
+        cache: Caches | None = None,
         decoders: Decoders | None = None,
     ) -> None:
         self.model, self.max_tokens = model, max_tokens
-        self.cache = cache or EncoderCache.of(EncoderCacheConfig())
+        self.cache = cache or Caches.of(EncoderCacheConfig())
         self._viewer = Viewer(model, media, self.cache, decoders)
 
     @torch.inference_mode()
@@ -121,6 +126,28 @@ class Encoder:
             visuals = stack.enter_context(self._viewer.view([one.media for one in loaded], admit, check))
             seen = iter(visuals)
             return [self._splice(r, one.ids, [(i, next(seen)) for i in one.media.items]) for r, one in asked]
+
+    @torch.inference_mode()
+    def see(self, request: Request, chosen: Sequence[int], check: Check = lambda: None) -> VisualPayload:
+        """Visual tokens of the ``chosen`` of a request's media, by their places among them: for whoever encodes it.
+
+        The files of the others may be left out. Raises typed errors for bad media.
+        """
+        every = self._media(request)
+
+        def admit(_rows: list[int]) -> None:
+            """Lengths are checked where the prompt is put together."""
+
+        with ExitStack() as stack:
+            loaded = stack.enter_context(closing(self._viewer.load([every[i] for i in chosen], admit, check)))
+            entries = stack.enter_context(self._viewer.entries([loaded], admit, check))
+            return VisualPayload({key.hex(): dict(entry) for key, entry in entries})
+
+    def keep(self, request: Request, payload: VisualPayload) -> None:
+        """Keep what ``see`` of another encoder gave of ``request``, for ``load`` to find."""
+        for name, entry in payload.entries.items():
+            label = Label("visual", self.model.spec.name, request.tenant.cache, len(entry["tokens"]), name)
+            self.cache.tokens.put(bytes.fromhex(name), entry, label)
 
     def _companion(self, request: Request) -> EncoderModel | None:
         """The companion, if the request's policy asks for it."""
@@ -251,8 +278,11 @@ class Encoder:
 
     def _prompt(self, request: Request) -> np.ndarray:
         """The chat's ids (int64), one for each image and video."""
-        chat = [{"role": m.role, "content": [_content(part) for part in m.parts]} for m in request.messages]
-        ids = prompt_ids(self.model.tokenizer, chat, special_tokens=self.model.spec.special_tokens)
+        if request.raw:
+            return np.asarray(text_ids(self.model.tokenizer, text_of(request.messages[0])), dtype=np.int64)
+        chat = [_chat_message(message) for message in request.messages]
+        tools = [_function(tool) for tool in request.tools.tools] if request.tools is not None else []
+        ids = prompt_ids(self.model.tokenizer, chat, tools, special_tokens=self.model.spec.special_tokens)
         return np.asarray(ids, dtype=np.int64)
 
     def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:
@@ -346,6 +376,30 @@ def _grids(pieces: list[_Rows]) -> tuple[tuple[np.ndarray, ...], ...]:
         for start, piece in zip(starts, pieces, strict=False)
         if piece.features is not None
     )
+
+
+def text_of(message: Message) -> str:
+    """The text of a message without media."""
+    return "".join(part.text for part in message.parts if isinstance(part, TextPart))
+
+
+def _chat_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    found: dict[str, Any] = {"role": message.role, "content": [_content(part) for part in message.parts]}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            for c in message.tool_calls
+        ]
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": described}
 
 
 def _content(part: Part) -> dict[str, str]:

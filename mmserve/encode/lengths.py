@@ -18,7 +18,8 @@ def check_length(request: Request, prompt: int, limit: int, *, pruned: bool = Fa
         error = DoesNotFit.of(
             field,
             f"a prompt of {prompt} tokens{before} and {new} new ones exceed the limit of {limit}; "
-            "shorten the prompt or lower max_new_tokens",
+            "shorten the prompt or lower max_new_tokens (a server raises it by [engine] max_tokens, and past its "
+            "model's context by positions and rope_scaling under [[models]])",
         )
         error.room = max(0, limit - prompt)
         raise error

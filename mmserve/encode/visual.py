@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from mmserve.config import MediaConfig
+from mmserve.core.cached import Label
 from mmserve.core.request import Amount, PixelRange, VideoSampling
-from mmserve.encode.cache import EncoderCache, Entry
 from mmserve.encode.decoding import Check, Decode, Decoders, InPlace
-from mmserve.encode.keys import digest, media_digest, settings_digest, software, weights_digest
 from mmserve.encode.places import axis_places
 from mmserve.encode.slow_fast import DETAILS, chosen_frames, compacted, detailed_grids, details_of, fewest_pieces
 from mmserve.encode.watching import VISUAL, Look, Watching, clip_file, ids_of, prepared_clip
@@ -30,6 +29,9 @@ from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.base import EncoderModel
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Plan, Pruner
+from mmserve.tiers.caches import Caches
+from mmserve.tiers.keys import digest, media_digest, settings_digest, software, weights_digest
+from mmserve.tiers.memory import Entry, Labels
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Viewer:
     """The towers of a model and its companion over a cache; holds no state of any request."""
 
     def __init__(
-        self, model: EncoderModel, media: MediaConfig, cache: EncoderCache, decoders: Decoders | None = None
+        self, model: EncoderModel, media: MediaConfig, cache: Caches, decoders: Decoders | None = None
     ) -> None:
         self.media, self.cache = media, cache
         self._decoders = decoders or InPlace(media)
@@ -127,7 +129,9 @@ class Viewer:
         loaded = Loaded(items, [self._key(item) for item in items])
         try:
             fits = self._fitting(items)
-            loaded.entries = loaded._held.enter_context(self.cache.tokens.found(loaded.keys, fits))
+            loaded.entries = loaded._held.enter_context(
+                self.cache.tokens.found(loaded.keys, fits, self._labels(items, loaded.keys))
+            )
             for i, item in enumerate(items):
                 if loaded.entries[i] is None and self._streams(item):
                     self._watch(loaded, i, admit, check, look)
@@ -136,6 +140,26 @@ class Viewer:
             loaded.close()
             raise
         return loaded
+
+    @contextmanager
+    def entries(
+        self, loaded: Sequence[Loaded], admit: Callable[[list[int]], None], check: Check = lambda: None
+    ) -> Iterator[list[tuple[bytes, Entry]]]:
+        """As ``view``, as the cache has them: each with its key."""
+        flat = [(one, i) for one in loaded for i in range(len(one.items))]
+        missing = [(one, i) for one, i in flat if one.entries[i] is None]
+        keys, items = [one.keys[i] for one, i in missing], [one.items[i] for one, i in missing]
+
+        def make(chosen: list[int]) -> list[Entry]:
+            admit([self._rows_of(one, i) for one, i in flat])
+            of_chosen = [missing[n] for n in chosen]
+            return self._make([items[n] for n in chosen], [one.prepared[i] for one, i in of_chosen], check)
+
+        with self.cache.tokens.lease(keys, make, self._fitting(items), check, self._labels(items, keys)) as entries:
+            made = iter(entries)
+            found = [one.entries[i] for one, i in flat]
+            keyed = [one.keys[i] for one, i in flat]
+            yield [(key, next(made) if entry is None else entry) for key, entry in zip(keyed, found, strict=True)]
 
     @contextmanager
     def view(
@@ -147,19 +171,8 @@ class Viewer:
         raises is raised here. On a CPU, the other items of a batch do not change an item's tokens, and ``check`` is
         called between two items.
         """
-        flat = [(one, i) for one in loaded for i in range(len(one.items))]
-        missing = [(one, i) for one, i in flat if one.entries[i] is None]
-        keys, items = [one.keys[i] for one, i in missing], [one.items[i] for one, i in missing]
-
-        def make(chosen: list[int]) -> list[Entry]:
-            admit([self._rows_of(one, i) for one, i in flat])
-            of_chosen = [missing[n] for n in chosen]
-            return self._make([items[n] for n in chosen], [one.prepared[i] for one, i in of_chosen], check)
-
-        with self.cache.tokens.lease(keys, make, self._fitting(items), check) as entries:
-            made = iter(entries)
-            found = [one.entries[i] for one, i in flat]
-            yield [self._visual(next(made) if entry is None else entry) for entry in found]
+        with self.entries(loaded, admit, check) as entries:
+            yield [self._visual(entry) for _key, entry in entries]
 
     def _streams(self, item: Media) -> bool:
         """Whether the frames of ``item`` go through the tower as they come: not those that all go together anyway."""
@@ -185,8 +198,17 @@ class Viewer:
             return [self._entry(item, [picture])]
 
         fits = self._fitting([item])
-        [entry] = loaded._held.enter_context(self.cache.tokens.lease([loaded.keys[i]], make, fits, check))
+        labels = self._labels([item], [loaded.keys[i]])
+        [entry] = loaded._held.enter_context(self.cache.tokens.lease([loaded.keys[i]], make, fits, check, labels))
         loaded.entries = [entry if n == i else one for n, one in enumerate(loaded.entries)]
+
+    def _labels(self, items: Sequence[Media], keys: Sequence[bytes]) -> Labels:
+        def label(i: int, entry: Entry) -> Label | None:
+            if self._eye is None:
+                return None
+            return Label("visual", self._eye.model.spec.name, items[i].cache, len(entry["tokens"]), keys[i].hex())
+
+        return label
 
     def _fitting(self, items: Sequence[Media]) -> Callable[[int, Entry], bool]:
         def fits(i: int, entry: Entry) -> bool:
@@ -246,7 +268,7 @@ class Viewer:
         images of one size that are asked for the same evidence go together: there that saves time."""
         batches: dict[object, list[int]] = defaultdict(list)
         for i, (item, mine) in enumerate(zip(items, prepared, strict=True)):
-            alone = item.clip or self._eyes(item)[0].model.device.type == "cpu"
+            alone = self._runs_alone(item)
             shapes = tuple((name, tensor.shape) for of_eye in mine for name, tensor in sorted(of_eye.items()))
             batches[i if alone else None, _needs(item), shapes].append(i)
         entries: dict[int, Entry] = {}
@@ -287,6 +309,9 @@ class Viewer:
                     if len(prepared) == len(self._eyes(loaded.items[i])):
                         loaded.prepared[i] = prepared
                     admit([self._rows_of(loaded, n) for n in range(len(loaded.items))])
+                    if i != missing[-1] and self._foreseen(loaded, i):
+                        admit([self._rows_of(loaded, n) or self._rows_of(loaded, i) for n in range(len(loaded.items))])
+                        self._see_ahead(loaded, i, check)
             return made
 
         lease = self.cache.pixels.lease(keys, make, _are_pixels, check)
@@ -294,6 +319,29 @@ class Viewer:
         for (i, _eye), entry in zip(asked, loaded._held.enter_context(lease), strict=True):
             found[i].append(entry)
         loaded.prepared = dict(found)
+
+    def _runs_alone(self, item: Media) -> bool:
+        """Whether an item goes through the tower by itself in any case, and not beside others of its batch."""
+        return item.clip or self._eyes(item)[0].model.device.type == "cpu"
+
+    def _foreseen(self, loaded: Loaded, i: int) -> bool:
+        """Whether item ``i`` can go through the tower before the others are read: it is read for all eyes, it goes
+        alone in any case, and as all are images of one number of rows, the prompt's length is known."""
+        if i not in loaded.prepared:
+            return False
+        same = self._eye is not None and self._eye.vision.tokens_per_image > 0
+        return same and self._runs_alone(loaded.items[i]) and not any(item.clip for item in loaded.items)
+
+    def _see_ahead(self, loaded: Loaded, i: int, check: Check) -> None:
+        """Fill ``loaded.entries[i]`` of an item that is read, while the pool decodes those after it."""
+        item, key = loaded.items[i], loaded.keys[i]
+
+        def make(_chosen: list[int]) -> list[Entry]:
+            return self._make([item], [loaded.prepared[i]], check)
+
+        lease = self.cache.tokens.lease([key], make, self._fitting([item]), check, self._labels([item], [key]))
+        [entry] = loaded._held.enter_context(lease)
+        loaded.entries = [entry if n == i else one for n, one in enumerate(loaded.entries)]
 
     def _pixel_key(self, item: Media, eye: _Eye) -> bytes:
         return digest(self._file(item), _frames_of(eye.vision) if item.clip else b"", eye.pixels)

@@ -20,7 +20,7 @@ LAST = ("done", "stopped", "refused", "failed")
 _HEADER = struct.Struct(">I")
 HEADER_BYTES = _HEADER.size
 #: Of a picture that are sent, and received, in one piece.
-_BAND_BYTES = 1 << 20
+BAND_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def length_of(header: bytes) -> int:
 
 def rows_of_band(width: int) -> int:
     """Rows of a picture that are sent at once."""
-    return max(1, _BAND_BYTES // (3 * width))
+    return max(1, BAND_BYTES // (3 * width))
 
 
 def unpacked(data: bytes) -> Any:

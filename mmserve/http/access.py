@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.http.errors import STATUS
-from mmserve.observe import calls
+from mmserve.observe import calls, traces
 from mmserve.observe.calls import Call
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import ended
@@ -15,6 +15,10 @@ from mmserve.rpc.access import ended
 #: HTTP status to the name of a gRPC code, for metrics and the log; the first of those that share one.
 _CODES = {int(status): code for code, status in reversed(STATUS.items())}
 _UNKNOWN_ROUTE = 404, 405
+
+
+class Stalled(ConnectionError):
+    """The client took nothing of its answer for too long; uvicorn closes the connection where it is raised."""
 
 
 class Access:
@@ -29,9 +33,10 @@ class Access:
             await self._app(scope, receive, send)
             return
         host, port = scope.get("client") or ("", 0)
-        call = Call(scope["path"], peer=f"{host}:{port}")
+        headers = traces.carried((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        call = Call(scope["path"], peer=f"{host}:{port}", headers=headers)
         calls.begin(call)
-        status = 500
+        status, whole = 500, False
 
         async def counted() -> Message:
             message = await receive()
@@ -39,15 +44,21 @@ class Access:
             return message
 
         async def sent(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
             status = message.get("status", status)
             call.sent += len(message.get("body", b""))
-            async with asyncio.timeout(self._patience or None):
-                await send(message)
+            try:
+                async with asyncio.timeout(self._patience or None):
+                    await send(message)
+            except TimeoutError:
+                raise Stalled(f"{call.peer} took nothing for {self._patience:g} s (message_seconds)") from None
+            whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
             await self._app(scope, counted, sent)
         finally:
             known = bool(call.request_id) or status not in _UNKNOWN_ROUTE
-            code = "OK" if status < 400 else _CODES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
+            code = "OK" if whole else "CANCELLED"
+            if status >= 400:
+                code = _CODES.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
             ended(call, code, self._metrics, log=self._log, known=known)

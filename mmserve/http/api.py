@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mmserve.core.events import Event, Finished
+from mmserve.core.events import Draft, Event, Finished
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http.fields import Fields
 from mmserve.v1 import generation_pb2 as pb
@@ -24,7 +24,7 @@ class Reply(Protocol):
         ...
 
     def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """The same answer as server-sent events."""
+        """The same answer as server-sent events; a string holds those that are known at once, which is one write."""
         ...
 
 
@@ -59,6 +59,14 @@ def sse(data: Mapping[str, Any], event: str = "") -> str:
     return f"event: {event}\n{line}" if event else line
 
 
+def draft_line(draft: Draft) -> str:
+    """A draft as an event of that name, the same in all APIs; an alternative is an id, a text and a probability."""
+    names = ("index", "id", "text", "state", "confidence", "alternatives")
+    positions = [dict(zip(names, row, strict=True)) for row in draft.rows]
+    found = {"sample": draft.sample, "forwards": draft.forwards, "total": draft.total, "positions": positions}
+    return sse(found, "draft")
+
+
 def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> None:
     """Take fields that change nothing at the values in ``neutral``, and ``labels``, which are strings of the caller.
 
@@ -73,9 +81,13 @@ def take_neutral(fields: Fields, neutral: Neutral, labels: Sequence[str]) -> Non
 
 
 def own_fields(finished: Sequence[Finished]) -> dict[str, Any]:
-    """What other APIs have no field for: forward passes, and warnings about constraints and policies."""
+    """What other APIs have no field for: forward passes, times (ms, of the slowest sample), edited tokens, and warnings
+    about constraints and policies."""
+    times = max((one.times for one in finished), key=lambda each: each.total)
     return {
         "forwards": sum(one.forwards for one in finished),
+        "edits": sum(one.edits for one in finished),
+        "times": {name: round(value, 3) for name, value in vars(times).items()},
         "warnings": list(dict.fromkeys(warning for one in finished for warning in one.warnings)),
     }
 

@@ -7,9 +7,11 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -21,16 +23,23 @@ from starlette.types import Receive, Scope, Send
 
 from mmserve.core.events import Admitted, Event, Finished
 from mmserve.core.tenant import Tenant
-from mmserve.errors import Cancelled, DoesNotFit, Internal, MMServeError
+from mmserve.errors import Cancelled, DoesNotFit, Internal, MMServeError, NotFound
+from mmserve.http import checks, openapi
 from mmserve.http.api import Api
 from mmserve.http.body import Bodies
 from mmserve.http.chat import Chat
-from mmserve.http.errors import headers_of, status_of
+from mmserve.http.completions import Completions
+from mmserve.http.decisions import DECISION_APIS, DecisionApi
+from mmserve.http.errors import BadRequest, headers_of, status_of
+from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages
+from mmserve.http.pages import Pages
 from mmserve.http.responses import Responses
 from mmserve.observe import calls
+from mmserve.rpc.fetching import urls_in
 from mmserve.rpc.generation import answered, logged
 from mmserve.rpc.server import Server
+from mmserve.tenants import is_loopback
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire import request_id
 
@@ -39,9 +48,21 @@ logger = logging.getLogger("mmserve.http")
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 _BEARER = "bearer "
+CONSTRAINTS = "/v1/constraints"
+#: What of ``ModelInfo`` the list of models has.
+_DESCRIBED = (
+    *("diffusion", "images", "videos", "recompute_policies", "commit_policies", "recompute_policy", "commit_policy"),
+    *("pruners", "max_tokens", "max_new_tokens", "block_length", "tool_format"),
+)
 CHAT = Chat()
 #: Path to API, of those that generate.
-APIS: dict[str, Api] = {"/v1/chat/completions": CHAT, "/v1/messages": Messages(), "/v1/responses": Responses()}
+APIS: dict[str, Api] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": Completions(),
+    "/v1/fim/completions": Completions(fim=True),
+    "/v1/messages": Messages(),
+    "/v1/responses": Responses(),
+}
 
 
 class App:
@@ -51,12 +72,21 @@ class App:
         self._server = server
         # one thread: parsing holds the interpreter, so that two would serve nobody sooner
         self._parser = ThreadPoolExecutor(1, "mmserve-http-parse")
+        # one thread: a constraint that is hard to compile makes those wait that are only checked, and nobody else
+        self._checker = ThreadPoolExecutor(1, "mmserve-http-check")
         self._bodies = Bodies(server.config.server, server.room, self._parser)
         self.asgi = Starlette(
             routes=[
                 *(Route(path, self._open(self._generates(api), api), methods=["POST"]) for path, api in APIS.items()),
+                Route(CONSTRAINTS, self._open(self._checked), methods=["POST"]),
+                *Pages([*APIS, CONSTRAINTS, *DECISION_APIS], server.guard.auth).routes,
+                *(
+                    Route(path, self._open(self._decides(api), api), methods=["POST"])
+                    for path, api in DECISION_APIS.items()
+                ),
                 Route("/v1/models", self._open(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", self._open(self._model), methods=["GET"]),
+                Route("/openapi.json", self._open(self._description), methods=["GET"]),
                 Route("/metrics", self._open(self._metrics), methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
             ],
@@ -64,10 +94,11 @@ class App:
         )
 
     def close(self) -> None:
-        """End the thread that parses."""
-        self._parser.shutdown(wait=False)
+        """End the threads."""
+        for pool in (self._parser, self._checker):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _open(self, handler: Handler, api: Api = CHAT) -> Handler:
+    def _open(self, handler: Handler, api: Api | DecisionApi = CHAT) -> Handler:
         """``handler`` for callers with an accepted token, with errors of ``api``; ``calls.current()`` is its call."""
 
         async def answer(request: Request) -> Response:
@@ -75,6 +106,7 @@ class App:
             call = calls.current()
             call.request_id = label if request_id.is_label(label) else uuid.uuid4().hex
             try:
+                self._check_host(request)
                 tenant = self._server.guard.auth.tenant_of(_token(request), request.url.path, call.peer)
                 call.tenant = tenant.name
                 request.state.tenant = tenant
@@ -88,26 +120,71 @@ class App:
 
         return answer
 
+    def _check_host(self, request: Request) -> None:
+        """Refuse a browser whose page has another host than this server, but a name that leads here (DNS rebinding).
+
+        Only where nothing else keeps such pages out: a server of this machine alone that asks for no tokens.
+        """
+        config = self._server.config.server
+        if self._server.guard.auth.guards or not is_loopback(config.host):
+            return
+        try:
+            name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        except ValueError:
+            name = ""
+        if not (is_loopback(name) or name == config.host or name in config.http_names):
+            why = (
+                f"{name[:100]!r} is no name of this server: call it localhost, or list the name in [server] http_names"
+            )
+            raise BadRequest(HTTPStatus.MISDIRECTED_REQUEST, why)
+
     async def _health(self, _request: Request) -> Response:
         loading = self._server.engines.loading
         ready = not loading and not self._server.ending
         return JSONResponse({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
 
     async def _metrics(self, _request: Request) -> Response:
-        data = await asyncio.get_running_loop().run_in_executor(None, generate_latest, self._server.metrics.registry)
+        data = await asyncio.get_running_loop().run_in_executor(None, generate_latest, self._server.metrics.served)
         return Response(data, media_type=CONTENT_TYPE_LATEST)
 
+    async def _description(self, _request: Request) -> Response:
+        return JSONResponse(openapi.document(self._names()))
+
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._server.engines]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._names()]})
+
+    def _names(self) -> list[str]:
+        engines = self._server.engines
+        return [name for each in engines for name in engines.names_of(each)]
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._server.engines.find(name)
+        model, adapter = self._server.engines.split(name)
+        engine = self._server.engines.find(model)
+        if adapter and name not in self._server.engines.names_of(engine.info.name):
+            raise NotFound(f"model {model!r} has no adapter {adapter!r}")
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        info = self._server.engines[name].info
-        return {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
+        info = self._server.engines.find(self._server.engines.split(name)[0]).info
+        own = {field: getattr(info, field) for field in _DESCRIBED}
+        common = {"id": name, "object": "model", "created": 0, "owned_by": "mmserve", "max_model_len": info.max_tokens}
+        return {**common, "mmserve": own}
+
+    async def _checked(self, request: Request) -> Response:
+        """Whether a constraint can be kept; always 200, for who writes one is not done with it."""
+        tenant: Tenant = request.state.tenant
+        with self._server.quotas.taken(tenant):
+            message, answer = checks.read(await self._bodies.read(request))
+            engine = self._server.engines.find(self._server.engines.split(message.model)[0])
+            try:
+                asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._checker, engine.check_constraint, asked, answer)
+            except MMServeError as error:
+                return JSONResponse(checks.verdict(error))
+        judged = {} if answer is None else {"answer": checks.verdict(found.wrong)}
+        return JSONResponse({**checks.verdict(None), "warnings": list(found.warnings), **judged})
 
     def _generates(self, api: Api) -> Handler:
         """The handler of an API that generates."""
@@ -116,8 +193,10 @@ class App:
             tenant: Tenant = request.state.tenant
             with ExitStack() as held:
                 held.enter_context(self._server.quotas.taken(tenant))
-                asked = api.read(await self._bodies.read(request))
-                events = self._events(asked.message, tenant, held)
+                body = await self._bodies.read(request)
+                asked = api.read(body)
+                events = self._events(asked.message, tenant, held, fields_of(urls_in(asked.message.messages), body))
+                del body
                 if not asked.stream:
                     async with aclosing(events):
                         finished = await _unless_left(request, _finished(events))
@@ -128,14 +207,35 @@ class App:
 
         return answer
 
-    async def _events(self, message: pb.GenerateRequest, tenant: Tenant, held: ExitStack) -> AsyncGenerator[Event]:
+    def _decides(self, api: DecisionApi) -> Handler:
+        """The handler of an API of typed questions."""
+
+        async def answer(request: Request) -> Response:
+            tenant: Tenant = request.state.tenant
+            own, label = uuid.uuid4().hex, calls.current().request_id
+            with ExitStack() as held, logged(own, label):
+                held.enter_context(self._server.quotas.taken(tenant))
+                body = await self._bodies.read(request)
+                asked = api.read(body)
+                fields = fields_of(urls_in(asked.message.messages), body)
+                deciding = self._server.deciding.decide(own, [asked.message], tenant, None, held, fields)
+                return JSONResponse(api.reply(asked, await _unless_left(request, deciding)))
+
+        return answer
+
+    async def _events(
+        self, message: pb.GenerateRequest, tenant: Tenant, held: ExitStack, fields: dict[str, str]
+    ) -> AsyncGenerator[Event]:
         """Events of the request after its admission, the first once there is an answer to begin.
 
-        Its number of new tokens is the most that the client takes: where fewer fit after the prompt, it is that many.
+        ``fields``: where the body has URLs of media. The number of new tokens is the most that the client takes: where
+        fewer fit after the prompt, it is that many.
         """
         own, label = uuid.uuid4().hex, calls.current().request_id
         with logged(own, label), self._server.generations.watch() as watch:
-            engine, request = self._server.generations.accepted(own, message, tenant, None, held, watch)
+            files = await self._server.generations.fetched(message, fields)
+            engine, request = self._server.generations.accepted(own, message, tenant, None, held, watch, files)
+            del files, message
             logger.info("request %s for %s (%s: %s)", own, request.model, request_id.KEY, label)
             while True:
                 try:
@@ -155,7 +255,7 @@ class App:
 _UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def _refusal(api: Api, error: MMServeError) -> Response:
+def _refusal(api: Api | DecisionApi, error: MMServeError) -> Response:
     return JSONResponse(api.error(error), status_of(error), headers_of(error))
 
 
@@ -215,9 +315,9 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the lines."""
-        with self._held:
+        with self._held, suppress(Cancelled):  # a client that leaves ends its answer
             async with aclosing(self._events):
-                await super().__call__(scope, receive, send)
+                await _unless_left(Request(scope, receive), self.stream_response(send))
 
 
 async def _lines(api: Api, lines: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from concurrent.futures import Executor
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +18,8 @@ from mmserve.rpc.room import Room
 
 #: Larger bodies are parsed off the event loop, and count among what requests hold meanwhile (bytes).
 INLINE_BYTES = 1 << 20
+#: Levels of objects and arrays: what is parsed here is written as JSON again, from deeper in the stack.
+MAX_DEPTH = 256
 
 
 class Bodies:
@@ -61,13 +64,40 @@ class Bodies:
         return bytes(data)
 
 
+#: What a body has that may hold half of a surrogate pair, which no message can carry: an escape of one, its UTF-8 form,
+#: or another encoding than UTF-8.
+_MAYBE_SURROGATE = re.compile(rb"\\u[dD]|\xed|\x00")
+
+
 def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data, parse_constant=_constant)
+        found = json.loads(data, parse_constant=_constant)
+        if _MAYBE_SURROGATE.search(data):
+            json.dumps(found, ensure_ascii=False).encode()
+        if data.count(b"{") + data.count(b"[") > MAX_DEPTH and _too_deep(found):
+            raise InvalidArgument.of("body", f"is nested too deeply: more than {MAX_DEPTH} levels")
+        return found
+    except UnicodeEncodeError:
+        raise InvalidArgument.of("body", "must be Unicode: it has half of a surrogate pair") from None
     except RecursionError:
         raise InvalidArgument.of("body", "is nested too deeply") from None
     except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
         raise InvalidArgument.of("body", f"must be JSON: {str(error)[:200]}") from None
+
+
+def _too_deep(found: Any) -> bool:
+    """Whether objects and arrays stand in one another more than ``MAX_DEPTH`` deep."""
+    level = [found]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            each
+            for value in level
+            if isinstance(value, dict | list)
+            for each in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _constant(name: str) -> Any:

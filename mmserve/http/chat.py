@@ -7,32 +7,38 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from mmserve.core.events import CommittedToken, Delta, Event, Finished
+from mmserve.core.events import Alternative, CommittedToken, Delta, Draft, Event, Finished, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import media
-from mmserve.http.api import Asked, Neutral, own_fields, required, sse, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain
 from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
+from mmserve.http.tools import take_chat_tools
 from mmserve.v1 import generation_pb2 as pb
 
 #: JSON field to field of ``GenerateRequest``. ``max_tokens`` is the older name of ``max_completion_tokens``; ``top_k``,
-#: ``min_p`` and ``repetition_penalty`` are vLLM's additions.
+#: ``min_p`` and ``repetition_penalty`` are vLLM's additions, as is ``ignore_eos``.
 SAMPLING = {
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
     "repetition_penalty": "sampling.repetition_penalty",
+    "frequency_penalty": "sampling.frequency_penalty",
+    "presence_penalty": "sampling.presence_penalty",
     "seed": "sampling.seed",
     "n": "sampling.n",
+    "ignore_eos": "sampling.ignore_end",
     "max_tokens": "sampling.max_new_tokens",
     "max_completion_tokens": "sampling.max_new_tokens",
 }
 #: The names of ``GenerateRequest``'s fields in errors.
 NAMES = {path: name for name, path in SAMPLING.items()} | {
     "sampling.stop": "stop",
+    "sampling.logit_bias": "logit_bias",
+    "stream.alternatives": "top_logprobs",
     "constraint": "response_format",
     "diffusion": "mmserve.diffusion",
     "vision": "mmserve.vision",
@@ -40,14 +46,8 @@ NAMES = {path: name for name, path in SAMPLING.items()} | {
     "image_reuse": "mmserve.image_reuse",
 }
 NEUTRAL: Neutral = {
-    "frequency_penalty": ((0, 0.0), "is not supported; use repetition_penalty"),
-    "presence_penalty": ((0, 0.0), "is not supported; use repetition_penalty"),
-    "logit_bias": (({},), "is not supported"),
-    "top_logprobs": ((0,), "is not supported above 0: only chosen tokens have log-probabilities"),
-    "tools": (([],), "is not supported"),
-    "tool_choice": (("none", "auto"), "is not supported"),
-    "parallel_tool_calls": ((True, False), "must be true or false"),
-    "functions": (([],), "is not supported"),
+    "functions": (([],), "is not supported; use tools"),
+    "function_call": (("none", "auto"), "is not supported; use tool_choice"),
     "store": ((False,), "is not supported: nothing is stored"),
     "service_tier": (("auto", "default"), "must be 'auto' or 'default'"),
     "modalities": ((["text"],), "must be ['text']"),
@@ -55,7 +55,9 @@ NEUTRAL: Neutral = {
 }
 #: Strings that name the caller or the request; they change no answer.
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
-_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+#: Most digits of a token's id.
+_DIGITS = 10
+_REASONS = {"end": "stop", "stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
 class Chat:
@@ -71,15 +73,11 @@ class Chat:
             raise InvalidArgument.of("max_tokens", "and max_completion_tokens are the same: set one of them")
         copy_fields(fields, found, SAMPLING)
         found.sampling.stop.extend(stops(fields, "stop"))
-        stream = found.stream.deltas = fields.take("stream", bool, False)
-        options = fields.nested("stream_options") or Fields({}, "stream_options")
-        if body.get("stream_options") is not None and not stream:
-            raise InvalidArgument.of("stream_options", "is only for stream = true")
-        usage_chunk = options.take("include_usage", bool, False)
-        options.take("include_obfuscation", bool)
-        options.end()
-        found.stream.tokens = fields.take("logprobs", bool, False)
+        take_bias(fields, found)
+        stream, usage_chunk = take_stream(fields, body, found)
+        take_logprobs(fields, found)
         constrain(fields, found)
+        take_chat_tools(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
@@ -95,14 +93,66 @@ class Chat:
         return sse(self.error(error))
 
 
+def take_stream(fields: Fields, body: dict[str, Any], found: pb.GenerateRequest) -> tuple[bool, bool]:
+    """Take ``stream`` and its options: whether to stream, and whether with a chunk of the usage at its end."""
+    stream = found.stream.deltas = fields.take("stream", bool, False)
+    options = fields.nested("stream_options") or Fields({}, "stream_options")
+    if body.get("stream_options") is not None and not stream:
+        raise InvalidArgument.of("stream_options", "is only for stream = true")
+    usage_chunk = options.take("include_usage", bool, False)
+    options.take("include_obfuscation", bool)
+    options.take("continuous_usage_stats", bool)  # of vLLM; numbers are in the last chunk
+    options.end()
+    return stream, usage_chunk
+
+
+def take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Take ``logprobs``, and ``top_logprobs``: so many alternatives of each token."""
+    found.stream.tokens = fields.take("logprobs", bool, False)
+    others = fields.any("top_logprobs")
+    if others is None:
+        return
+    if typed(others, int, "top_logprobs") and not found.stream.tokens:
+        raise InvalidArgument.of("top_logprobs", "is only for logprobs = true")
+    copy_fields(Fields({"top_logprobs": others}), found, {"top_logprobs": "stream.alternatives"})
+
+
+def take_bias(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Take ``logit_bias``, numbers by ids of tokens."""
+    for token, bias in fields.take("logit_bias", dict, {}).items():
+        if len(token) > _DIGITS or not token.isascii() or not token.isdigit() or int(token) >= 1 << 32:
+            raise InvalidArgument.of("logit_bias", "must have ids of tokens as its names")
+        found.sampling.logit_bias[int(token)] = typed(bias, float, f"logit_bias.{token}")
+
+
 def _message(chat: Any, path: str) -> pb.ChatMessage:
     fields = Fields(typed(chat, dict, path), path)
-    role = role_of(fields, ("system", "developer", "user", "assistant"))
-    content = fields.any("content")
-    fields.take("name", str)
-    fields.take("refusal", str)
+    role = role_of(fields, ("system", "developer", "user", "assistant", "tool"))
+    content, calls = fields.any("content"), fields.take("tool_calls", list, [])
+    call_id = fields.take("tool_call_id", str, "")
+    if role == "tool" and not call_id:
+        raise InvalidArgument.of(f"{path}.tool_call_id", "must be the id of the call that the message answers")
+    for label in ("name", "refusal"):
+        fields.take(label, str)
+    fields.take("annotations", list)
     fields.end("is no supported field of a message")
-    return message(role, content, f"{path}.content", {"text": text_part, "image_url": _image, "video_url": _video})
+    readers = {"text": text_part, "image_url": _image, "video_url": _video}
+    found = message(role, [] if content in (None, "") and calls else content, f"{path}.content", readers)
+    found.tool_calls.extend(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls))
+    found.tool_call_id = call_id
+    return found
+
+
+def _call(call: Any, path: str) -> pb.ToolCall:
+    fields = Fields(typed(call, dict, path), path)
+    if fields.take("type", str, "function") != "function":
+        raise InvalidArgument.of(f"{path}.type", "must be 'function'")
+    function = fields.nested("function") or Fields({}, f"{path}.function")
+    own, name = fields.take("id", str, ""), function.take("name", str, "")
+    found = pb.ToolCall(id=own, name=name, arguments=function.take("arguments", str, ""))
+    function.end()
+    fields.end()
+    return found
 
 
 def _image(fields: Fields) -> pb.ContentPart:
@@ -133,7 +183,7 @@ class _Reply:
         choices: list[dict[str, Any]] = [
             {
                 "index": one.sample,
-                "message": {"role": "assistant", "content": one.text, "refusal": None, "annotations": []},
+                "message": _answer(one),
                 "logprobs": _logprobs(one.tokens) if self._logprobs else None,
                 "finish_reason": _REASONS[one.reason],
             }
@@ -145,19 +195,33 @@ class _Reply:
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Chunks: roles, text as it becomes final, an end for each sample, the usage on request."""
         finished: list[Finished] = []
-        for sample in range(self._samples):
-            yield self._chunk(sample, {"role": "assistant", "content": "", "refusal": None}, None)
+        role = {"role": "assistant", "content": "", "refusal": None}
+        begun = "".join(self._chunk(sample, role, None) for sample in range(self._samples))
         async for event in events:
-            if isinstance(event, Delta):
-                yield self._chunk(event.sample, {"content": event.text}, None)
+            line = ""
+            if isinstance(event, Draft):
+                line = draft_line(event)
+            elif isinstance(event, Delta):
+                line = self._chunk(event.sample, {"content": event.text}, None)
+            elif isinstance(event, ToolCallDelta):
+                line = self._chunk(event.sample, {"tool_calls": [_call_delta(event)]}, None)
             elif isinstance(event, Finished):
                 finished.append(event)
-                own = {"mmserve": own_fields(finished)} if len(finished) == self._samples else {}
+                last = len(finished) == self._samples
                 tokens = event.tokens if self._logprobs else None
-                yield self._chunk(event.sample, {}, _REASONS[event.reason], tokens, **own)
-        if self._usage_chunk:
-            yield sse({**self._common, "object": "chat.completion.chunk", "choices": [], "usage": usage(finished)})
-        yield "data: [DONE]\n\n"
+                own = {"mmserve": own_fields(finished)} if last else {}
+                line = self._chunk(event.sample, {}, _REASONS[event.reason], tokens, **own)
+                line += self._end(finished) if last else ""
+            yield begun + line
+            begun = ""
+
+    def _end(self, finished: Sequence[Finished]) -> str:
+        """What follows the end of the last sample."""
+        done = "data: [DONE]\n\n"
+        if not self._usage_chunk:
+            return done
+        found = {**self._common, "object": "chat.completion.chunk", "choices": [], "usage": usage(finished)}
+        return sse(found) + done
 
     def _chunk(
         self,
@@ -173,6 +237,23 @@ class _Reply:
         return sse({**self._common, "object": "chat.completion.chunk", "choices": [choice], **usage_field, **own})
 
 
+def _answer(one: Finished) -> dict[str, Any]:
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in one.tool_calls
+    ]
+    content = None if calls and not one.text else one.text
+    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+    return {**found, "tool_calls": calls} if calls else found
+
+
+def _call_delta(event: ToolCallDelta) -> dict[str, Any]:
+    if event.id:
+        function = {"name": event.name, "arguments": event.arguments}
+        return {"index": event.index, "id": event.id, "type": "function", "function": function}
+    return {"index": event.index, "function": {"arguments": event.arguments}}
+
+
 def usage(finished: Sequence[Finished]) -> dict[str, Any]:
     """Tokens of the prompt, which all samples share, and of all answers."""
     prompt = max(one.usage.prompt_tokens for one in finished)
@@ -186,13 +267,14 @@ def usage(finished: Sequence[Finished]) -> dict[str, Any]:
 
 
 def _logprobs(tokens: tuple[CommittedToken, ...]) -> dict[str, Any]:
-    content = [
-        {
-            "token": token.text,
-            "logprob": token.log_probability,
-            "bytes": list(token.text.encode("utf-8", errors="surrogateescape")),
-            "top_logprobs": [],
-        }
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": token_logprobs(tokens), "refusal": None}
+
+
+def token_logprobs(tokens: Sequence[CommittedToken]) -> list[dict[str, Any]]:
+    """Log-probabilities of ``tokens`` and of their alternatives."""
+    return [{**_logprob(token), "top_logprobs": [_logprob(other) for other in token.alternatives]} for token in tokens]
+
+
+def _logprob(token: CommittedToken | Alternative) -> dict[str, Any]:
+    data = list(token.text.encode("utf-8", errors="surrogateescape"))
+    return {"token": token.text, "logprob": token.log_probability, "bytes": data}

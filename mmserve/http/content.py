@@ -13,7 +13,7 @@ from mmserve.wire import enums
 #: Reads the other fields of a part, which it takes; ``type`` of the part to reader.
 Readers = Mapping[str, Callable[[Fields], pb.ContentPart]]
 #: Names of roles in bodies, to ours.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def text_part(fields: Fields) -> pb.ContentPart:

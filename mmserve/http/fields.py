@@ -28,7 +28,9 @@ _TYPES: Mapping[int, type] = {
     FieldDescriptor.CPPTYPE_STRING: str,
 }
 #: Fields of ``GenerateRequest`` that the ``mmserve`` object of a body may set, by protobuf's JSON names.
-OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint")
+OWN = ("diffusion", "vision", "kv_reduction", "image_reuse", "constraint", "stream", "slo_class")
+#: Fields of its ``stream`` that bodies have under no other name.
+OWN_STREAM = ("drafts", "alternatives")
 
 
 class Fields:
@@ -100,12 +102,21 @@ def stops(fields: Fields, name: str) -> list[str]:
 
 
 def merge_own(fields: Fields, message: pb.GenerateRequest) -> None:
-    """Merge the ``mmserve`` object into ``message``: fields of ``GenerateRequest`` in protobuf's JSON form."""
+    """Merge the ``mmserve`` object into ``message``: fields of ``GenerateRequest`` in protobuf's JSON form.
+
+    Raises ``InvalidArgument`` for other fields, and for drafts of an answer that is not streamed.
+    """
     own = fields.take("mmserve", dict, {})
     for name in own:
         if name not in OWN:
             raise InvalidArgument.of(f"mmserve.{name}"[:200], f"must be one of {', '.join(OWN)}")
     try:
-        message.MergeFrom(json_format.ParseDict(own, pb.GenerateRequest(), max_recursion_depth=30))
+        given = json_format.ParseDict(own, pb.GenerateRequest(), max_recursion_depth=30)
     except json_format.ParseError as error:
         raise InvalidArgument.of("mmserve", str(error)[:400]) from None
+    for field, _value in given.stream.ListFields():
+        if field.name not in OWN_STREAM:
+            raise InvalidArgument.of(f"mmserve.stream.{field.name}", f"must be one of {', '.join(OWN_STREAM)}")
+    if given.stream.drafts and not message.stream.deltas:
+        raise InvalidArgument.of("mmserve.stream.drafts", "is only for stream = true")
+    message.MergeFrom(given)

@@ -1,10 +1,13 @@
-"""Media in bodies: ``data:`` URLs. Nothing is fetched."""
+"""Media in bodies: ``data:`` URLs, media ids, and URLs, which ``rpc/fetching.py`` fetches."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Collection
+from typing import Any
 
+from mmserve.core.media_id import is_url
 from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 
@@ -13,24 +16,43 @@ MEDIA_ID = "sha256:"
 
 
 def image(url: str, path: str) -> pb.ContentPart:
-    """An image by its ``data:`` URL (base64) or media id; ``path``: the field, for errors."""
+    """An image by its URL or media id; ``path``: the field, for errors."""
+    if is_url(url):
+        return pb.ContentPart(image=pb.Image(url=url))
     if url.startswith(MEDIA_ID):
         return pb.ContentPart(image=pb.Image(media_id=url))
     return pb.ContentPart(image=pb.Image(data=_data(url, "image/", path)))
 
 
 def video(url: str, path: str) -> pb.ContentPart:
-    """A video by its ``data:`` URL (base64) or media id."""
+    """A video by its URL or media id."""
+    if is_url(url):
+        return pb.ContentPart(video=pb.Video(url=url))
     if url.startswith(MEDIA_ID):
         return pb.ContentPart(video=pb.Video(media_id=url))
     return pb.ContentPart(video=pb.Video(data=_data(url, "video/", path)))
+
+
+def fields_of(urls: Collection[str], body: Any) -> dict[str, str]:
+    """Where ``body`` has each of ``urls``: the path of the first field with it."""
+    found: dict[str, str] = {}
+    left: list[tuple[str, Any]] = [("", body)] if urls else []
+    while left:  # no recursion: a body may be nested as deeply as it was parsed
+        path, value = left.pop()
+        if isinstance(value, str) and value in urls:
+            found.setdefault(value, path)
+        elif isinstance(value, dict):
+            left += ((f"{path}.{name}" if path else name, each) for name, each in reversed(value.items()))
+        elif isinstance(value, list):
+            left += ((f"{path}[{i}]", value[i]) for i in reversed(range(len(value))))
+    return found
 
 
 def _data(url: str, kind: str, path: str) -> bytes:
     head, comma, payload = url.partition(",")
     scheme, _, rest = head.partition(":")
     if scheme.lower() != "data" or not comma:
-        raise InvalidArgument.of(path, f"must be a data: URL or a media id; {scheme[:20]!r} URLs are not fetched")
+        raise InvalidArgument.of(path, f"must be a data:, http: or https: URL, or a media id, not {scheme[:20]!r}")
     mime, *parameters = rest.split(";")
     if "base64" not in parameters or not mime.lower().startswith(kind):
         raise InvalidArgument.of(path, f"must begin with data:{kind}…;base64,")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from mmserve.core.events import Delta, Event, Finished
+from mmserve.core.events import Delta, Draft, Event, Finished, ToolCallDelta
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import media
-from mmserve.http.api import Asked, Neutral, own_fields, required, sse, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
+from mmserve.http.tools import take_message_tools
 from mmserve.observe import calls
 from mmserve.v1 import generation_pb2 as pb
 
@@ -24,6 +26,7 @@ SAMPLING = {
     "min_p": "sampling.min_p",
     "repetition_penalty": "sampling.repetition_penalty",
     "seed": "sampling.seed",
+    "ignore_eos": "sampling.ignore_end",
     "max_tokens": "sampling.max_new_tokens",
 }
 NAMES = {path: name for name, path in SAMPLING.items()} | {
@@ -33,10 +36,9 @@ NAMES = {path: name for name, path in SAMPLING.items()} | {
     "vision": "mmserve.vision",
     "kv_reduction": "mmserve.kv_reduction",
     "image_reuse": "mmserve.image_reuse",
+    "stream.alternatives": "mmserve.stream.alternatives",
 }
 NEUTRAL: Neutral = {
-    "tools": (([],), "is not supported"),
-    "tool_choice": (({"type": "none"}, {"type": "auto"}), "is not supported"),
     "thinking": (({"type": "disabled"},), "must be disabled: no model here reasons apart from its answer"),
     "service_tier": (("auto", "standard_only"), "must be 'auto' or 'standard_only'"),
     "container": ((), "is not supported"),
@@ -44,7 +46,7 @@ NEUTRAL: Neutral = {
 }
 #: HTTP status to the ``type`` of an error.
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-_REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
+_REASONS = {"end": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Messages:
@@ -58,11 +60,7 @@ class Messages:
         if system is not None:
             found.messages.append(message("system", system, "system", {"text": _text}))
         for i, chat in enumerate(fields.take("messages", list, [])):
-            each = Fields(typed(chat, dict, f"messages[{i}]"), f"messages[{i}]")
-            role = role_of(each, ("user", "assistant"))
-            readers = {"text": _text, "image": _image, "video": _video}
-            found.messages.append(message(role, each.any("content"), each.path("content"), readers))
-            each.end()
+            found.messages.extend(_messages(Fields(typed(chat, dict, f"messages[{i}]"), f"messages[{i}]")))
         if body.get("max_tokens") is None:
             raise InvalidArgument.of("max_tokens", "is required")
         copy_fields(fields, found, SAMPLING)
@@ -70,9 +68,10 @@ class Messages:
         stream = found.stream.deltas = fields.take("stream", bool, False)
         constrain(fields, found)
         _output_config(fields, found)
+        take_message_tools(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, ())
-        labels = fields.nested("metadata") or Fields({})
+        labels = fields.nested("metadata") or Fields({}, "metadata")
         labels.take("user_id", str)
         labels.end()
         fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
@@ -90,6 +89,51 @@ class Messages:
     def error_line(self, error: MMServeError) -> str:
         """As of ``Api.error_line``."""
         return sse(self.error(error), "error")
+
+
+def _messages(fields: Fields) -> Iterator[pb.ChatMessage]:
+    """A message of the body: the results of tools in it are messages of their own, in front of the rest."""
+    role, content, path = role_of(fields, ("user", "assistant")), fields.any("content"), fields.path("content")
+    fields.end()
+    rest: Any = content
+    calls: list[pb.ToolCall] = []
+    if isinstance(content, list):
+        rest = []
+        for i, block in enumerate(content):
+            each = Fields(typed(block, dict, f"{path}[{i}]"), f"{path}[{i}]")
+            kind = block.get("type")
+            if kind == "tool_result" and role == "user":
+                yield _result(each)
+            elif kind == "tool_use" and role == "assistant":
+                calls.append(_call(each))
+            else:
+                rest.append(block)
+        if not rest and content and not calls:
+            return
+    found = message(role, rest, path, {"text": _text, "image": _image, "video": _video})
+    found.tool_calls.extend(calls)
+    yield found
+
+
+def _call(fields: Fields) -> pb.ToolCall:
+    fields.take("type", str)
+    for label in ("cache_control", "caller"):
+        fields.take(label, dict)
+    given = fields.take("input", dict, {})
+    found = pb.ToolCall(id=fields.take("id", str, ""), name=fields.take("name", str, ""), arguments=json.dumps(given))
+    fields.end()
+    return found
+
+
+def _result(fields: Fields) -> pb.ChatMessage:
+    fields.take("type", str)
+    fields.take("cache_control", dict)
+    fields.take("is_error", bool)  # what went wrong is in the content
+    content = fields.any("content")
+    found = message("tool", "" if content is None else content, fields.path("content"), {"text": _text})
+    found.tool_call_id = fields.take("tool_use_id", str, "")
+    fields.end()
+    return found
 
 
 def _output_config(fields: Fields, found: pb.GenerateRequest) -> None:
@@ -145,29 +189,54 @@ class _Reply:
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """As of ``Reply.whole``."""
         (one,) = finished
-        content = [{"type": "text", "text": one.text, "citations": None}]
+        content = [{"type": "text", "text": one.text, "citations": None}] if one.text or not one.tool_calls else []
+        content += [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in one.tool_calls]
         return {**self._message(content, one.reason), "usage": _usage(one), "mmserve": own_fields(finished)}
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """``message_start``, one content block with its deltas, ``message_delta`` with the usage, ``message_stop``."""
+        """``message_start``, content blocks with their deltas, ``message_delta`` with the usage, ``message_stop``."""
         begun = {**self._message([], None), "usage": _usage(None)}
-        yield sse({"type": "message_start", "message": begun}, "message_start")
-        block = {"type": "text", "text": "", "citations": None}
-        yield sse({"type": "content_block_start", "index": 0, "content_block": block}, "content_block_start")
+        first = sse({"type": "message_start", "message": begun}, "message_start")
+        index, kind = -1, ""  # of the open block
+
+        def block(content: dict[str, Any]) -> str:
+            nonlocal index, kind
+            before = sse({"type": "content_block_stop", "index": index}, "content_block_stop") if index >= 0 else ""
+            index, kind = index + 1, content["type"]
+            start = {"type": "content_block_start", "index": index, "content_block": content}
+            return before + sse(start, "content_block_start")
+
+        def more(delta: dict[str, Any]) -> str:
+            return sse({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+
+        text = {"type": "text", "text": "", "citations": None}
         async for event in events:
-            if isinstance(event, Delta):
-                delta = {"type": "text_delta", "text": event.text}
-                yield sse({"type": "content_block_delta", "index": 0, "delta": delta}, "content_block_delta")
+            line = ""
+            if isinstance(event, Draft):
+                line = draft_line(event)
+            elif isinstance(event, Delta):
+                line = block(text) if kind != "text" else ""
+                line += more({"type": "text_delta", "text": event.text})
+            elif isinstance(event, ToolCallDelta):
+                line = block(_tool_use(event.id, event.name, {})) if event.id else ""
+                line += more({"type": "input_json_delta", "partial_json": event.arguments}) if event.arguments else ""
             elif isinstance(event, Finished):
-                yield sse({"type": "content_block_stop", "index": 0}, "content_block_stop")
+                line = block(text) if index < 0 else ""  # a message has one block at least
+                line += sse({"type": "content_block_stop", "index": index}, "content_block_stop")
                 end = {"stop_reason": _REASONS[event.reason], "stop_sequence": None, "stop_details": None}
                 own = {"usage": _usage(event), "mmserve": own_fields([event])}
-                yield sse({"type": "message_delta", "delta": {**end, "container": None}, **own}, "message_delta")
-        yield sse({"type": "message_stop"}, "message_stop")
+                line += sse({"type": "message_delta", "delta": {**end, "container": None}, **own}, "message_delta")
+                line += sse({"type": "message_stop"}, "message_stop")
+            yield first + line
+            first = ""
 
     def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         end = {"stop_reason": None if reason is None else _REASONS[reason], "stop_sequence": None, "stop_details": None}
         return {**self._common, "content": content, **end, "container": None}
+
+
+def _tool_use(own: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": own, "name": name, "input": given, "caller": {"type": "direct"}}
 
 
 def _usage(one: Finished | None) -> dict[str, Any]:

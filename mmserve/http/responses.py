@@ -8,17 +8,21 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mmserve.core.events import Delta, Event, Finished
+from mmserve.core.events import Delta, Draft, Event, Finished, ToolCallDelta
+from mmserve.core.tools import ToolCall
 from mmserve.errors import InvalidArgument, MMServeError
 from mmserve.http import media
-from mmserve.http.api import Asked, Neutral, own_fields, required, sse, take_neutral
+from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
+from mmserve.http.chat import token_logprobs
 from mmserve.http.constraints import constrain, format_of
 from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, typed
+from mmserve.http.tools import take_response_tools
 from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {
@@ -27,7 +31,10 @@ SAMPLING = {
     "top_k": "sampling.top_k",
     "min_p": "sampling.min_p",
     "repetition_penalty": "sampling.repetition_penalty",
+    "frequency_penalty": "sampling.frequency_penalty",
+    "presence_penalty": "sampling.presence_penalty",
     "seed": "sampling.seed",
+    "ignore_eos": "sampling.ignore_end",
     "max_output_tokens": "sampling.max_new_tokens",
 }
 NAMES = {path: name for name, path in SAMPLING.items()} | {
@@ -37,19 +44,12 @@ NAMES = {path: name for name, path in SAMPLING.items()} | {
     "vision": "mmserve.vision",
     "kv_reduction": "mmserve.kv_reduction",
     "image_reuse": "mmserve.image_reuse",
+    "stream.alternatives": "top_logprobs",
 }
-_PENALTY = "is not supported; use repetition_penalty"
 NEUTRAL: Neutral = {
-    "frequency_penalty": ((0, 0.0), _PENALTY),
-    "presence_penalty": ((0, 0.0), _PENALTY),
-    "top_logprobs": ((0,), "is not supported"),
-    "tools": (([],), "is not supported"),
-    "tool_choice": (("none", "auto"), "is not supported"),
-    "parallel_tool_calls": ((True, False), "must be true or false"),
     "max_tool_calls": ((), "is not supported"),
     "store": ((False, True), "must be true or false; nothing is stored either way"),
     "background": ((False,), "is not supported"),
-    "include": (([],), "is not supported"),
     "previous_response_id": ((), "is not supported: nothing is stored; send the conversation in input"),
     "conversation": ((), "is not supported: nothing is stored; send the conversation in input"),
     "prompt": ((), "is not supported"),
@@ -57,17 +57,23 @@ NEUTRAL: Neutral = {
     "service_tier": (("auto", "default"), "must be 'auto' or 'default'"),
     "reasoning": (({}, {"effort": "none"}), "is not supported: no model here reasons apart from its answer"),
 }
+#: What ``include`` may hold: log-probabilities of the tokens.
+LOGPROBS = "message.output_text.logprobs"
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 #: Fields of a response that repeat those of the request, and their values without one.
 _ECHOED: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
-    "parallel_tool_calls": False,
+    "parallel_tool_calls": True,
     "prompt_cache_key": None,
     "safety_identifier": None,
     "temperature": 0.0,
-    "tool_choice": "none",
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
     "top_p": 1.0,
     "truncation": "disabled",
 }
@@ -75,15 +81,11 @@ _ECHOED: dict[str, Any] = {
 _FIXED: dict[str, Any] = {
     "background": False,
     "error": None,
-    "frequency_penalty": 0.0,
     "max_tool_calls": None,
-    "presence_penalty": 0.0,
     "previous_response_id": None,
     "reasoning": None,
     "service_tier": "default",
     "store": False,
-    "tools": [],
-    "top_logprobs": 0,
 }
 
 
@@ -102,14 +104,17 @@ class Responses:
         options = fields.nested("stream_options") or Fields({}, "stream_options")
         options.take("include_obfuscation", bool)
         options.end()
+        _take_logprobs(fields, found)
         text = _text(fields, found)
         constrain(fields, found)
+        take_response_tools(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
         fields.end()
         echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
-        return Asked(found, stream, _Reply(found.model, {**_FIXED, **echoed, "text": text}))
+        tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in echoed["tools"]]
+        return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}))
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         """As of ``Api.error``."""
@@ -120,21 +125,59 @@ class Responses:
         return sse({"type": "error", "sequence_number": 0, **self.error(error)}, "error")
 
 
+def _take_logprobs(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Take ``include`` and ``top_logprobs``, which asks for the tokens' own, too."""
+    for i, name in enumerate(fields.take("include", list, [])):
+        if name != LOGPROBS:
+            raise InvalidArgument.of(f"include[{i}]", f"must be {LOGPROBS!r}: nothing else can be included")
+        found.stream.tokens = True
+    if others := fields.take("top_logprobs", int, 0):
+        copy_fields(Fields({"top_logprobs": others}), found, {"top_logprobs": "stream.alternatives"})
+        found.stream.tokens = True
+
+
 def _input(fields: Fields) -> list[pb.ChatMessage]:
     given = fields.any("input")
     if isinstance(given, str):
         return [message("user", given, "input", {})]
-    found = []
+    found: list[pb.ChatMessage] = []
     for i, item in enumerate(typed(given, list, "input")):
         each = Fields(typed(item, dict, f"input[{i}]"), f"input[{i}]")
-        if each.take("type", str, "message") != "message":
-            raise InvalidArgument.of(each.path("type"), "must be 'message'")
+        kind = each.take("type", str, "message")
+        if kind == "function_call":
+            if not (found and found[-1].tool_calls):  # calls side by side are of one message
+                found.append(message("assistant", [], each.path("type"), {}))
+            found[-1].tool_calls.append(_call(each))
+            continue
+        if kind == "function_call_output":
+            found.append(_result(each))
+            continue
+        if kind != "message":
+            raise InvalidArgument.of(each.path("type"), "must be 'message', 'function_call' or 'function_call_output'")
         role = role_of(each, ("system", "developer", "user", "assistant"))
         for name in ("id", "status", "phase"):
             each.take(name, str)
         readers = {"input_text": text_part, "output_text": _output, "text": text_part, "input_image": _image}
         found.append(message(role, each.any("content"), each.path("content"), readers))
         each.end()
+    return found
+
+
+def _call(fields: Fields) -> pb.ToolCall:
+    for name in ("id", "status"):
+        fields.take(name, str)
+    name, arguments = fields.take("name", str, ""), fields.take("arguments", str, "")
+    found = pb.ToolCall(id=fields.take("call_id", str, ""), name=name, arguments=arguments)
+    fields.end()
+    return found
+
+
+def _result(fields: Fields) -> pb.ChatMessage:
+    for name in ("id", "status"):
+        fields.take(name, str)
+    found = message("tool", fields.any("output"), fields.path("output"), {"input_text": text_part})
+    found.tool_call_id = fields.take("call_id", str, "")
+    fields.end()
     return found
 
 
@@ -172,9 +215,16 @@ def _text(fields: Fields, found: pb.GenerateRequest) -> dict[str, Any]:
 class _Reply:
     """The answer to one response request."""
 
-    def __init__(self, model: str, fields: dict[str, Any]) -> None:
-        self._id, self._item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._common = {"id": self._id, "object": "response", "created_at": int(time.time()), "model": model, **fields}
+    def __init__(self, asked: pb.GenerateRequest, fields: dict[str, Any]) -> None:
+        self._logprobs = asked.stream.tokens
+        self._id, self.item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._common = {
+            "id": self._id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": asked.model,
+            **fields,
+        }
 
     def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """As of ``Reply.whole``."""
@@ -187,44 +237,120 @@ class _Reply:
             "input_tokens_details": {"cached_tokens": one.usage.cached_tokens},
             "output_tokens_details": {"reasoning_tokens": 0},
         }
+        logprobs = token_logprobs(one.tokens) if self._logprobs and not one.tool_calls else []
+        output = [self.message(status, [_part(one.text, logprobs)])] if one.text or not one.tool_calls else []
+        output += [_call_item(call, "completed") for call in one.tool_calls]
         return {
             **self._common,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [self._message(status, [_part(one.text)])],
+            "output": output,
             "usage": usage,
             "mmserve": own_fields(finished),
         }
 
     async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-        """The events of a response with one message of one part, numbered."""
-        numbers = itertools.count()
+        """The events of a response, numbered: of a message where there is text, and of each call."""
         begun = {**self._common, "status": "in_progress", "completed_at": None, "incomplete_details": None}
         begun |= {"output": [], "usage": None}
-
-        def line(event: str, **fields: Any) -> str:
-            return sse({"type": event, "sequence_number": next(numbers), **fields}, event)
-
-        item = {"output_index": 0}
-        at = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        yield line("response.created", response=begun)
-        yield line("response.in_progress", response=begun)
-        yield line("response.output_item.added", **item, item=self._message("in_progress", []))
-        yield line("response.content_part.added", **at, part=_part(""))
+        items = _Items(self)
+        first = "".join(items.line(f"response.{name}", response=begun) for name in ("created", "in_progress"))
         async for event in events:
+            if isinstance(event, Draft):
+                yield first + draft_line(event)
+                first = ""
+                continue
             if isinstance(event, Delta):
-                yield line("response.output_text.delta", **at, delta=event.text, logprobs=[])
+                lines = items.text(event.text)
+            elif isinstance(event, ToolCallDelta):
+                lines = items.call(event)
             elif isinstance(event, Finished):
                 whole = self.whole([event])
-                yield line("response.output_text.done", **at, text=event.text, logprobs=[])
-                yield line("response.content_part.done", **at, part=_part(event.text))
-                yield line("response.output_item.done", **item, item=whole["output"][0])
-                yield line(f"response.{whole['status']}", response=whole)
+                lines = items.end(whole)
+            else:
+                continue
+            yield first + "".join(lines)
+            first = ""
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "message", "id": self._item, "status": status, "role": "assistant", "content": content}
+    def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """The item of the message."""
+        return {"type": "message", "id": self.item, "status": status, "role": "assistant", "content": content}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+class _Items:
+    """The output items of a response as a stream has them, one after another."""
+
+    def __init__(self, reply: _Reply) -> None:
+        self._reply, self._numbers = reply, itertools.count()
+        self._done: list[dict[str, Any]] = []  # without what came in deltas, but for ids
+        self._open: ToolCall | str | None = None  # the item that is sent now: a call, or the text of the message
+
+    def line(self, event: str, **fields: Any) -> str:
+        """A numbered event."""
+        return sse({"type": event, "sequence_number": next(self._numbers), **fields}, event)
+
+    def text(self, delta: str) -> Iterator[str]:
+        """More text of the message, which comes before all calls."""
+        if self._open is None:
+            self._open = ""
+            yield self.line("response.output_item.added", output_index=0, item=self._reply.message("in_progress", []))
+            yield self.line("response.content_part.added", **self._place(), part=_part(""))
+        if delta:
+            self._open = f"{self._open}{delta}"
+            yield self.line("response.output_text.delta", **self._place(), delta=delta, logprobs=[])
+
+    def call(self, delta: ToolCallDelta) -> Iterator[str]:
+        """More of a call."""
+        if delta.id:
+            yield from self._close()
+            self._open = ToolCall(delta.id, delta.name, "")
+            item = _call_item(self._open, "in_progress")
+            yield self.line("response.output_item.added", output_index=len(self._done), item=item)
+        assert isinstance(self._open, ToolCall)
+        if delta.arguments:
+            self._open = replace(self._open, arguments=self._open.arguments + delta.arguments)
+            event = "response.function_call_arguments.delta"
+            yield self.line(event, **self._place(), delta=delta.arguments)
+
+    def end(self, whole: dict[str, Any]) -> Iterator[str]:
+        """The end of the last item, and of the response, which is ``whole``."""
+        if self._open is None:
+            yield from self.text("")
+        first = whole["output"][0]
+        yield from self._close(first["status"], first["content"][0]["logprobs"] if "content" in first else ())
+        yield self.line(f"response.{whole['status']}", response=whole)
+
+    def _close(self, status: str = "completed", logprobs: Sequence[Any] = ()) -> Iterator[str]:
+        if isinstance(self._open, ToolCall):
+            item, place = _call_item(self._open, status), self._place()
+            yield self.line(
+                "response.function_call_arguments.done",
+                **place,
+                name=self._open.name,
+                arguments=self._open.arguments,
+            )
+        elif isinstance(self._open, str):
+            part, place = _part(self._open, logprobs), self._place()
+            item = self._reply.message(status, [part])
+            yield self.line("response.output_text.done", **place, text=self._open, logprobs=part["logprobs"])
+            yield self.line("response.content_part.done", **place, part=part)
+        else:
+            return
+        yield self.line("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+
+    def _place(self) -> dict[str, Any]:
+        """Where a delta belongs."""
+        if isinstance(self._open, ToolCall):
+            return {"item_id": _call_item(self._open, "")["id"], "output_index": len(self._done)}
+        return {"item_id": self._reply.item, "output_index": 0, "content_index": 0}
+
+
+def _call_item(call: ToolCall, status: str) -> dict[str, Any]:
+    own = {"id": f"fc_{call.id.removeprefix('call_')}", "call_id": call.id}
+    return {"type": "function_call", **own, "name": call.name, "arguments": call.arguments, "status": status}
+
+
+def _part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

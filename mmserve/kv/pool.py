@@ -18,6 +18,8 @@ class PagePool:
 
     def __init__(self, total: int, *, unit: int = 1) -> None:
         self.total, self.unit = total, unit
+        #: Pages that were published and are handed out again, with the keys they had: None = nobody asks for them.
+        self.evicted: list[tuple[int, bytes]] | None = None
         self.lookups = 0  # pages asked for with ``share``, and
         self.hits = 0  # those of them that it found
         self._blank = list(range(total))  # ascending
@@ -77,6 +79,33 @@ class PagePool:
         last = range(count - 1, len(blank))
         return next((i - count + 1 for i in last if blank[i] - blank[i - count + 1] == count - 1), 0)
 
+    def known(self, keys: Sequence[bytes]) -> int:
+        """How many of the first ``keys`` are published, in whole units."""
+        found = next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
+        return found - found % self.unit
+
+    def published(self) -> dict[bytes, int]:
+        """Pages that are published, by key; those that nobody references first, the least recently used first of
+        all."""
+        idle = {self._key_of[page]: page for page in self._idle}
+        return idle | self._page_of
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more reference to each of these pages, which are published; ``release`` gives it back."""
+        for page in pages:
+            self._idle.pop(page, None)
+            self._references[page] = self._references.get(page, 0) + 1
+
+    def withdraw(self, keys: Sequence[bytes]) -> int:
+        """Share the pages of these keys no longer; those that nobody references are blank. How many there were."""
+        pages = [self._page_of.pop(key) for key in keys if key in self._page_of]
+        for page in pages:
+            del self._key_of[page]
+            if page in self._idle:
+                del self._idle[page]
+                insort(self._blank, page)
+        return len(pages)
+
     def publish(self, page: int, key: bytes) -> None:
         """Let others share a page, whose K/V is final; nothing changes where another page has that key already.
 
@@ -104,7 +133,10 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if self.evicted is not None:
+            self.evicted.append((page, key))
         return page
 
 

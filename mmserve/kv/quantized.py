@@ -18,7 +18,8 @@ from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 from torch import Tensor
 
 from mmserve.kv.store import KVStore, Observe, Read, memory_of, written_pages
-from mmserve.models.decoder import Attend, DecoderConfig
+from mmserve.models.decoder import Attend
+from mmserve.models.decoder_config import DecoderConfig
 
 
 class QuantizedStore(KVStore):
@@ -107,7 +108,7 @@ class QuantizedStore(KVStore):
             if self._kept:
                 k_TGK, v_TGK = (x.flatten(0, 1)[:count] for x in fresh)
                 self._keep(*pair, k_TGK, v_TGK, ragged.slots, written)
-            rows = self._cached_attention(rotated, *pair, ragged)
+            rows = self._seen(layer, rotated, *pair, ragged)
             out = rows.new_zeros(len(q), *rows.shape[1:])
             out[:count] = rows
             return out

@@ -8,7 +8,7 @@ import torch
 
 from mmserve.config import EngineConfig
 from mmserve.errors import ConfigError
-from mmserve.models.decoder import DecoderConfig
+from mmserve.models.decoder_config import DecoderConfig
 
 _GIB = 1 << 30
 #: Range and lowest value of a token's quantised key or value, and which of a page's tokens are kept, in bytes.

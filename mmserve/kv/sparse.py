@@ -21,6 +21,7 @@ from mmserve.config import EngineConfig
 from mmserve.errors import ConfigError
 from mmserve.kv.store import KVStore, Read, written_pages
 from mmserve.models.base import LoadedModel
+from mmserve.models.decoder_config import UNEVEN
 
 #: TidalDecode's first layers see everything, layer 2 (from 0) chooses, and so does layer 13 of 32, once more.
 _DENSE_LAYERS, _AGAIN = 2, 11 / 30
@@ -94,6 +95,8 @@ class Sparse:
                 "[engine] sparse_prefill chooses among the rows that are run, and a prefix cache leaves some out: "
                 f"set prefix_cache = false, or sparse_prefill = '', to serve {model.spec.name!r}"
             )
+        if not c.plain_attention:
+            raise ConfigError(f"[engine] sparse_* is not implemented for model {model.spec.name!r}: {UNEVEN}")
         self._store, self._layers = store, c.num_layers
         self._op = pick("sparse_attention", store.device, model.dtype, c.head_dim)
         store.kernels[self._op.op] = self._op.path

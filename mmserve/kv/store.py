@@ -17,7 +17,8 @@ from mmserve_kernels.dispatch import pick
 from torch import Tensor
 
 from mmserve.errors import ConfigError, TransferError
-from mmserve.models.decoder import Attend, DecoderConfig
+from mmserve.models.decoder import Attend
+from mmserve.models.decoder_config import DecoderConfig
 
 #: ``read(layer, rotated queries [T, H, K], key pages, value pages) -> [T, H, K]``: attention of a pass over the pages.
 Read = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -80,6 +81,11 @@ class KVStore:
         ops = [asked(op) for op in ("rope_scatter", "cached_attention")]
         self.kernels = {op.op: op.path for op in ops}
         self._rope_scatter, self._cached_attention = (op.run for op in ops)
+        self._special: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+        if not config.plain_attention:
+            self._special = [
+                {"window": config.window(layer), "cap": config.score_cap} for layer in range(config.num_layers)
+            ]
 
     def ragged(
         self, rows: list[np.ndarray], tables: list[np.ndarray], lengths: list[int], *, prompts: list[int] | None = None
@@ -181,7 +187,11 @@ class KVStore:
 
     def dense(self, q_THK: Tensor, k_PSGK: Tensor, v_PSGK: Tensor, ragged: Ragged | FixedBatch) -> Tensor:
         """Attention ``[T, H, K]`` of rotated queries over all of each request's pages."""
-        rows: Tensor = self._cached_attention(q_THK, k_PSGK, v_PSGK, ragged)
+        return self._seen(0, q_THK, k_PSGK, v_PSGK, ragged)
+
+    def _seen(self, layer: int, q_THK: Tensor, k: Any, v: Any, ragged: Ragged | FixedBatch) -> Tensor:
+        """Attention ``[T, H, K]`` of ``layer``: over its window, with its scores capped, where it has either."""
+        rows: Tensor = self._cached_attention(q_THK, k, v, ragged, **self._special[layer])
         return rows
 
     def attend(self, ragged: Ragged | FixedBatch, read: Read | None = None, observe: Observe | None = None) -> Attend:
@@ -199,7 +209,7 @@ class KVStore:
             rotated = self._rope_scatter(*fresh, keys, values, ragged.slots)
             if observe is not None:
                 observe(layer, fresh[0], rotated)
-            rows = read(layer, rotated, keys, values) if read else self.dense(rotated, keys, values, ragged)
+            rows = read(layer, rotated, keys, values) if read else self._seen(layer, rotated, keys, values, ragged)
             return rows if len(q) == count else F.pad(rows, (0, 0, 0, 0, 0, len(q) - count))
 
         return attend

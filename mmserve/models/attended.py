@@ -28,6 +28,8 @@ def shown_by(model: Model) -> frozenset[Evidence]:
     """What the decoder of ``model`` can show of a prompt."""
     if not isinstance(model, LoadedModel) or model.spec.attention not in (Attention.FULL, Attention.CAUSAL):
         return frozenset()
+    if not model.decoder.config.plain_attention:
+        return frozenset()
     masked = frozenset() if model.spec.causal else frozenset({Evidence.MASK_ROWS})
     return frozenset({Evidence.LAST_ROW}) | masked
 

@@ -5,8 +5,8 @@ Policies and stages ask the spec, never the model's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, Self
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from mmserve.core.decisions import Calibration
 from mmserve.models.commit_filter import CommitFilter
 from mmserve.models.decoder import Decoder
+from mmserve.models.packed import count_weights
 from mmserve.models.picture import VisionEncoder
 from mmserve.models.policy_file import PolicyFile
 
@@ -83,6 +85,16 @@ class ModelSpec:
         return self.attention_block or 1
 
     @property
+    def decides_together(self) -> bool:
+        """Whether typed questions have one canvas: a slot sees all of it, and not only its own block."""
+        return self.attention_block is None
+
+    @property
+    def chunked(self) -> bool:
+        """Whether a prompt can be prefilled in chunks: no position sees anything right of its own block."""
+        return self.attention_block is not None
+
+    @property
     def attention_block(self) -> int | None:
         """Length of the blocks, counted from position 0, that bound a position's sight; None = no block does."""
         return {Attention.CAUSAL: 1, Attention.BLOCK_CAUSAL: self.default_block_length}.get(self.attention)
@@ -145,8 +157,8 @@ class EncoderOnly:
         )
 
 
-#: Products of rows with a model's weights, one of each shape: widths of a row before and after.
-Products = Mapping[tuple[int, int], Callable[[Tensor], Tensor]]
+#: Products of rows with a model's weights, one of each shape and kind, and the width of the rows that each takes.
+Products = Sequence[tuple[int, Callable[[Tensor], Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,7 @@ class CanvasModel:
     device: torch.device
     vision: VisionEncoder | None = None
     policies: PolicyFile | None = None
+    stored: str = ""  # its checkpoints are plain
 
     @property
     def companion(self) -> None:
@@ -259,6 +272,8 @@ class LoadedModel:
     ``companion``: a causal model with the same tokens, that drafts or judges for this one.
     ``commit_filter``: what the commit policy ``learned`` asks, None where none was trained.
     ``policies``: the default policies that were measured for it, None where none were.
+    ``calibration``: of the probabilities of typed questions.
+    ``stored``: the quantised form that its checkpoint has the weights in; empty where they are plain.
     """
 
     spec: ModelSpec
@@ -270,6 +285,8 @@ class LoadedModel:
     companion: LoadedModel | None = None
     commit_filter: CommitFilter | None = None
     policies: PolicyFile | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    stored: str = ""
 
     @property
     def position_axes(self) -> int:
@@ -295,7 +312,7 @@ class LoadedModel:
     def parameters(self) -> int:
         """Parameters of decoder, tower and projector."""
         modules = [self.decoder, *([self.vision] if self.vision is not None else [])]
-        return sum(p.numel() for m in modules for p in m.parameters())
+        return sum(map(count_weights, modules))
 
 
 #: What a registry loads and an engine serves.

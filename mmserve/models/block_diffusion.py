@@ -17,7 +17,7 @@ from mmserve.models.family import Sources, listed_ids, load_family, make_spec, m
 
 #: Architecture to its mask token, and to the positions of a block where no configuration has them: those of SDAR's
 #: generate.py, and of ``generate`` in modeling_llada2_moe.py.
-KINDS = {"sdar": ("<|MASK|>", 4), "llada2_moe": ("<|mask|>", 32)}
+KINDS = {"sdar": ("<|MASK|>", 4), "sdar_moe": ("<|MASK|>", 4), "llada2_moe": ("<|mask|>", 32)}
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:

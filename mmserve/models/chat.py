@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,27 @@ CHAT_TEMPLATE = (
     f"{JOIN_PARTS}{{{{ text.value | trim }}}}<|eot_id|>{{% endfor %}}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+#: One tool in few tokens: its name, its description, and a line for each argument, with its values, its type, or else
+#: its schema. Nothing that joins two texts of the caller could be part of a control token.
+_TOOL = (
+    "{% set function = tool['function'] %}{{ function['name'] }}: {{ function['description'] or '' }}\n"
+    "{% for name, schema in ((function['parameters'] or {})['properties'] or {}).items() %}"
+    " {{ name }}: {% if schema is mapping and schema['enum'] %}{{ schema['enum'] | join(' / ') }}"
+    "{% elif schema is mapping and schema['type'] is string and schema['type'] not in ('object', 'array') %}"
+    "{{ schema['type'] }}{% else %}{{ schema | tojson }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+#: The same with tools: described in the first message, called in Hermes' format (``tools.formats``).
+TOOLS_TEMPLATE = (
+    "{{ bos_token or '' }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    f"{{% for tool in tools %}}{_TOOL}{{% endfor %}}<|eot_id|>{{% endif %}}"
+    "{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    f"{JOIN_PARTS}{{{{ text.value | trim }}}}"
+    "{% for call in message['tool_calls'] or [] %}{% if text.value or not loop.first %}\n{% endif %}"
+    "<tool_call>\n{\"name\": \"{{ call['function']['name'] }}\", "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>{% endfor %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
 #: LLaVA-1.5's chat format (``conv_vicuna_v1`` in its llava/conversation.py), system message included.
 VICUNA_TEMPLATE = (
     "{{ bos_token or '' }}{% if messages[0]['role'] != 'system' %}"
@@ -45,7 +67,7 @@ VICUNA_TEMPLATE = (
 _JOINED_MESSAGES = (
     "{% set joined = namespace(messages=[]) %}{% for message in messages %}"
     f"{JOIN_PARTS}"
-    "{% set joined.messages = joined.messages + [{'role': message['role'], 'content': text.value}] %}{% endfor %}"
+    "{% set joined.messages = joined.messages + [dict(message, content=text.value)] %}{% endfor %}"
     "{% set messages = joined.messages %}"
 )
 _QWEN_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
@@ -70,23 +92,43 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], *, special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    special_tokens: bool = False,
 ) -> list[int]:
-    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts. No
-    text of it becomes a control token (``models.user_text``).
+    """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts, and
+    ``tool_calls``. No text of it, or of ``tools``, becomes a control token (``models.user_text``).
 
     ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
     transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for its order of
     roles, say.
     """
 
-    def render(messages: list[dict[str, Any]]) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return str(
+            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        )
 
     try:
-        return encoded(tokenizer, chat, render, special_tokens=special_tokens)
+        return encoded(tokenizer, chat, list(tools), render, special_tokens=special_tokens)
     except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text alone, without any special token. No part of the text becomes a control token."""
+    chat = [{"role": "user", "content": text}]
+    return encoded(tokenizer, chat, [], lambda messages, _tools: str(messages[0]["content"]), special_tokens=False)
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that an answer continues, with the special tokens that the tokenizer puts around a text but
+    for one that ends it. No part of the text becomes a control token."""
+    chat = [{"role": "user", "content": text}]
+    ids = encoded(tokenizer, chat, [], lambda messages, _tools: str(messages[0]["content"]), special_tokens=True)
+    return ids[:-1] if ids and ids[-1] in {tokenizer.eos_token_id, tokenizer.sep_token_id} else ids
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerFast, *, images: bool, videos: bool = False) -> None:

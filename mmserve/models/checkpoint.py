@@ -16,17 +16,34 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmserve.errors import ConfigError
+from mmserve.models.formats import Made, read_quantised
+from mmserve.models.stretch import Stretch
+from mmserve.models.tensor_parts import Part, Slab, Whole
 
 ADAPTER = "adapter_config.json"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 #: dtypes that weights are served in, by the name that configuration files use.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: The same by the name that safetensors has in its header; all others are refused alike.
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+#: The same by the name that safetensors has in its header, and what quantised weights are made of; a tensor of another
+#: dtype is read as nothing.
+_STORED = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 #: Tensors that old checkpoints store although they follow from the configuration.
 COMPUTED = (".position_ids", ".inv_freq")
 #: Tensors that an error names.
 _SHOWN = 10
+_AS_IT_IS = Stretch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +71,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows from ``start`` on of a tensor of ``total`` rows, where several parameters lie in one tensor."""
-
-    name: str
-    start: int
-    total: int
-
-
 class Weights:
     """The tensors of a directory's safetensors by name, opened lazily and remembered as read.
 
-    ``file`` is what it is called where it is one file. Raises ``ConfigError`` where the directory has none, a shard is
-    missing, or a file is not safetensors.
+    ``file`` is what it is called where it is one file. ``config`` is the checkpoint's: where it names a quantisation, a
+    weight goes by the name that it has in a plain checkpoint, and ``form`` says what it is made from. Raises
+    ``ConfigError`` where the directory has none, a shard is missing, or a file is not safetensors.
     """
 
-    def __init__(self, folder: Path, file: str = WEIGHTS) -> None:
+    def __init__(self, folder: Path, file: str = WEIGHTS, config: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self.read: set[str] = set()
+        self.form = ""
+        self._made: Mapping[str, Made] = {}
+        self._last: tuple[str, Tensor] | None = None  # what was made last: several parameters may lie in it
         self._open: dict[str, Any] = {}
         index = folder / INDEX
         if index.is_file():
@@ -82,6 +94,10 @@ class Weights:
             self._files = dict.fromkeys(self._file(file).keys(), file)
         else:
             raise ConfigError(f"{folder} has no safetensors: neither {file} nor {INDEX}")
+        quantised = read_quantised(config, self) if config is not None else None
+        if quantised is not None:
+            self.form, self._made = quantised.form, quantised.made
+            self.leave(*quantised.unused)
 
     @classmethod
     def has(cls, folder: Path) -> bool:
@@ -89,27 +105,41 @@ class Weights:
         return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._made or name in self._files
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of all tensors."""
+        """Names of all tensors, without those that others are made of."""
+        parts = {part for made in self._made.values() for part in made.parts}
+        return (self._files.keys() - parts) | self._made.keys()
+
+    @property
+    def stored_names(self) -> Iterable[str]:
+        """Names of all tensors in the files."""
         return self._files.keys()
+
+    def header(self, name: str) -> Tensor:
+        """Tensor ``name`` of the files on "meta": its shape and dtype."""
+        return self._stored(name, torch.device("meta"))
+
+    def stored(self, name: str) -> Tensor:
+        """Tensor ``name`` as the files have it."""
+        return self._stored(name, torch.device("cpu"))
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that tensor ``name`` is stored in."""
-        return self._stored(name, torch.device("meta")).dtype
+        return self._whole(name, torch.device("meta")).dtype
 
     def shape(self, name: str) -> torch.Size:
         """The shape of tensor ``name``."""
-        return self._stored(name, torch.device("meta")).shape
+        return self._whole(name, torch.device("meta")).shape
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A copy of tensor ``name``, checked to have ``shape``, as ``dtype`` on ``device``; nothing is read for "meta".
 
         Raises ``ConfigError`` when it is missing, of another shape, or not of floating point (quantised).
         """
-        stored = self._stored(name, device)
+        stored = self._whole(name, device)
         if stored.shape != shape:
             raise ConfigError(
                 f"{self._place(name)}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
@@ -119,20 +149,29 @@ class Weights:
                 f"{self._place(name)}: tensor {name} is {_name(stored.dtype)}; only plain floating-point weights "
                 f"({', '.join(DTYPES)}) can be served"
             )
-        self.read.add(name)
+        self._mark(name)
         return stored.to(device=device, dtype=dtype, copy=True)
 
-    def part(self, part: str | Rows, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy of a tensor or of rows of one, of ``shape``; raises as ``tensor`` does."""
+    def part(self, part: Part, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A copy of a tensor or of a part of one, of ``shape``; raises as ``tensor`` does."""
         if isinstance(part, str):
             return self.tensor(part, shape, dtype, device)
+        if isinstance(part, Slab):
+            transposed = self.shape(part.name) != part.whole(shape)
+            size = torch.Size(part.whole(shape, transposed=transposed))
+            made = self.tensor(part.name, size, dtype, torch.device("meta"))
+            if device.type == "meta":
+                return made.new_empty(shape)
+            made_of = part.name in self._made
+            header: Any = Whole(self._whole(part.name, torch.device("cpu"))) if made_of else self._slice(part.name)
+            return part.of(header, shape).to(device=device, dtype=dtype, copy=True).contiguous()
         whole = self.tensor(part.name, torch.Size((part.total, *shape[1:])), dtype, device)
         return whole[part.start : part.start + shape[0]].clone()
 
     def fill(
         self,
         module: nn.Module,
-        names: Mapping[str, str | Rows],
+        names: Mapping[str, Part],
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -155,14 +194,16 @@ class Weights:
     def leave(self, *patterns: str) -> None:
         """Mark the tensors that match one of ``patterns`` (``*`` and ``?``) as read: they are not needed."""
         for pattern in patterns:
-            self.read.update(fnmatch.filter(self._files, pattern))
+            for name in fnmatch.filter({*self._files, *self._made}, pattern):
+                self._mark(name)
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors are equal, as stored; both are then read, or only ``one``."""
-        self.read.add(one)
-        first, second = (self._stored(name, torch.device("cpu")) for name in (one, other))
+        self._mark(one)
+        first, second = (self._whole(name, torch.device("cpu")) for name in (one, other))
         equal = first.shape == second.shape and torch.equal(first, second)
-        self.read.update({other} if equal else ())
+        if equal:
+            self._mark(other)
         return equal
 
     def check_all_read(self, prefixes: tuple[str, ...] = ("",)) -> None:
@@ -183,8 +224,28 @@ class Weights:
                 "unused_tensors under [[models]]"
             )
 
+    def _mark(self, name: str) -> None:
+        """Remember a tensor as read, and what it is made of."""
+        self.read.add(name)
+        if name in self._made:
+            self.read.update(self._made[name].parts)
+
     def _place(self, name: str) -> Path:
-        return self.folder / self._files[name]
+        return self.folder / self._files[self._made[name].parts[0] if name in self._made else name]
+
+    def _whole(self, name: str, device: torch.device) -> Tensor:
+        """The tensor as it is stored, or as it is made of stored ones; on "meta" its shape and dtype."""
+        made = self._made.get(name)
+        if made is None:
+            return self._stored(name, device)
+        if device.type == "meta":
+            return torch.empty(made.shape, dtype=made.dtype, device=device)
+        if self._last is None or self._last[0] != name:
+            self._last = name, made.make(*map(self.stored, made.parts))
+        return self._last[1]
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._files[name]).get_slice(name)
 
     def _stored(self, name: str, device: torch.device) -> Tensor:
         """The tensor as it is stored; on "meta" only its shape and dtype, from the file's header."""
@@ -194,7 +255,7 @@ class Weights:
             file = self._file(self._files[name])
             if device.type != "meta":
                 return file.get_tensor(name)
-            header = file.get_slice(name)
+            header = self._slice(name)
             return torch.empty(header.get_shape(), dtype=_STORED.get(header.get_dtype(), torch.int8), device=device)
         except SafetensorError as error:
             raise ConfigError(f"{self._place(name)} has no readable tensor {name}: {error}") from error
@@ -214,14 +275,17 @@ class Weights:
 class Checkpoint:
     """A model directory: its ``config``, its generation settings and its ``weights``."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], weights: Weights) -> None:
-        self.folder, self.config, self.weights = folder, config, weights
+    def __init__(self, folder: Path, config: dict[str, Any], weights: Weights, stretch: Stretch = _AS_IT_IS) -> None:
+        self.folder, self.config, self.weights, self.stretch = folder, config, weights, stretch
         generation = folder / "generation_config.json"
         self.generation = read_json(generation) if generation.is_file() else {}
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Open a directory without reading any weights; raises ``ConfigError`` saying what is missing."""
+    def open(cls, folder: Path, stretch: Stretch = _AS_IT_IS) -> Self:
+        """Open a directory without reading any weights; raises ``ConfigError`` saying what is missing.
+
+        ``stretch``: of the positions that it was made for.
+        """
         if not folder.is_dir():
             raise ConfigError(f"there is no model directory {folder}")
         if (folder / ADAPTER).is_file() and not Weights.has(folder):
@@ -231,9 +295,7 @@ class Checkpoint:
                 "merge_and_unload, then save_pretrained with the tokenizer) and serve the merged folder"
             )
         config = read_json(folder / CONFIG)
-        if config.get("quantization_config"):
-            raise ConfigError(f"{folder / CONFIG}: quantization_config is not supported; use a plain checkpoint")
-        return cls(folder, config, Weights(folder))
+        return cls(folder, config, Weights(folder, config=config), stretch)
 
     @property
     def architecture(self) -> str:

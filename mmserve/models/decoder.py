@@ -16,9 +16,13 @@ import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 
-from mmserve.models.moe import MoE, MoEConfig
-from mmserve.models.rotary import Llama3Scaling, rotary_table
-from mmserve.models.silu import silu
+from mmserve.models.decoder_config import DecoderConfig
+from mmserve.models.lora import Adapted
+from mmserve.models.moe import MoE
+from mmserve.models.packed import FEWEST_ROWS, has_few_rows
+from mmserve.models.rotary import rotary_table
+from mmserve.models.tensor_parts import Part
+from mmserve.models.variations import ACTIVATIONS, ScaledEmbedding, capped, sees
 
 #: ``attend(layer, q[..., H, K], k[..., G, K], v[..., G, K], cos, sin) -> [..., H, K]`` rotates q and k by the tables
 #: (fp32 ``[..., 1, rotated]``) itself: where K/V are kept, that is one pass over memory with their write.
@@ -31,49 +35,6 @@ class DeepRows:
 
     rows: Tensor  # int64 [n], none twice
     features_LnD: Tensor  # one a layer, from the first on
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Dimensions and switches of a decoder; every number comes from a checkpoint's ``config.json``."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
-    rotary_width: int = 0  # of a head's dimensions, the first so many are rotated; 0 = all
-    rope_axes: tuple[int, ...] = ()  # the axis of position that turns each frequency; () = positions have one axis
-    deep_layers: int = 0  # the first so many take visual features of their own (``DeepRows``)
-    rms_norm_eps: float = 1e-5
-    max_positions: int = 4096
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_embeddings: bool = False
-    moe: MoEConfig | None = None  # experts instead of the feed-forward
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly")
-        if self.head_dim % 2:
-            raise ValueError(f"head size {self.head_dim} is odd: rotary embedding pairs its halves")
-        if self.rotary_width % 2 or self.rotary_width > self.head_dim:
-            raise ValueError(f"{self.rotary_width} dimensions of {self.head_dim} cannot be rotated in pairs")
-        if self.rope_axes and 2 * len(self.rope_axes) != (self.rotary_width or self.head_dim):
-            raise ValueError(f"axes of {len(self.rope_axes)} frequencies do not fit heads of {self.head_dim}")
-        if self.deep_layers > self.num_layers:
-            raise ValueError(f"visual features for {self.deep_layers} layers, but there are only {self.num_layers}")
-
-    @property
-    def position_axes(self) -> int:
-        """Axes of a position: 3 of M-RoPE."""
-        return max(self.rope_axes, default=0) + 1
 
 
 class RMSNorm(nn.Module):
@@ -105,7 +66,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         c = config
         self.qkv = self.gate_up = None
-        self.head_dim = c.head_dim
+        self.head_dim, self.query_scale, self.activation = c.head_dim, c.query_scale, ACTIVATIONS[c.activation]
         self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.qkv_bias)
         self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
@@ -114,39 +75,60 @@ class DecoderLayer(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.moe = MoE(c.moe, c.hidden_size) if c.moe is not None and index >= c.moe.first_layer else None
+        self.attn_out_norm = RMSNorm(c.hidden_size, c.rms_norm_eps) if c.output_norms else nn.Identity()
+        self.mlp_out_norm = RMSNorm(c.hidden_size, c.rms_norm_eps) if c.output_norms else nn.Identity()
+        self.moe = MoE(c.moe, c.hidden_size) if c.moe is not None and c.moe.has(index) else None
         if self.moe is not None:
             return
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias)
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        q_THK, k_TGK, v_TGK = self.heads(x_TD)
-        return self.after_attention(x_TD, attend(layer, q_THK, k_TGK, v_TGK, cos, sin))
+    def forward(
+        self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend, adapted: Adapted | None = None
+    ) -> Tensor:
+        q_THK, k_TGK, v_TGK = self._heads(self.attn_norm(x_TD), adapted, layer)
+        return self.after_attention(x_TD, attend(layer, q_THK, k_TGK, v_TGK, cos, sin), adapted, layer)
 
     def heads(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[..., H, K]``, and keys and values ``[..., G, K]``, not yet rotated, that the layer makes of its
         input."""
         return self._heads(self.attn_norm(x_TD))
 
-    def after_attention(self, x_TD: Tensor, attended_THK: Tensor) -> Tensor:
+    def after_attention(
+        self, x_TD: Tensor, attended_THK: Tensor, adapted: Adapted | None = None, layer: int = 0
+    ) -> Tensor:
         """The layer's output for rows of its input, from what attention gives them."""
-        x_TD = x_TD + self.o_proj(attended_THK.flatten(-2))
+        attended_TD = attended_THK.flatten(-2)
+        made_TD = self.o_proj(attended_TD)
+        if adapted is not None:
+            adapted.add(layer, "o", attended_TD, (made_TD,))
+        x_TD = x_TD + self.attn_out_norm(made_TD)
         h_TD = self.mlp_norm(x_TD)
         if self.moe is not None:
             return x_TD + self.moe(h_TD)
         gate, up = (self.gate_proj(h_TD), self.up_proj(h_TD)) if self.gate_up is None else self.gate_up(h_TD)
-        return x_TD + self.down_proj(silu(gate) * up)
+        if adapted is not None:
+            adapted.add(layer, "gate_up", h_TD, (gate, up))
+        gated = self.activation(gate) * up
+        made_TD = self.down_proj(gated)
+        if adapted is not None:
+            adapted.add(layer, "down", gated, (made_TD,))
+        return x_TD + self.mlp_out_norm(made_TD)
 
-    def _heads(self, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, h_TD: Tensor, adapted: Adapted | None = None, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[..., H, K]``, keys and values ``[..., G, K]`` of normed hidden states ``[..., D]``."""
         if self.qkv is None:
             q, k, v = self.q_proj(h_TD), self.k_proj(h_TD), self.v_proj(h_TD)
         else:
             q, k, v = self.qkv(h_TD)
+        if adapted is not None:
+            adapted.add(layer, "qkv", h_TD, (q, k, v))
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        return self.q_norm(q), self.k_norm(k), v
+        return self._scaled(self.q_norm(q)), self.k_norm(k), v
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q if self.query_scale == 1.0 else q * self.query_scale
 
     def queries_and_keys(self, x_TD: Tensor, asking: slice) -> tuple[Tensor, Tensor]:
         """Queries ``[R, H, K]`` of the R tokens ``asking`` and keys ``[T, G, K]``, not yet rotated, that the layer
@@ -156,7 +138,8 @@ class DecoderLayer(nn.Module):
             q, k, _v = self._heads(h_TD)
             return q[asking], k
         q, k = self.q_proj(h_TD[asking]), self.k_proj(h_TD)
-        return self.q_norm(q.unflatten(-1, (-1, self.head_dim))), self.k_norm(k.unflatten(-1, (-1, self.head_dim)))
+        q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+        return self._scaled(self.q_norm(q)), self.k_norm(k)
 
     def keys_and_values(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, not yet rotated, and values ``[..., G, K]`` that the layer makes of its input."""
@@ -167,8 +150,10 @@ class DecoderLayer(nn.Module):
         k, v = (project(h_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
         return self.k_norm(k), v
 
-    def values(self, x_TD: Tensor) -> Tensor:
+    def values(self, x_TD: Tensor, adapted: Adapted | None = None, layer: int = 0) -> Tensor:
         """Value vectors ``[..., G, K]`` that the layer makes of its input."""
+        if adapted is not None:
+            return self._heads(self.attn_norm(x_TD), adapted, layer)[2]
         values: Tensor = self.v_proj(self.attn_norm(x_TD))
         return values.unflatten(-1, (-1, self.head_dim))
 
@@ -179,56 +164,113 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self._few_rows = False
+        #: Of each parameter: where in a checkpoint it was loaded from, and its shape. Empty where it was not.
+        self.origins: dict[str, tuple[Part, torch.Size]] = {}
+        self.embed = ScaledEmbedding(config.vocab_size, config.hidden_size, config.embed_scale)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, x_TD: Tensor, positions: Tensor, attend: Attend, deep: DeepRows | None = None) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        deep: DeepRows | None = None,
+        adapted: Adapted | None = None,
+    ) -> Tensor:
         """Final hidden states ``[..., D]`` of embedded tokens ``[..., D]`` at integer ``positions [...]``.
 
-        Where positions have several axes, they are ``[axes, ...]``. ``deep`` is for tokens ``[T, D]``.
+        Where positions have several axes, they are ``[axes, ...]``. ``deep`` and ``adapted`` are for tokens ``[T, D]``.
         """
-        return self.hidden(x_TD, *self.rotary(positions), attend, deep)
+        return self.hidden(x_TD, *self.rotary(positions), attend, deep, adapted)
 
-    def hidden(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, deep: DeepRows | None = None) -> Tensor:
+    def hidden(
+        self,
+        x_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        deep: DeepRows | None = None,
+        adapted: Adapted | None = None,
+    ) -> Tensor:
         """As ``forward``, of tokens whose rotary angles have the cosine and sine (``rotary``)."""
+        tables = self._tables(cos, sin)
         for index, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, cos, sin, index, attend)
+            x_TD = layer(x_TD, *tables[self.config.window(index) > 0], index, attend, adapted)
             if deep is not None and index < len(deep.features_LnD):
                 x_TD = x_TD.index_add(0, deep.rows, deep.features_LnD[index])
         return self.norm(x_TD)
 
-    def values_of_second_layer(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def values_of_second_layer(
+        self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapted: Adapted | None = None
+    ) -> Tensor:
         """Value vectors ``[..., G, K]`` that the second layer makes of embedded tokens ``[..., D]``."""
         cos, sin = self.rotary(positions_T)
         first, second = self.layers[0], self.layers[1]
         assert isinstance(second, DecoderLayer)
-        return second.values(first(x_TD, cos, sin, 0, attend))
+        return second.values(first(x_TD, cos, sin, 0, attend, adapted), adapted, 1)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, fp32 ``[..., 1, rotated]``; ``positions`` as of ``forward``."""
+        """Cosine and sine of the rotary angles, fp32 ``[..., 1, rotated]``; ``positions`` as of ``forward``.
+
+        Where layers with a window have a base of their own, their table follows: ``[..., 1, 2 * rotated]``.
+        """
         c = self.config
-        return rotary_table(positions, c.rotary_width or c.head_dim, c.rope_theta, c.rope_scaling, c.rope_axes)
+        width = c.rotary_width or c.head_dim
+        table = rotary_table(positions, width, c.rope_theta, c.rope_scaling, c.rope_axes)
+        if not c.local_theta:
+            return table
+        cos, sin = (
+            torch.cat(pair, -1) for pair in zip(table, rotary_table(positions, width, c.local_theta), strict=True)
+        )
+        return cos, sin
+
+    def _tables(self, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Of ``rotary``, what turns layers that see everything, and what turns those with a window."""
+        if not self.config.local_theta:
+            return (cos, sin), (cos, sin)
+        half = cos.shape[-1] // 2
+        everything, local = (
+            (cos[..., own].contiguous(), sin[..., own].contiguous()) for own in (slice(half), slice(half, None))
+        )
+        return everything, local
 
     def set_row_floor(self, rows: int) -> None:
-        """From how many rows on a matrix product gives a row the same bits: experts run no fewer."""
+        """From how many rows on a matrix product gives a row the same bits: experts run no fewer. To be called once the
+        layers are as they are served."""
         for module in self.modules():
             if isinstance(module, MoE):
                 module.row_floor = rows
+        self._few_rows = has_few_rows(self)
+
+    @property
+    def fewest_rows(self) -> int:
+        """How many rows a pass runs at least, since fewer take no less time."""
+        return 1 if self._few_rows and torch.get_num_threads() == 1 else FEWEST_ROWS
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits ``[..., V]`` of hidden states ``[..., D]``, in the model's dtype."""
-        return self.head(hidden)
+        return capped(self.head(hidden), self.config.logit_cap)
 
 
-def dense_attention(mask: Tensor | None = None) -> Attend:
-    """Attention within each row of a padded batch ``[B, T, …]``; ``mask``: bool ``[B, 1, T or 1, T]``, True = seen."""
+def dense_attention(mask: Tensor | None = None, config: DecoderConfig | None = None) -> Attend:
+    """Attention within each row of a padded batch ``[B, T, …]``; ``mask``: bool ``[B, 1, T or 1, T]``, True = seen.
 
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    ``config``: of a decoder whose attention is not plain.
+    """
+    special = None if config is None or config.plain_attention else config
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (x.transpose(-3, -2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        if special is not None:
+            seen = sees(q.shape[-2], special.window(layer), mask, q.device)
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+            scores = capped(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, special.score_cap)
+            return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(-3, -2)
         grouped = q.shape[-3] != k.shape[-3]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(-3, -2)
 

@@ -38,6 +38,12 @@ def load(checkpoint: Checkpoint, target: Target) -> CanvasModel:
 
     Images are taken where it states how they are prepared.
     """
+    if checkpoint.stretch.positions:
+        raise ConfigError(
+            f"{checkpoint.folder}: [[models]] positions of {checkpoint.architecture!r} are the checkpoint's"
+        )
+    if checkpoint.weights.form:
+        raise ConfigError(f"{checkpoint.folder}: quantised weights of {checkpoint.architecture!r} are not read")
     tokenizer = load_tokenizer(checkpoint.folder)
     try:
         network, report = DiffusionGemmaForBlockDiffusion.from_pretrained(
@@ -92,7 +98,7 @@ class GemmaCanvas(nn.Module):
         for layer in self.network.model.decoder.layers:
             for weight in (layer.experts.gate_up_proj[0], layer.experts.down_proj[0]):
                 found[weight.shape[1], weight.shape[0]] = partial(F.linear, weight=weight)
-        return found
+        return [(width, product) for (width, _out), product in found.items()]
 
     def set_row_floor(self, rows: int) -> None:
         """See ``CanvasNetwork``: canvases are repeated and experts' rows filled with zeros until there are enough."""

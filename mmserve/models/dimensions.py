@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
 
 from mmserve.errors import ConfigError
-from mmserve.models.decoder import DecoderConfig
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import LLADA, layout_of
 from mmserve.models.moe import MoEConfig
-from mmserve.models.rotary import Llama3Scaling, frequency_axes
-from mmserve.models.switches import LLAMA, MIXTURE, QWEN2, QWEN3, check_switches, refuse_text_model
+from mmserve.models.rope_keys import read_rope
+from mmserve.models.switches import LLAMA, MIXTURE, QWEN2, QWEN3, TEXT, check_switches, refuse_text_model
+from mmserve.models.windows import layer_windows
 
 #: Switches of LLaDA's own configuration, and the values of them that ``Decoder`` implements.
 _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
@@ -37,6 +38,8 @@ _LLADA_SWITCHES: Mapping[str, tuple[object, ...]] = {
 _QWEN3_HEAD = 128  # where its configuration has no ``head_dim``
 
 
+#: Keys of layers with sliding windows, which ``layer_windows`` reads.
+WINDOWED = frozenset({"use_sliding_window", "layer_types"})
 #: Keys that LLaDA2 has and ``_from_llada2`` reads.
 _LLADA2_READ = frozenset({"num_experts", "partial_rotary_factor", "use_bias", "use_qk_norm", "use_qkv_bias"})
 _LLADA2_SWITCHES: Mapping[str, tuple[object, ...]] = {
@@ -58,6 +61,9 @@ def decoder_config(keys: Keys) -> DecoderConfig:
 
 def _reader(keys: Keys) -> Callable[[Keys], DecoderConfig]:
     kind = keys.values.get("model_type")
+    if isinstance(kind, str) and kind in TEXT:
+        found: Callable[[Keys], DecoderConfig] = import_module(TEXT[kind]).dimensions
+        return found
     if kind in (*QWEN2, *QWEN3):
         return _from_qwen
     if kind in MIXTURE:
@@ -91,17 +97,24 @@ def _from_llada(keys: Keys) -> DecoderConfig:
 
 def _from_llama(keys: Keys) -> DecoderConfig:
     """As transformers' ``modeling_llama.py`` and ``modeling_mistral.py``."""
-    check_switches(keys)
-    return _from_hugging_face(keys)
+    if keys.values.get("model_type") != "mistral":
+        check_switches(keys)
+        return from_hugging_face(keys)
+    check_switches(keys, read=WINDOWED)
+    return layer_windows(keys, from_hugging_face(keys), everywhere=True)
 
 
-def _from_hugging_face(keys: Keys) -> DecoderConfig:
-    """What the configurations of LLaMA, Qwen and LLaDA2 have in common."""
-    theta, scaling, axes = _rotary(keys)
+def from_hugging_face(keys: Keys, *, partial: bool = False) -> DecoderConfig:
+    """What the configurations of LLaMA, Qwen and their relatives have in common.
+
+    ``partial``: the architecture may rotate a share of each head. Raises ``ConfigError``.
+    """
+    rope = read_rope(keys, partial=partial)
     width, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if keys.values.get("head_dim") is None:
         _divides(keys, width, heads)
-    bias = keys.flag("attention_bias")
+    bias, head = keys.flag("attention_bias"), keys.integer("head_dim", default=width // heads)
+    positions = keys.integer("max_position_embeddings", default=2048)
     return DecoderConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=width,
@@ -109,12 +122,13 @@ def _from_hugging_face(keys: Keys) -> DecoderConfig:
         num_layers=keys.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=keys.integer("num_key_value_heads", default=heads),
-        head_dim=keys.integer("head_dim", default=width // heads),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rope_axes=axes,
+        head_dim=head,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rotary_width=0 if rope.share == 1.0 else int(head * rope.share),
+        rope_axes=rope.axes,
         rms_norm_eps=keys.number("rms_norm_eps", default=1e-6),
-        max_positions=_sight(keys, keys.integer("max_position_embeddings", default=2048)),
+        max_positions=min(positions, rope.positions or positions),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=keys.flag("mlp_bias"),
@@ -122,63 +136,36 @@ def _from_hugging_face(keys: Keys) -> DecoderConfig:
     )
 
 
-def _sight(keys: Keys, positions: int) -> int:
-    """Most positions of a request: within a sliding window (Mistral's) each sees all before it, as in plain attention,
-    so a window ends what is served."""
-    return min(positions, keys.integer("sliding_window", default=positions))
-
-
-def _rotary(keys: Keys) -> tuple[float, Llama3Scaling | None, tuple[int, ...]]:
-    """Base, scaling, and the axis of position that turns each frequency.
-
-    From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of those before; Dimple has
-    ``mrope_section`` beside them.
-    """
-    merged: dict[str, Any] = {"rope_type": "default", "mrope_section": keys.values.get("mrope_section")}
-    for name in ("rope_parameters", "rope_scaling"):
-        values = keys.values.get(name) or {}
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{keys.path}: {name} must be an object, not {values!r}")
-        merged |= {"rope_type": values["type"]} if "type" in values else {}
-        merged |= values
-    rope = Keys(merged, keys.path)
-    axes = _axes(rope, interleaved=rope.flag("mrope_interleaved") or keys.values.get("model_type") == "qwen3_vl")
-    # "dynamic" changes nothing within max_position_embeddings, and no request is longer.
-    kinds = ("default", "mrope", None) if axes else ("default", "dynamic", "llama3", None)
-    rope.check({"rope_type": kinds, "partial_rotary_factor": (1, None)})
-    theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
-    if rope.values["rope_type"] != "llama3":
-        return theta, None, axes
-    scaling = Llama3Scaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_positions=rope.integer("original_max_position_embeddings"),
-    )
-    return theta, scaling, axes
-
-
-def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
-    """M-RoPE's axes (``mrope_section``: frequencies of time, rows and columns); () where positions have one."""
-    sections = rope.values.get("mrope_section")
-    if sections is None:
-        return ()
-    whole = isinstance(sections, list) and all(type(count) is int and count > 0 for count in sections)
-    if not whole or len(sections) != 3:
-        raise ConfigError(f"{rope.path}: mrope_section must be three positive numbers, not {sections!r}")
-    return frequency_axes(sections, interleaved=interleaved)
-
-
 def _from_qwen(keys: Keys) -> DecoderConfig:
-    """As transformers' ``modeling_qwen2.py`` and ``modeling_qwen3.py``; ``sliding_window`` alone means nothing."""
-    check_switches(keys)
-    values = {name: value for name, value in keys.values.items() if name != "sliding_window"}
-    if keys.values["model_type"] in QWEN2:
-        config = _from_hugging_face(Keys(values, keys.path))
-        return replace(config, qkv_bias=True, out_bias=False, mlp_bias=False)
-    if values.get("head_dim") is None:
-        values["head_dim"] = _QWEN3_HEAD
-    return replace(_from_hugging_face(Keys(values, keys.path)), mlp_bias=False, qk_norm=True)
+    """As transformers' ``modeling_qwen2.py`` and ``modeling_qwen3.py``."""
+    kind = keys.values["model_type"]
+    experts = kind == "qwen3_vl_moe"
+    read = WINDOWED if kind in ("qwen2", "qwen3") else frozenset()
+    check_switches(keys, read=read | {"num_experts", "num_local_experts"} if experts else read)
+    if kind in QWEN2:
+        config = replace(from_hugging_face(keys), qkv_bias=True, out_bias=False, mlp_bias=False)
+    else:
+        values = {**keys.values, "head_dim": keys.values.get("head_dim") or _QWEN3_HEAD}
+        moe = softmax_experts(keys) if experts else None
+        config = replace(from_hugging_face(Keys(values, keys.path)), mlp_bias=False, qk_norm=True, moe=moe)
+    return layer_windows(keys, config, switch="use_sliding_window") if kind in ("qwen2", "qwen3") else config
+
+
+def softmax_experts(keys: Keys) -> MoEConfig:
+    """Qwen3-MoE's experts: in each ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    layers, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", default=1)
+    named = keys.values.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise ConfigError(f"{keys.path}: mlp_only_layers must be a list of layers, not {named!r}")
+    return MoEConfig(
+        experts=keys.integer("num_experts", "num_local_experts", default=128),
+        top_k=keys.integer("num_experts_per_tok", default=8),
+        expert_size=keys.integer("moe_intermediate_size", default=768),
+        dense_layers=frozenset({*named, *(layer for layer in range(layers) if (layer + 1) % step)}),
+        softmax=True,
+        # Qwen3-VL's class always has weights that sum to 1.
+        normed=keys.values.get("model_type") == "qwen3_vl_moe" or keys.flag("norm_topk_prob"),
+    )
 
 
 def _from_llada2(keys: Keys) -> DecoderConfig:
@@ -188,7 +175,7 @@ def _from_llada2(keys: Keys) -> DecoderConfig:
     given = keys.values
     defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 16_384}
     values = {name: given[name] for name in given if name not in ("sliding_window", "partial_rotary_factor")}
-    config = _from_hugging_face(Keys({**defaults, **values}, keys.path))
+    config = from_hugging_face(Keys({**defaults, **values}, keys.path))
     first = given.get("first_k_dense_replace") or 0
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise ConfigError(f"{keys.path}: first_k_dense_replace must be a number of layers, not {first!r}")

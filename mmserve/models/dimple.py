@@ -53,7 +53,7 @@ def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load ``rp-yu/Dimple-7B`` as published; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     keys.check({"full_attn_mask": (True, None), "hidden_act": ("silu", None)})
-    config = decoder_config(keys)
+    config = checkpoint.stretch.applied(decoder_config(keys), keys.path)
     if config.position_axes != 3:
         raise ConfigError(f"{keys.path} has no mrope_section, which assigns axes of position to frequencies")
     sources = chat_sources(checkpoint, target, keys, config, videos=False)

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import IMAGE, VIDEO
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.decoder import Decoder, RMSNorm
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import NEWLINE, PROJECTOR, TOWER, Layout, layout_of
@@ -26,8 +28,8 @@ from mmserve.models.towers import load_vision
 from mmserve.models.vision import LlavaVision
 
 END_OF_TURN = "<|eot_id|>"
-#: What ends a turn in the chat formats of Llama 3 and LLaDA, and of Qwen (ChatML).
-_ENDS_OF_TURN = (END_OF_TURN, "<|im_end|>")
+#: What ends a turn in the chat formats of Llama 3 and LLaDA, of Qwen (ChatML), of Gemma and of Phi.
+_ENDS_OF_TURN = (END_OF_TURN, "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def load_family(
     ``ConfigError`` naming the key, tensor or file that is wrong.
     """
     keys = Keys(checkpoint.config, checkpoint.folder / "config.json")
-    config = decoder_config(keys)
+    config = checkpoint.stretch.applied(decoder_config(keys), keys.path)
     check_vocabulary(checkpoint, tokenizer, config)
     images, videos = vision is not None or takes_images(checkpoint), takes_videos(checkpoint)
     made = spec(
@@ -105,7 +107,7 @@ def make_spec(
         raise ConfigError(f"{checkpoint.folder}: every end of text {sorted(ends)} is among the banned tokens")
     # A placeholder after the last embedding has no logit either.
     placeholders = {i for i in (sources.image_id, sources.video_id) if i is not None and i < config.vocab_size}
-    trained = checkpoint.config.get("tokenizer_model_max_length")
+    trained = None if checkpoint.stretch.positions else checkpoint.config.get("tokenizer_model_max_length")
     return ModelSpec(
         name=sources.name,
         architecture=checkpoint.architecture,
@@ -202,7 +204,13 @@ def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, target: Target, 
     with torch.device("meta"):
         decoder = Decoder(config)
     names = layout.names(decoder)
-    checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=(".expert_bias",))
+    # Norms that are stored less 1 are kept in fp32: in bf16 the sum would lose what the checkpoint has.
+    exact = (".expert_bias", *(("norm.weight",) if config.unit_offset else ()))
+    checkpoint.weights.fill(decoder, names, target.dtype, target.device, exact=exact)
+    decoder.origins = {name: (names[name], p.shape) for name, p in decoder.named_parameters(remove_duplicate=False)}
+    if config.unit_offset:
+        for norm in (module for module in decoder.modules() if isinstance(module, RMSNorm)):
+            norm.weight = nn.Parameter(norm.weight + 1.0, requires_grad=False)
     return decoder.eval()
 
 

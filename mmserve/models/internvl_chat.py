@@ -18,12 +18,13 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
-from mmserve.models.checkpoint import Checkpoint, Rows, Target
+from mmserve.models.checkpoint import Checkpoint, Target
 from mmserve.models.family import token_id
 from mmserve.models.internvl_chats import use_named_format
 from mmserve.models.internvl_vision import CLIP_BEGIN, FRAMES, InternVision, check_fit, shuffled_tower
 from mmserve.models.keys import Keys
 from mmserve.models.nested import UNREADABLE, layout_below, load_nested, load_renamed
+from mmserve.models.tensor_parts import Rows
 
 _IMAGE = "<IMG_CONTEXT>"
 #: What changes the tiles or the network, and the values of it that are served.

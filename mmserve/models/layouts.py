@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
 from mmserve.errors import ConfigError
-from mmserve.models.checkpoint import Rows
-from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.decoder import Decoder
+from mmserve.models.decoder_config import DecoderConfig
+from mmserve.models.switches import TEXT
+from mmserve.models.tensor_parts import Part, Rows, Slab
 
 TOWER, PROJECTOR, NEWLINE = "model.vision_tower.vision_tower.", "model.mm_projector.", "model.image_newline"
 
@@ -32,6 +35,9 @@ class Layout:
     outer: Mapping[str, str]
     layers: str  # the prefix of the layer's number
     layer: Mapping[str, str]
+    #: Tensors of a layer that hold a part of all experts, by the part's name; those of one tensor lie side by side.
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)  # names within an expert, where they are others than ours
 
     def tensor(self, parameter: str) -> str:
         """The tensor's name of a ``Decoder`` parameter, such as ``layers.3.q_proj.weight``."""
@@ -44,23 +50,40 @@ class Layout:
             if not inner:
                 raise ConfigError(f"the layout has no place for {parameter}: is model_type the right one?")
             inner, _, part = inner.rpartition(".")
-            within = f".{part}{within}"
+            within = f".{self.parts.get(part, part)}{within}"
         return f"{self.layers}.{number}.{self.layer[inner]}{within}.{leaf}"
 
-    def names(self, decoder: Decoder) -> dict[str, str | Rows]:
-        """Every parameter of ``decoder`` with its tensor's name, or its rows where parameters share a tensor."""
+    def names(self, decoder: Decoder) -> dict[str, Part]:
+        """Every parameter of ``decoder`` with its tensor's name, or its part where parameters share a tensor."""
         parameters = dict(decoder.named_parameters(remove_duplicate=False))
-        names = {name: self.tensor(name) for name in parameters}
+        slabs: dict[str, Part] = {
+            name: self._slab(name, len(p), decoder) for name, p in parameters.items() if self._lies_stacked(name)
+        }
+        names = {name: self.tensor(name) for name in parameters if name not in slabs}
         totals: Counter[str] = Counter()
         for name, tensor in names.items():
             totals[tensor] += len(parameters[name])
         starts: Counter[str] = Counter()
-        found: dict[str, str | Rows] = {}
+        found: dict[str, Part] = {}
         for name, tensor in names.items():
             rows, total = len(parameters[name]), totals[tensor]
             found[name] = tensor if rows == total else Rows(tensor, starts[tensor], total)
             starts[tensor] += rows
-        return found
+        return found | slabs
+
+    def _lies_stacked(self, parameter: str) -> bool:
+        return ".moe.experts." in parameter and parameter.split(".")[-2] in self.stacked
+
+    def _slab(self, parameter: str, rows: int, decoder: Decoder) -> Slab:
+        """Of ``layers.N.moe.experts.E.PART.weight``."""
+        moe = decoder.config.moe
+        assert moe is not None
+        _layers, layer, _moe, _experts, expert, part, _leaf = parameter.split(".")
+        name = self.stacked[part]
+        beside = [each for each, tensor in self.stacked.items() if tensor == name]
+        return Slab(
+            f"{self.layers}.{layer}.{name}", int(expert), moe.experts, beside.index(part) * rows, len(beside) * rows
+        )
 
 
 LLADA = Layout(
@@ -130,6 +153,9 @@ LLADA2 = Layout(
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
     """The layout that a configuration is written in: LLaDA's own has ``d_model``, the others ``hidden_size``."""
+    if config.get("model_type") in TEXT:
+        found: Layout = import_module(TEXT[config["model_type"]]).LAYOUT
+        return found
     if config.get("model_type") == LLADA2.name:
         return LLADA2
     return LLADA if "d_model" in config else HUGGING_FACE
@@ -143,12 +169,18 @@ def config_json(layout: Layout, config: DecoderConfig) -> dict[str, Any]:
         or c.rope_scaling
         or c.rotary_width
         or c.rope_axes
+        or not c.plain_attention
+        or c.output_norms
+        or c.unit_offset
+        or c.logit_cap
+        or c.activation != "silu"
+        or (c.query_scale, c.embed_scale) != (1.0, 1.0)
         or c.deep_layers
         or c.moe
         or (layout is LLADA and (c.out_bias or c.mlp_bias))
         or c.out_bias != (c.qkv_bias and layout is not LLADA)
     ):
-        raise ConfigError(f"the {layout.name} layout has no place for these biases, norms and rotations: {c}")
+        raise ConfigError(f"the {layout.name} layout has no place for these biases, norms, scales and rotations: {c}")
     if layout is LLADA:
         return {
             "architectures": [layout.architecture],

@@ -1,23 +1,29 @@
-"""LLaVA-1.5 (arXiv 2310.03744), LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326) as transformers writes them.
+"""LLaVA-1.5 (arXiv 2310.03744), LLaVA-NeXT, its video model and LLaVA-OneVision (arXiv 2408.03326) in transformers.
 
-``llava``, ``llava_next`` and ``llava_onevision``, in the layouts of llava-hf/llava-1.5-7b-hf,
-llava-hf/llava-v1.6-mistral-7b-hf and llava-hf/llava-onevision-qwen2-7b-ov-hf: a CLIP or SigLIP tower, a two-layer
-projector, and the decoder of LLaMA, Mistral, Qwen2 or Qwen3.
+``llava``, ``llava_next``, ``llava_next_video`` and ``llava_onevision``, in the layouts of llava-hf/llava-1.5-7b-hf,
+llava-hf/llava-v1.6-mistral-7b-hf, llava-hf/LLaVA-NeXT-Video-7B-hf and llava-hf/llava-onevision-qwen2-7b-ov-hf: a CLIP
+or SigLIP tower, a two-layer projector, and the decoder of LLaMA, Mistral, Qwen2 or Qwen3.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from transformers import LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
+from transformers import LlavaConfig, LlavaNextConfig, LlavaNextVideoConfig, LlavaOnevisionConfig
 
 from mmserve.models.base import LoadedModel
 from mmserve.models.chat import adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import Checkpoint, Target
-from mmserve.models.llava_vision import load_llava_vision
+from mmserve.models.llava_vision import CLIPS, load_llava_vision
+from mmserve.models.mistral3 import load as load_pixtral
 from mmserve.models.nested import layout_below, load_nested, read_config, use_processor_template
 
-_CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
+_CONFIGS = {
+    "llava": LlavaConfig,
+    "llava_next": LlavaNextConfig,
+    "llava_next_video": LlavaNextVideoConfig,
+    "llava_onevision": LlavaOnevisionConfig,
+}
 #: Where the decoder's tensors lie: as published, and as transformers names them within.
 _PUBLISHED = layout_below("language_model.model", "language_model.lm_head")
 _WITHIN = layout_below("model.language_model", "lm_head")
@@ -26,13 +32,15 @@ _WITHIN = layout_below("model.language_model", "lm_head")
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
     """Load any of these layouts; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     config = read_config(_CONFIGS[checkpoint.architecture], checkpoint)
+    if config.vision_config.model_type == "pixtral":
+        return load_pixtral(checkpoint, target)
     tokenizer = load_tokenizer(checkpoint.folder)
     use_processor_template(tokenizer, checkpoint.folder)
     adapt_chat_template(
         tokenizer,
         checkpoint.folder,
         images=True,
-        videos=checkpoint.architecture == "llava_onevision",
+        videos=checkpoint.architecture in CLIPS,
         vicuna=False,
         image=str(tokenizer.convert_ids_to_tokens(config.image_token_id)),
     )

@@ -32,8 +32,13 @@ _PROCESSORS = {
     "LlavaImageProcessor": LlavaImageProcessorPil,
     "SiglipImageProcessor": SiglipImageProcessorPil,
 }
-#: Frames of a video where the configuration has no ``mm_video_frames``: as many as LLaVA-OneVision was trained with.
-FRAMES = 32
+#: Layouts that take videos, and frames of one where the configuration has no ``mm_video_frames``: as many as
+#: LLaVA-OneVision was trained with, and as LLaVA-NeXT-Video's card samples.
+CLIPS = {"llava_onevision": 32, "llava_next_video": 8}
+
+
+#: What LLaVA-NeXT-Video's class has where its video processor's settings leave it out.
+_CLIP_FRAMES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
 
 
 class OneOfSeveral:
@@ -96,7 +101,7 @@ def load_llava_vision(checkpoint: Checkpoint, target: Target, config: Any, prefi
         processor,
         select_layer=select + absent,
         has_cls=cut,
-        video=_video(keys) if checkpoint.architecture == "llava_onevision" else None,
+        video=_video(keys, config) if checkpoint.architecture in CLIPS else None,
         anyres=anyres,
         frames=frames,
         several=OneOfSeveral(processor) if checkpoint.architecture == "llava_onevision" else None,
@@ -130,8 +135,14 @@ def _processor_kind(folder: Path) -> type[Any]:
 def _tile_processors(architecture: str, folder: Path) -> tuple[Any, Any]:
     """What cuts a picture into tiles, and what makes one tile of a clip's frame, as its video processor does."""
     if architecture == "llava_next":
+        return read_processor(LlavaNextImageProcessorPil, folder), None
+    if architecture == "llava_next_video":
         processor = read_processor(LlavaNextImageProcessorPil, folder)
-        return processor, None
+        path, video = video_settings(folder)
+        frames = CLIPImageProcessorPil(**{**_CLIP_FRAMES, **(video or {})})
+        if frames.crop_size.height != processor.crop_size["height"]:
+            raise ConfigError(f"{path}: the video processor's crop_size {dict(frames.crop_size)} is not that of images")
+        return processor, frames
     processor = read_processor(LlavaOnevisionImageProcessorPil, folder)
     settings = ("size", "resample", "image_mean", "image_std", "do_rescale", "rescale_factor", "do_normalize")
     values = {name: getattr(processor, name) for name in settings}
@@ -155,6 +166,14 @@ def _anyres(config: Any, processor: Any, tile: int, keys: Keys) -> Anyres:
     return Anyres(pinpoints=tuple(pinpoints), tile=tile, max_tiles=limit, rounded=True)
 
 
-def _video(keys: Keys) -> VideoSettings:
-    """``get_video_features``: frames pooled bilinearly to half a side, one separator after the clip."""
-    return VideoSettings(frames=keys.integer("mm_video_frames", default=FRAMES))
+def _video(keys: Keys, config: Any) -> VideoSettings:
+    """``get_video_features``. LLaVA-OneVision: frames pooled bilinearly to half a side, one separator after the clip.
+    LLaVA-NeXT-Video: the tower's features are pooled, without a separator."""
+    frames = keys.integer("mm_video_frames", default=CLIPS[config.model_type])
+    if config.model_type == "llava_onevision":
+        return VideoSettings(frames=frames)
+    mode, stride = config.spatial_pool_mode, config.spatial_pool_stride
+    keys.check({"spatial_pool_mode": ("average", "max")})
+    if stride != 2:
+        raise ConfigError(f"{keys.path}: spatial_pool_stride = {stride!r} is not supported; it can be 2")
+    return VideoSettings(frames=frames, stride=stride, mode=mode, newline="no_token", features=True)

@@ -1,4 +1,5 @@
-"""A mixture-of-experts feed-forward with the router of DeepSeek-V3 (arXiv 2412.19437), as LLaDA2.x and GLM-4.5 have it.
+"""A mixture-of-experts feed-forward, with the router of DeepSeek-V3 (arXiv 2412.19437), as LLaDA2.x and GLM-4.5 have
+it, or that of Mixtral (arXiv 2401.04088), as Qwen3-MoE has it too.
 
 Shapes in names: N tokens, D hidden, E experts.
 """
@@ -20,7 +21,8 @@ class MoEConfig:
 
     Of ``experts``, which lie in ``groups`` of equal size, each token takes the ``top_k`` best of its
     ``kept_groups`` best groups, with weights that sum to ``scale``. A shared expert, ``shared_size`` wide
-    (0 = none), takes every token. Sizes are intermediate ones.
+    (0 = none), takes every token. Sizes are intermediate ones. ``softmax``: scores are shares of all experts, without
+    groups or a bias, and weights sum to ``scale`` only where they are ``normed``.
     """
 
     experts: int
@@ -31,6 +33,13 @@ class MoEConfig:
     kept_groups: int = 1
     scale: float = 1.0
     first_layer: int = 0
+    dense_layers: frozenset[int] = frozenset()  # layers after the first that are dense all the same
+    softmax: bool = False
+    normed: bool = True
+
+    def has(self, layer: int) -> bool:
+        """Whether ``layer`` has experts."""
+        return layer >= self.first_layer and layer not in self.dense_layers
 
     def __post_init__(self) -> None:
         if self.experts % self.groups or self.experts // self.groups < 2:
@@ -48,16 +57,25 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, hidden_size))
-        self.expert_bias = nn.Parameter(torch.zeros(config.experts))
+        self.expert_bias = None if config.softmax else nn.Parameter(torch.zeros(config.experts))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
+
+    def scores(self, x_ND: Tensor) -> Tensor:
+        """How much each expert is for each token, before any choice: ``[N, E]`` fp32."""
+        return F.linear(x_ND.float(), self.weight.float())
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (int64) and their weights (fp32), both ``[N, top_k]``, for tokens ``x_ND``.
 
-        Sigmoid scores; the bias moves the choice, not the weights. A group is as good as its two best experts.
+        Sigmoid scores; the bias moves the choice, not the weights. A group is as good as its two best experts. Or
+        shares of all experts (``softmax``), of which the highest are taken.
         """
         c = self.config
-        scores_NE = F.linear(x_ND.float(), self.weight.float()).sigmoid()
+        logits_NE = self.scores(x_ND)
+        if self.expert_bias is None:
+            weights, chosen = logits_NE.softmax(-1).topk(c.top_k, dim=-1)
+            return chosen, (weights / weights.sum(-1, keepdim=True) if c.normed else weights) * c.scale
+        scores_NE = logits_NE.sigmoid()
         biased = (scores_NE + self.expert_bias.float()).unflatten(-1, (c.groups, -1))
         groups = biased.topk(2, dim=-1).values.sum(-1).topk(c.kept_groups, dim=-1).indices
         dropped = torch.ones_like(biased[..., 0], dtype=torch.bool).scatter(-1, groups, False)

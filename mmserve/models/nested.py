@@ -18,13 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.chat import VIDEO
-from mmserve.models.checkpoint import Checkpoint, Rows, Target, read_json
+from mmserve.models.checkpoint import Checkpoint, Target, read_json
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec, placeholder
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, Layout
 from mmserve.models.picture import VisionEncoder
 from mmserve.models.switches import NESTED, refuse_text_model
+from mmserve.models.tensor_parts import Part
 
 #: What cannot be read of a configuration or a processor raises one of these.
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
@@ -94,7 +95,7 @@ def load_nested(
     keys = Keys(values, checkpoint.folder / "config.json")
     if values.get("model_type") not in NESTED:
         raise refuse_text_model(keys)
-    dimensions = decoder_config(keys)
+    dimensions = checkpoint.stretch.applied(decoder_config(keys), keys.path)
     check_vocabulary(checkpoint, tokenizer, dimensions)
     vision = see(dimensions.hidden_size)
     sources = Sources(
@@ -123,7 +124,7 @@ def load_part(make: Callable[[], nn.Module], prefix: str, checkpoint: Checkpoint
 
 
 def load_renamed(
-    make: Callable[[], nn.Module], name_of: Callable[[str], str | Rows], checkpoint: Checkpoint, target: Target
+    make: Callable[[], nn.Module], name_of: Callable[[str], Part], checkpoint: Checkpoint, target: Target
 ) -> nn.Module:
     """As ``load_part``, where ``name_of`` maps each parameter's name to a tensor, or to rows of one."""
     with torch.device("meta"):

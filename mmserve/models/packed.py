@@ -8,34 +8,35 @@ rows, from 1 or 2 on (see ``row_floor`` in ``decode/forward.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from mmserve_kernels.few_rows import MOST_ROWS, blocks_of, few_rows, part_of
 from torch import Tensor, nn
 
 #: Rows that the layout is chosen for. One layout serves all numbers of rows.
 _EXPECTED_ROWS = 16
+#: The fewest rows of oneDNN's products. They take less time for 4 rows than for 1 or 2: all products of a 15 M LLaMA in
+#: fp32 (AVX-512, one thread) 4.6 to 5.1 ms for 4 to 6 rows, 6.0 and 6.2 for 1 and 2; in bf16 3.1, and 3.3 and 3.5.
+FEWEST_ROWS = 4
+#: By width and columns of layers: in what parts ``few_rows`` sums to have oneDNN's bits; None = it has not.
+_parts: dict[tuple[int, int], int | None] = {}
 
 
-class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference on a CPU. It holds the packed weights only."""
+class Product(nn.Module):
+    """A linear layer in another form than ``nn.Linear``, for inference."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
-        self.packed = nn.Parameter(packed, requires_grad=False)
-        self.bias = linear.bias
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+    has_few_rows: bool  # whether few rows take less time than ``FEWEST_ROWS``
 
     @property
     def weight(self) -> Tensor:
         """The weights ``[out, in]`` in plain order: a copy, made at each access."""
-        return self.packed.to_dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return made
+        raise NotImplementedError
 
     def plain(self) -> nn.Linear:
         """The same layer as a plain one, with weights of its own."""
@@ -57,10 +58,44 @@ class PackedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
 
+class PackedLinear(Product):
+    """``nn.Linear`` for inference on a CPU. It holds the packed weights only.
+
+    On one thread, few rows go through a loop that has the bits of oneDNN's product, where it does have them.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _EXPECTED_ROWS)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self._few: tuple[np.ndarray, int] | None = None  # for ``few_rows``
+        blocks, kind = blocks_of(packed, self.in_features, self.out_features), (self.in_features, self.out_features)
+        if blocks is not None:
+            if kind not in _parts:
+                _parts[kind] = part_of(packed, blocks, *kind)
+            part = _parts[kind]
+            self._few = None if part is None else (blocks, part)
+        self.has_few_rows = self._few is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights ``[out, in]`` in plain order: a copy, made at each access."""
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._few is not None and x.numel() <= MOST_ROWS * self.in_features and torch.get_num_threads() == 1:
+            summed = few_rows(x, *self._few, self.out_features)
+            return summed if self.bias is None else summed + self.bias
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return made
+
+
 class JointLinear(nn.Module):
     """Linear layers of one input as one product: fewer calls, and more columns at once."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], made: Callable[[nn.Linear], Product]) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
         with torch.device("meta"):
@@ -68,7 +103,7 @@ class JointLinear(nn.Module):
         joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
         if joined.bias is not None:
             joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
-        self.product = PackedLinear(joined)
+        self.product = made(joined)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The result of each layer: views of one tensor."""
@@ -142,25 +177,48 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 def pack(module: nn.Module) -> None:
     """Replace the linear layers within ``module`` by packed ones, where that is possible; the others stay.
 
-    One after another, each giving up its plain weights, so that memory grows by one layer at most. Weights that an
-    embedding shares stay for the embedding: a tied output layer becomes a copy. Layers that a module names in its
-    ``joined`` (attribute of the joint layer: names of its parts) become one ``JointLinear``.
+    Weights that an embedding shares stay for the embedding: a tied output layer becomes a copy.
+    """
+    replace_linears(module, PackedLinear, lambda linear: packs(linear.weight.dtype, linear.weight.device))
+
+
+def replace_linears(
+    module: nn.Module, made: Callable[[nn.Linear], Product], taken: Callable[[nn.Linear], bool]
+) -> None:
+    """Replace those linear layers within ``module`` that are ``taken`` by what is ``made`` of each.
+
+    One after another, each giving up its plain weights, so that memory grows by one layer at most. Layers that a module
+    names in its ``joined`` (attribute of the joint layer: names of its parts) become one ``JointLinear``.
     """
     for parent in list(module.modules()):
         for joint, names in getattr(parent, "joined", {}).items():
             parts = [getattr(parent, name, None) for name in names]
-            plain = [p for p in parts if type(p) is nn.Linear and packs(p.weight.dtype, p.weight.device)]
+            plain = [p for p in parts if type(p) is nn.Linear and taken(p)]
             if len(plain) < len(names):
                 continue
-            made = JointLinear(plain)
-            setattr(parent, joint, made)
-            for name, part in zip(names, made.parts(), strict=True):
+            together = JointLinear(plain, made)
+            setattr(parent, joint, together)
+            for name, part in zip(names, together.parts(), strict=True):
                 setattr(parent, name, part)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and packs(child.weight.dtype, child.weight.device):
-                setattr(parent, name, PackedLinear(child))
+            if type(child) is nn.Linear and taken(child):
+                setattr(parent, name, made(child))
 
 
-def linears(module: nn.Module) -> list[nn.Linear | PackedLinear]:
+def has_few_rows(module: nn.Module) -> bool:
+    """Whether few rows take less time than more in every linear layer within ``module``."""
+    return all(not isinstance(m, nn.Linear) and m.has_few_rows for m in linears(module))
+
+
+def count_weights(module: nn.Module) -> int:
+    """Parameters within ``module``, however they are packed; what layers share is counted once."""
+    found: dict[int, int] = {}
+    for each in module.modules():
+        packed = each.in_features * each.out_features if isinstance(each, Product) else 0
+        found |= {id(p): packed if packed and p.ndim != 1 else p.numel() for p in each.parameters(recurse=False)}
+    return sum(found.values())
+
+
+def linears(module: nn.Module) -> list[nn.Linear | Product]:
     """The linear layers within ``module``, packed or not, in order."""
-    return [m for m in module.modules() if isinstance(m, nn.Linear | PackedLinear)]
+    return [m for m in module.modules() if isinstance(m, nn.Linear | Product)]

@@ -1,4 +1,4 @@
-"""Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631).
+"""Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631), dense or with experts.
 
 Autoregressive. Text runs in ``Decoder`` with positions of three axes (M-RoPE); towers come from transformers.
 """
@@ -24,7 +24,7 @@ from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel, ModelSpec
 from mmserve.models.chat import VIDEO, adapt_chat_template, load_tokenizer
 from mmserve.models.checkpoint import CONFIG, Checkpoint, Target
-from mmserve.models.decoder import DecoderConfig
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.family import Sources, check_vocabulary, listed_ids, load_decoder, make_spec
 from mmserve.models.keys import Keys
@@ -33,6 +33,7 @@ from mmserve.models.nested import layout_below, use_processor_template
 from mmserve.models.processors import own_frames, video_settings
 from mmserve.models.qwen3_vision import Qwen3Vision
 from mmserve.models.qwen25_vision import Qwen25Vision
+from mmserve.models.qwen_moe import EXPERTS, STACKED
 from mmserve.models.qwen_pixels import load_pixels
 from mmserve.models.qwen_vision import QwenVision
 
@@ -65,17 +66,19 @@ KINDS = {
         "out_hidden_size",
     ),
     "qwen3_vl": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "ends", "out_hidden_size"),
+    "qwen3_vl_moe": Kind(Qwen3VLVisionConfig, Qwen3VLVisionModel, Qwen3Vision, True, "ends", "out_hidden_size"),
 }
 #: Names as Qwen2-VL and Qwen2.5-VL publish them, and as Qwen3-VL does: prefix of the tower, layout of the decoder.
 _NESTED = layout_below("model.language_model", "lm_head")
+_EXPERTS = replace(_NESTED, layer={**_NESTED.layer, **EXPERTS}, stacked=STACKED)
 
 
 def load(checkpoint: Checkpoint, target: Target) -> LoadedModel:
-    """Load any of the three; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
+    """Load any of them; raises ``ConfigError`` naming the key, tensor or file that is wrong."""
     kind, checkpoint = KINDS[checkpoint.architecture], _flat(checkpoint)
     keys = Keys(checkpoint.config, checkpoint.folder / CONFIG)
     tower = tower_config(checkpoint, kind)
-    config = _decoder_config(keys, tower, kind)
+    config = checkpoint.stretch.applied(_decoder_config(keys, tower, kind), keys.path)
     sources = chat_sources(checkpoint, target, keys, config, videos=True)
     prefix, layout = _names(checkpoint)
     decoder = load_decoder(checkpoint, config, target, layout)
@@ -173,6 +176,8 @@ def _decoder_config(keys: Keys, tower: Any, kind: Kind) -> DecoderConfig:
 def _names(checkpoint: Checkpoint) -> tuple[str, Layout]:
     """Where the tower's tensors begin, and the decoder's layout."""
     nested = any(name.startswith("model.language_model.") for name in checkpoint.weights.names)
+    if checkpoint.architecture == "qwen3_vl_moe":
+        return "model.visual.", _EXPERTS
     return ("model.visual.", _NESTED) if nested else ("visual.", HUGGING_FACE)
 
 

@@ -12,12 +12,15 @@ import torch
 from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, Model
+from mmserve.models.calibration import load_calibration
 from mmserve.models.checkpoint import CONFIG, DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 from mmserve.models.names import HUB, local_folder, served_name
 from mmserve.models.policy_file import NO_FILE, PolicyFile, load_policies
-from mmserve.models.switches import check_class
+from mmserve.models.quantized import MADE, quantize, why_not
+from mmserve.models.stretch import Stretch
+from mmserve.models.switches import TEXT, check_class
 
 #: ``model_type`` of a checkpoint's ``config.json`` to the module whose ``load(checkpoint, target)`` reads it.
 LOADERS = {
@@ -35,19 +38,26 @@ LOADERS = {
     "llava_llada": "mmserve.models.llada",
     "llava_llama": "mmserve.models.llama",
     "llava_next": "mmserve.models.llava",
+    "llava_next_video": "mmserve.models.llava",
     "llava_onevision": "mmserve.models.llava",
     "mistral": "mmserve.models.llama",
+    "mistral3": "mmserve.models.mistral3",
     "mmada": "mmserve.models.mmada",
     "qwen2": "mmserve.models.llama",
     "qwen2_5_vl": "mmserve.models.qwen_vl",
     "qwen2_vl": "mmserve.models.qwen_vl",
     "qwen3": "mmserve.models.llama",
     "qwen3_vl": "mmserve.models.qwen_vl",
+    "qwen3_vl_moe": "mmserve.models.qwen_vl",
     "sdar": "mmserve.models.block_diffusion",
     "smolvlm": "mmserve.models.smolvlm",
+    **TEXT,
 }
 #: The same for a class in ``architectures``, where two models go by one ``model_type``.
-CLASSES = {"LlavaLladaForMaskedDiffusion": "mmserve.models.lavida"}
+CLASSES = {
+    "LLaDAMoEModelLM": "mmserve.models.llada_moe",
+    "LlavaLladaForMaskedDiffusion": "mmserve.models.lavida",
+}
 
 
 def load_model(config: ModelConfig) -> Model:
@@ -60,13 +70,21 @@ def load_model(config: ModelConfig) -> Model:
 
 def check_model(config: ModelConfig) -> None:
     """Raise ``ConfigError`` where ``load_model`` would, from the headers of its files: no weights are read."""
+    sketch_model(config)
+
+
+def sketch_model(config: ModelConfig) -> Model:
+    """The model that ``load_model`` would load, without weights: on "meta", from the headers of its files.
+
+    Weights that are quantised when a model is loaded are here as they are before. Raises ``ConfigError``.
+    """
     resolve_device(config.device)
-    _load(config, torch.device("meta"))
+    return _load(config, torch.device("meta"))
 
 
 def _load(config: ModelConfig, device: torch.device) -> Model:
     folder = _locate(config.path)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, Stretch(config.positions, config.rope_scaling))
     checkpoint.weights.leave(*config.unused_tensors)
     load = loader(checkpoint)
     target = Target(
@@ -76,11 +94,25 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
         hub=config.path.startswith(HUB),
     )
     model = replace(load(checkpoint, target), policies=_policies(config, folder))
+    if config.dtype in MADE:
+        _quantize(model, config.dtype)
     if isinstance(model, LoadedModel):
-        model = replace(model, commit_filter=load_filter(folder))
+        stored = checkpoint.weights.form
+        model = replace(model, commit_filter=load_filter(folder), calibration=load_calibration(folder), stored=stored)
     if not config.companion:
         return model
     return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device))
+
+
+def _quantize(model: Model, kind: str) -> None:
+    """Quantise the weights of the decoder; raises ``ConfigError`` where that is not possible."""
+    if not isinstance(model, LoadedModel):
+        raise ConfigError(f"dtype {kind!r}: weights of {model.spec.architecture!r} are not quantised")
+    if model.device.type == "meta":
+        return
+    if reason := why_not(model.device, kind):
+        raise ConfigError(f"dtype {kind!r} is not available: {reason}")
+    quantize(model.decoder, kind)
 
 
 def _policies(config: ModelConfig, folder: Path) -> PolicyFile | None:
@@ -129,8 +161,10 @@ def resolve_device(device: str) -> torch.device:
 def _resolve_dtype(dtype: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint.dtype()
+    if dtype in MADE:  # of the weights; the rest is
+        return torch.float32
     if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not known; it can be 'auto', {', '.join(map(repr, DTYPES))}")
+        raise ConfigError(f"dtype {dtype!r} is not known; it can be 'auto', {', '.join(map(repr, (*DTYPES, *MADE)))}")
     return DTYPES[dtype]
 
 

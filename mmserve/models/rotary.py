@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from mmserve_kernels.rope_scatter import by_axis
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Slower rotation for longer contexts, as Llama 3.1 has it (``rope_type`` ``llama3`` of its configuration).
-
-    Waves longer than ``original_positions / low_freq_factor`` turn ``factor`` times slower, those shorter than
-    ``original_positions / high_freq_factor`` as before, and those between by a share of both.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError("low_freq_factor must be below high_freq_factor")
-
-    def scaled(self, frequencies: Tensor) -> Tensor:
-        """The frequencies (radians a position, any shape) after scaling."""
-        waves = self.original_positions * frequencies / (2 * math.pi)  # within the original context
-        share = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        share = share.clamp(0, 1)
-        return share * frequencies + (1 - share) * frequencies / self.factor
+from mmserve.models.rope_scaling import RopeScaling
 
 
 def frequency_axes(sections: Sequence[int], *, interleaved: bool) -> tuple[int, ...]:
@@ -52,7 +27,7 @@ def rotary_table(
     positions: Tensor,
     width: int,
     theta: float,
-    scaling: Llama3Scaling | None = None,
+    scaling: RopeScaling | None = None,
     axes: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles, fp32 ``[..., 1, width]``, for integer ``positions [...]``.
@@ -61,10 +36,12 @@ def rotary_table(
     """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
     if scaling is not None:
-        frequencies = scaling.scaled(frequencies)
+        frequencies = scaling.scaled(frequencies, theta)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
+    if scaling is not None and scaling.amplitude != 1.0:
+        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
     if axes:
         turned = torch.tensor(axes, device=positions.device)
         return by_axis(cos, turned), by_axis(sin, turned)

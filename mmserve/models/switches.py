@@ -16,24 +16,45 @@ from mmserve.models.keys import Keys
 #: (biased) and of Qwen3 (normed), by ``model_type``.
 LLAMA = ("llama", "mistral", "llava_llama", "llava_llada", "llada", "mmada")
 QWEN2 = ("qwen2", "qwen2_vl", "qwen2_5_vl", "Dream", "llava_dream", "dimple")
-QWEN3 = ("qwen3", "qwen3_vl", "sdar")
+QWEN3 = ("qwen3", "qwen3_vl", "qwen3_vl_moe", "sdar")
 MIXTURE = ("llada2_moe",)
+#: Text models that a module of their own reads, by ``model_type``: ``dimensions(keys)``, ``LAYOUT`` and ``load`` of it.
+TEXT: Mapping[str, str] = {
+    "gemma2": "mmserve.models.gemma",
+    "gemma3_text": "mmserve.models.gemma",
+    "llada_moe": "mmserve.models.llada_moe",
+    "ministral3": "mmserve.models.ministral",
+    "mixtral": "mmserve.models.mixtral",
+    "nemotron_labs_diffusion": "mmserve.models.nemotron_diffusion",
+    "phi3": "mmserve.models.phi",
+    "qwen3_moe": "mmserve.models.qwen_moe",
+    "sdar_moe": "mmserve.models.sdar_moe",
+}
 #: ``text_config`` of a vision-language model may name any of these.
-NESTED = ("llama", "mistral", "qwen2", "qwen3")
+NESTED = ("llama", "ministral3", "mistral", "qwen2", "qwen3")
 #: Class that generates text, for each ``model_type`` that transformers also has other classes for (scores, embeddings).
 CLASSES = {
+    "gemma2": ("Gemma2ForCausalLM",),
+    "gemma3_text": ("Gemma3ForCausalLM",),
     "idefics3": ("Idefics3ForConditionalGeneration",),
     "internvl": ("InternVLForConditionalGeneration",),
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
     "llava": ("LlavaForConditionalGeneration",),
     "llava_next": ("LlavaNextForConditionalGeneration",),
+    "llava_next_video": ("LlavaNextVideoForConditionalGeneration",),
     "llava_onevision": ("LlavaOnevisionForConditionalGeneration",),
+    "ministral3": ("Ministral3ForCausalLM",),
     "mistral": ("MistralForCausalLM",),
+    "mistral3": ("Mistral3ForConditionalGeneration",),
+    "mixtral": ("MixtralForCausalLM",),
+    "phi3": ("Phi3ForCausalLM",),
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
     "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM",),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration",),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration",),
     "smolvlm": ("SmolVLMForConditionalGeneration",),
 }
 
@@ -106,7 +127,7 @@ def check_switches(keys: Keys, *, read: frozenset[str] = frozenset()) -> None:
     """
     keys.check({name: accepted for name, accepted in SWITCHES.items() if name not in read})
     kinds = set(keys.values.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
+    if kinds and "layer_types" not in read:
         raise ConfigError(f"{keys.path}: layer_types {sorted(map(str, kinds))} are not supported")
 
 

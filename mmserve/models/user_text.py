@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +27,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MARKS = range(0x100000, 0x10FFFE)
 
 Chat = list[dict[str, Any]]
+#: Members of messages, beside the content, that hold texts of the caller.
+_CALLS = ("tool_calls", "tool_call_id")
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,28 @@ _copies: WeakKeyDictionary[PreTrainedTokenizerBase, Tokenizer] = WeakKeyDictiona
 
 
 def encoded(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, render: Callable[[Chat], str], *, special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
+    tools: Chat,
+    render: Callable[[Chat, Chat], str],
+    *,
+    special_tokens: bool,
 ) -> list[int]:
-    """Ids of ``chat`` as ``render`` writes it, in which no text of the chat becomes a control token.
+    """Ids of ``chat`` and ``tools`` as ``render`` writes them, in which no text of either becomes a control token.
 
     ``special_tokens``: as of ``chat.prompt_ids``.
     """
     control = _control_of(tokenizer)
-    if not any(control.written.search("".join(texts)) for texts in _texts(chat)):
-        text = render(chat)
+    texts = [*_texts(chat), *([text] for text in _strings(tools))]
+    if not any(control.written.search("".join(each)) for each in texts):
+        text = render(chat, tools)
         return list(tokenizer.encode(text, add_special_tokens=special_tokens and not _begun(tokenizer, text)))
-    mark = _mark(chat)
-    text = render([_marked(message, control.written, mark) for message in chat])
+    mark = _mark(texts)
+
+    def within(text: str) -> str:
+        return control.written.sub(lambda found: found[0][:1] + mark + mark.join(found[0][1:]), text)
+
+    text = render([_marked(message, within, mark) for message in chat], _mapped(tools, within))
     begun = _begun(tokenizer, text)
     named = control.written.sub(lambda found: control.alias(found[0]), text).replace(mark, "")
     ids: list[int] = _copy(tokenizer, control).encode(named, add_special_tokens=special_tokens and not begun).ids
@@ -117,22 +129,42 @@ def _texts(chat: Chat) -> Iterator[list[str]]:
     for message in chat:
         content = message["content"]
         yield [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+        yield from ([text] for text in _strings([message.get(name) for name in _CALLS]))
 
 
-def _mark(chat: Chat) -> str:
-    """A character that no text of ``chat`` has."""
-    held = {char for texts in _texts(chat) for text in texts for char in text}
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names of members too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The JSON ``value`` with ``change`` made to every text in it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name): _mapped(inner, change) for name, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def _mark(texts: Iterable[list[str]]) -> str:
+    """A character that none of ``texts`` has."""
+    held = {char for each in texts for text in each for char in text}
     return next(chr(code) for code in _MARKS if chr(code) not in held)
 
 
-def _marked(message: dict[str, Any], written: re.Pattern[str], mark: str) -> dict[str, Any]:
-    """``message`` with a mark inside of whatever spells a control token, and between texts. None is at an end of the
+def _marked(message: dict[str, Any], within: Callable[[str], str], mark: str) -> dict[str, Any]:
+    """``message`` with a mark ``within`` whatever spells a control token, and between texts. None is at an end of the
     message's text, where templates trim spaces."""
-
-    def within(text: str) -> str:
-        return written.sub(lambda found: found[0][:1] + mark + mark.join(found[0][1:]), text)
-
     content = message["content"]
+    message = message | {name: _mapped(message[name], within) for name in _CALLS if name in message}
     if isinstance(content, str):
         return {**message, "content": within(content)}
     parts, before = [], False

@@ -42,6 +42,7 @@ class VideoSettings:
     (``average``, ``max`` or ``bilinear``). ``newline``: what the checkpoint's separator, where it has one, ends:
     every row of a frame (``grid``), every frame (``frame``), the clip (``one_token``) or nothing (``no_token``).
     ``time`` is a format string of ``seconds`` (whole ones) for the text in front of each frame; empty = none.
+    ``features``: what is pooled are the patches as the projector takes them, not as it makes them.
     """
 
     frames: int
@@ -49,6 +50,7 @@ class VideoSettings:
     mode: str = "bilinear"
     newline: str = "one_token"
     time: str = ""
+    features: bool = False
 
 
 class NewlineProjector(nn.Module):
@@ -295,7 +297,10 @@ class LlavaVision(VisionEncoder):
         newline: Tensor | None = None
         if isinstance(project, NewlineProjector):
             newline, project = project.newline, project.projector
-        grid_FHWD = pool_grid(project(features), video.stride, video.mode)
+        if video.features:
+            grid_FHWD = project(pool_grid(features, video.stride, video.mode))
+        else:
+            grid_FHWD = pool_grid(project(features), video.stride, video.mode)
         position = "no_token" if self._newline_at_end else video.newline
         tokens = _separate(grid_FHWD, None if newline is None else newline.to(grid_FHWD.dtype), position)
         pooled = {kind: _pooled(values, video.stride, video.mode) for kind, values in seen.items()}

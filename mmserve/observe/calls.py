@@ -1,10 +1,17 @@
-"""What is known of the call that is being answered: shared by the access log, other log lines and metrics."""
+"""What is known of the call that is being answered: shared by the access log, other log lines, metrics and traces.
+
+A call is answered by a task of the event loop, its request by threads of the engine, which know the request alone.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+from mmserve.core.request import Request
 
 
 @dataclass
@@ -21,6 +28,9 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
+    headers: Mapping[str, str] = field(default_factory=dict)  # those that say which trace it belongs to
+    trace_id: str = ""  # of its request, where that is traced, …
+    span_id: str = ""  # … and of the span of the whole request, both in hexadecimal
 
 
 _current: ContextVar[Call | None] = ContextVar("mmserve_call", default=None)
@@ -34,3 +44,11 @@ def current() -> Call:
 def begin(call: Call) -> None:
     """Make ``call`` the one that the current task, and tasks that it starts, answer."""
     _current.set(call)
+
+
+class _Working(threading.local):
+    request: Request | None = None
+
+
+#: The request that this thread works on at this moment, where that is one alone: for its lines of the log.
+working = _Working()

@@ -29,7 +29,7 @@ class Endpoint:
 
     def __init__(self, registry: CollectorRegistry, config: ServerConfig) -> None:
         host, port = config.metrics_host, config.metrics_port
-        handler = MetricsHandler.factory(registry)
+        handler = _Text.factory(registry)
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             self._server = _Server((host, port), handler, family, _tls(config))
@@ -48,6 +48,19 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Text(MetricsHandler):
+    """Answers in Prometheus's text format, whatever a reader would like better.
+
+    In OpenMetrics, which Prometheus 2 asks for, prometheus_client writes the colon of a sample's name as an underscore,
+    and no name is then what dashboards call it (prometheus/client_python, issue 1177).
+    """
+
+    def do_GET(self) -> None:
+        """Answer one question."""
+        del self.headers["Accept"]
+        super().do_GET()
 
 
 class _Server(ThreadingHTTPServer):

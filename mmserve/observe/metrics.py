@@ -1,27 +1,23 @@
 """What a server counts and times, as Prometheus metrics.
 
 Names are those that vLLM made usual where there is one, with the prefix ``mmserve:``; the rest is what diffusion models
-add to them. Every server has a registry of its own. What requests come to is noted as they end (``Watch``); what
+add to them. Every server has a registry of its own. What requests come to is noted as they end (``watch.py``); what
 engines hold is read from them at each scrape (``_Held``).
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from mmserve.core.events import Delta, Event, Finished
+from mmserve.core.events import Finished
 from mmserve.core.stats import CacheStats, Stats
-from mmserve.errors import MMServeError
-from mmserve.observe import calls
+from mmserve.observe.aliases import also_under
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
 from mmserve.observe.sessions import SessionMetrics
 from mmserve.observe.tenants import TenantMetrics
@@ -42,10 +38,14 @@ class Measured(Described, Protocol):
 
 
 class Metrics:
-    """Those of one server over its ``engines`` (model name → engine)."""
+    """Those of one server over its ``engines`` (model name → engine).
 
-    def __init__(self, engines: Mapping[str, Measured]) -> None:
+    ``served`` is what is read of them: all of ``registry``, and those of mmserve under other ``prefixes``, too.
+    """
+
+    def __init__(self, engines: Mapping[str, Measured], prefixes: Sequence[str] = ()) -> None:
         self.registry = CollectorRegistry()
+        self.served = also_under(self.registry, prefixes)
         ProcessCollector(registry=self.registry)
         add_build(self.registry)
         self.registry.register(Models(engines))
@@ -54,22 +54,26 @@ class Metrics:
         timed = self._histograms(
             _SECONDS,
             time_to_first_token_seconds="From arrival to the first final text, a sample",
+            time_to_first_draft_seconds="From arrival to the first candidates for the answer, which may yet change",
+            time_to_first_commit_seconds="From arrival to the first final position of the answer, wherever it is",
             e2e_request_latency_seconds="From arrival to the end, a sample",
             request_queue_time_seconds="Waiting before and between stages",
             request_encode_time_seconds="In encode: media to visual tokens",
             request_prefill_time_seconds="In prefill",
             request_decode_time_seconds="In decode",
         )
-        self._first, self._whole, self._queue, self._encode, self._prefill, self._decode = timed
+        self._first, self._draft, self._commit, self._whole, *of_stages = timed
+        self._queue, self._encode, self._prefill, self._decode = of_stages
         self._between, self._per_token = self._histograms(
             _BETWEEN,
             inter_token_latency_seconds="Between two pieces of final text of a sample, each of one token or of several",
             request_time_per_output_token_seconds="From the first final text to the end, over all tokens but one",
         )
-        self._prompt, self._generated = self._histograms(
+        self._prompt, self._generated, self._longest = self._histograms(
             _TOKENS,
             request_prompt_tokens="Tokens of a prompt, its visual ones among them",
             request_generation_tokens="Tokens of a sample's answer",
+            request_max_num_generation_tokens="Tokens of the longest answer of a request",
         )
         [self._per_forward] = self._histograms(_PER_FORWARD, tokens_per_forward="Tokens of an answer a forward pass")
         self._counted = self._counters(
@@ -90,10 +94,6 @@ class Metrics:
         self.tenants = TenantMetrics(self.registry)
         self.sessions = SessionMetrics(self.registry)
 
-    def watch(self) -> Watch:
-        """A context in which one request is answered."""
-        return Watch(self)
-
     def message_refused(self, code: str) -> None:
         """Count a message that was malformed, too large or too slow, before it was a request."""
         self._messages.labels(code).inc()
@@ -106,12 +106,18 @@ class Metrics:
         """Note the time between two pieces of final text."""
         self._between.labels(model).observe(seconds)
 
+    def answered(self, model: str, longest: int) -> None:
+        """Note a request all of whose samples are answered, the longest with so many tokens."""
+        self._longest.labels(model).observe(longest)
+
     def finished(self, model: str, event: Finished) -> None:
         """Note what a sample came to."""
         times, usage = event.times, event.usage
         tokens = usage.completion_tokens
         for histogram, milliseconds in (
             (self._first, times.first_token),
+            (self._draft, times.first_draft),
+            (self._commit, times.first_commit),
             (self._whole, times.total),
             (self._queue, times.queue),
             (self._encode, times.encode),
@@ -148,45 +154,6 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, (MODEL, *labels), registry=self.registry)
-
-
-class Watch:
-    """One request, from when it is read to its last event or its failure."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
-        self.model = ""  # unchanged where there is no model of that name: a client's text is never a label
-        self.tenant = ""
-        self.left = ""  # code with which the client went away, if it did
-
-    def see(self, event: Event) -> None:
-        """Note an event as it is sent."""
-        if isinstance(event, Finished):
-            self._metrics.finished(self.model, event)
-            self._metrics.tenants.finished(self.tenant, event)
-            calls.current().prompt_tokens += event.usage.prompt_tokens
-            calls.current().completion_tokens += event.usage.completion_tokens
-        elif isinstance(event, Delta):
-            now = time.monotonic()
-            if event.sample in self._last:
-                self._metrics.between(self.model, now - self._last[event.sample])
-            self._last[event.sample] = now
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._metrics.tenants.ended(self.tenant, "OK")
-            return
-        code = error.code if isinstance(error, MMServeError) else "INTERNAL"
-        if isinstance(error, asyncio.CancelledError):
-            code = self.left or "CANCELLED"
-        self._metrics.failed(self.model, code)
-        self._metrics.tenants.ended(self.tenant, code)
 
 
 class _Held(Collector):
@@ -226,6 +193,11 @@ class _Held(Collector):
                 for model, of_model in stats.items():
                     family.add_metric((model,), value(of_model))
                 yield family
+        by_stage = GaugeMetricFamily(PREFIX + "num_requests_stage", "Samples by stage", labels=(MODEL, "stage"))
+        for model, of_model in stats.items():
+            for stage, count in of_model.stages.items():
+                by_stage.add_metric((model, stage), count)
+        yield by_stage
         if stats:  # none while all models are loading
             yield from _of_caches(next(iter(stats.values())))
 
@@ -254,3 +226,19 @@ def _of_caches(stats: Stats) -> Iterator[Metric]:
         for of, cache in caches.items():
             gauge.add_metric((of,), value(cache))
         yield gauge
+    pages = stats.prefix_cache
+    found = CounterMetricFamily(
+        PREFIX + "prefix_tier_hits", "Pages of prompts that were found beyond the page pool", labels=("tier",)
+    )
+    held = GaugeMetricFamily(PREFIX + "prefix_tier_bytes", "Bytes of pages beyond the page pool", labels=("tier",))
+    for tier, hits_there, size in (
+        ("host", pages.hits, pages.used_bytes),
+        ("disk", pages.disk_hits, pages.disk_bytes),
+    ):
+        found.add_metric((tier,), hits_there)
+        held.add_metric((tier,), size)
+    yield found
+    missed = CounterMetricFamily(PREFIX + "prefix_tier_misses", "Pages of prompts that were found in no tier")
+    missed.add_metric((), pages.lookups - pages.hits - pages.disk_hits)
+    yield missed
+    yield held

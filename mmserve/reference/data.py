@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import IMAGE, VIDEO, prompt_ids
+from mmserve.models.decisions import slots
+from mmserve.reference.calls import CALLS
 from mmserve.reference.clips import NARRATION, Clip, h264
+from mmserve.reference.decisions import DECISIONS, QUESTIONS, draw_answered, prompt_question
 from mmserve.reference.images import LISTING, SHORT_TASKS, WATCH
 from mmserve.reference.items import TRAIN_SEEDS, Question, Subject
 from mmserve.reference.model import FRAME_TIME, FRAME_TOKENS, FRAMES, PIXELS, VISUAL_TOKENS
@@ -63,11 +66,21 @@ ROWS = {
     "cells": Rows(rows=16, canvas=((64,), (1.0,))),
     "watch": Rows(rows=24, canvas=((16,), (1.0,))),
     "stream": Rows(rows=16, packed=8),
+    "calls": Rows(rows=14, canvas=((64, 96), (0.3, 0.7))),
+    "decisions": Rows(rows=24, canvas=((0,), (1.0,))),
+    "decisions_text": Rows(rows=24, canvas=((0,), (1.0,))),
+    "decisions_video": Rows(rows=24, canvas=((0,), (1.0,))),
 }
+#: Positions of a batch of typed questions at most, and about those of what they are about and of each with its slot.
+DECISION_POSITIONS, CONTEXT_POSITIONS, DECISION_LENGTH = 4000, 130, 22
 #: Written in random order, so that the unmasked part of an answer must name its subject.
 UNORDERED = {"listing": LISTING, "narration": NARRATION, "cells": CELLS}
+#: Kinds of subject that are text alone.
+WITHOUT_MEDIA = ("text", "calls", "decisions_text")
+#: Kinds of subject that are clips.
+CLIPS = ("video", "narration", "decisions_video")
 #: Everything that batches are drawn from.
-TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH}
+TAUGHT = {**SUBJECTS, **UNORDERED, "watch": WATCH, "calls": CALLS}
 #: Captions are long: they have batches of their own, this share of the image ones, and this canvas (tokens).
 CAPTIONS, CAPTION_CANVAS = 0.12, 48
 
@@ -148,12 +161,12 @@ def draw(
     packed: bool = False,
     scale: float = 1.0,
     mix: str = "broad",
-    carriers: bool = False,
+    causal: bool = False,
 ) -> tuple[str, list[Sample], int]:
     """Kind, samples and canvas of training step ``step``: the same for the same arguments.
 
     ``scale`` multiplies the rows, for machines that take larger batches; ``mix`` is a key of ``MIXES``.
-    ``carriers``: windows of streams may have some.
+    ``causal``: for a causal model: windows of streams may have carriers, and typed questions are each alone.
     """
     rng = random.Random(TRAIN_SEEDS[0] + seed * 1_000_003 + step)
     shares = MIXES["looking" if looking else mix]
@@ -162,7 +175,12 @@ def draw(
     canvas = rng.choices(*form.canvas)[0]
     if kind == "stream":
         questions = form.packed if packed else 1
-        return kind, [*draw_rows(rng, scale, questions, training_clips(), carriers=carriers)], canvas
+        return kind, [*draw_rows(rng, scale, questions, training_clips(), carriers=causal)], canvas
+    if kind in DECISIONS:
+        count = rng.choices(*QUESTIONS)[0]
+        most = DECISION_POSITIONS / (CONTEXT_POSITIONS + DECISION_LENGTH * count)
+        fitting = max(1, round(scale * min(form.rows, most)))
+        return kind, [_decisions(kind, count, rng, alone=causal) for _ in range(fitting)], canvas
     subject = TAUGHT[kind]
     tasks = list(SHORT_TASKS if kind == "image" else subject.tasks)
     tasks += [task for task in REPEATED.get(mix, ()) if task in tasks]
@@ -170,6 +188,14 @@ def draw(
     if kind == "image" and rng.random() < CAPTIONS:
         tasks, canvas, rows, questions = ["caption"], CAPTION_CANVAS, form.rows, 1
     return kind, [_several(subject, tasks, questions, rng) for _ in range(max(1, round(rows * scale)))], canvas
+
+
+def _decisions(kind: str, count: int, rng: random.Random, *, alone: bool) -> Sample:
+    """Something to ask about and up to ``count`` typed questions about it, in one prompt or each ``alone``."""
+    thing = DECISIONS[kind](rng)
+    answered = draw_answered(thing, count, rng)
+    asked = [[each] for each in answered] if alone else [answered]
+    return thing, [prompt_question(thing, each, together=not alone) for each in asked]
 
 
 def _several(subject: Subject, tasks: list[str], count: int, rng: random.Random) -> Sample:
@@ -199,11 +225,11 @@ def collate(kind: str, samples: list[Sample], canvas: int, tokenizer: PreTrained
     seen = padded([[True] * len(row.ids) for row in rows], False)
     pictures = [picture for index, (thing, _questions) in enumerate(samples) for picture in _pictures(thing, index)]
     scenes = [shapes for thing, _questions in samples for shapes in _shapes(thing)]
-    changes = [_changes(thing) for thing, _questions in samples if kind != "text"]
+    changes = [_changes(thing) for thing, _questions in samples if kind not in WITHOUT_MEDIA]
     return Batch(
         kind,
         torch.stack([pixels_of(p) for p in pictures]) if pictures else None,
-        kind in ("video", "narration"),
+        kind in CLIPS,
         ids,
         torch.isin(ids, visual) & seen,
         seen,
@@ -228,7 +254,7 @@ class _Row:
 
 def _media_ids(kind: str, thing: Any, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """What each media placeholder of the prompt becomes: visual positions, a video's with a time before each frame."""
-    if kind == "text":
+    if kind in WITHOUT_MEDIA:
         return []
     if isinstance(thing, Window):
         return [window_ids(thing, tokenizer)]
@@ -263,17 +289,29 @@ def _row(
     row = _Row([], [], [], [], [])
     for number, question in enumerate(questions, start=1):
         prompt, shared = _prompt(media, question, tokenizer, question_first)
-        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), token_id(tokenizer, EOT)]
-        padding = max(0, canvas - len(answer))
-        new = range(len(prompt), len(prompt) + len(answer) + padding)
-        row.ids += prompt[shared if number > 1 else 0 :] + answer + [tokenizer.eos_token_id] * padding
+        answer, share = _answer(question, canvas, tokenizer)
+        new = range(len(prompt), len(prompt) + len(answer))
+        row.ids += prompt[shared if number > 1 else 0 :] + answer
         row.positions += [*range(shared if number > 1 else 0, new.stop)]
         row.question += [0] * (shared if number == 1 else 0) + [number] * (new.stop - shared)
-        total = len(answer) + PADDING_WEIGHT * padding
-        share = [1 / total] * len(answer) + [PADDING_WEIGHT / total] * padding
         row.share += [0.0] * (len(row.ids) - len(row.share) - len(new)) + share
         row.block += [0] * (len(row.ids) - len(row.block) - len(new)) + [i // BLOCK for i in range(len(new))]
     return row
+
+
+def _answer(question: Question, canvas: int, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[float]]:
+    """The tokens of an answer and each one's share of the loss: of typed questions only the slots count."""
+    if not question.decisions:
+        answer = [*tokenizer.encode(question.answer, add_special_tokens=False), token_id(tokenizer, EOT)]
+        padding = max(0, canvas - len(answer))
+        total = len(answer) + PADDING_WEIGHT * padding
+        share = [1 / total] * len(answer) + [PADDING_WEIGHT / total] * padding
+        return answer + [tokenizer.eos_token_id] * padding, share
+    filled = slots(tokenizer, [asked for asked, _right in question.decisions], 0, together=question.together)
+    ids, share = [*filled.ids], [0.0] * len(filled.ids)
+    for place, candidates, (_decision, right) in zip(filled.places, filled.candidates, question.decisions, strict=True):
+        ids[place], share[place] = candidates[right], 1 / len(filled.places)
+    return ids, share
 
 
 def _prompt(
@@ -286,7 +324,7 @@ def _prompt(
     turn = {"role": "user", "content": [asked, *shown] if question_first else [*shown, asked]}
     prompt: list[int] = []
     waiting, shared = iter(media), 0
-    for token in prompt_ids(tokenizer, [turn]):
+    for token in prompt_ids(tokenizer, [turn, *question.turns], question.tools):
         if token in (image, video):
             prompt += next(waiting)
             shared = len(prompt)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.reference.data import Batch, Sample, collate, draw
-from mmserve.reference.model import ReferenceModel
+from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.recipe import Recipe
 from mmserve.reference.tasks import SUBJECTS
 from mmserve.reference.tokenizer import MASK, token_id
@@ -28,7 +28,7 @@ def quick_accuracy(model: ReferenceModel, tokenizer: PreTrainedTokenizerFast, re
     result, device = {}, model.decoder.embed.weight.device
     for kind, (samples, canvas) in _held_out(recipe).items():
         batch = collate(kind, samples, 0 if model.causal else canvas, tokenizer).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             visual = None
             if batch.pixels is not None:
                 visual = model.visual(model.look(batch.pixels)[0], pooled=batch.pooled)

@@ -9,6 +9,8 @@ from typing import Any
 
 from PIL import Image
 
+from mmserve.core.decisions import Decision
+
 TRAIN_SEEDS = range(1 << 20, 1 << 30)
 TEST_SEEDS = range(1 << 20)
 
@@ -31,17 +33,27 @@ Media = Image.Image | Frames
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a task and its answer."""
+    """One question of a task and its answer.
+
+    ``tools`` are offered with it, and ``turns`` follow it before the answer, both as chat templates take them.
+    ``decisions``: typed questions, each with the index of its right answer; ``answer`` is then the canvas, which has
+    their text, too, where they are answered ``together``.
+    """
 
     task: str
     text: str
     answer: str
+    tools: tuple[dict[str, Any], ...] = ()
+    turns: tuple[dict[str, Any], ...] = ()
+    decisions: tuple[tuple[Decision, int], ...] = ()
+    together: bool = True
 
 
 #: Draws something to ask about.
 Draw = Callable[[random.Random], Any]
-#: A question about what was drawn, as (text, answer); None where it allows none (no shape is unique, for example).
-Ask = Callable[[Any, random.Random], tuple[str, str] | None]
+#: A question about what was drawn, as (text, answer), with tools and turns where it has some; None where the thing
+#: allows none (no shape is unique, for example).
+Ask = Callable[[Any, random.Random], tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True)

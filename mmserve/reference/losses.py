@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmserve.reference.data import UNORDERED, Batch
+from mmserve.reference.decisions import DECISIONS
 from mmserve.reference.model import ReferenceModel
 
 #: Share of questions whose every answer token is masked: then only the picture has the answer.
@@ -17,7 +18,7 @@ ALL_MASKED = 0.4
 #: them; in the others to the answer's end: what lies far ahead must be known to be unsure, or it is committed first.
 FROM_A_TOKEN, AHEAD = 0.5, 8
 #: Share of batches of a kind that are trained as ``staircase`` does, and tokens of a piece on average.
-STAIRCASE, STAIR = {"text": 0.4, "json": 0.4}, 4
+STAIRCASE, STAIR = {"text": 0.4, "json": 0.4, "calls": 0.4}, 4
 #: Masking rates of answers in random order: the unmasked part must identify the shape.
 UNORDERED_RATES = (0.3, 0.85)
 
@@ -30,8 +31,10 @@ def mask_answers(batch: Batch, mask_id: int, lowest_rate: float, generator: torc
     of a random block is known, what is right of it is masked and carries no loss. Of answers in order, some
     are masked from a random token on (``FROM_A_TOKEN``), with the loss on the ``AHEAD`` tokens there or on all: what
     decoding meets most, for the surest token is mostly the next one. Whatever the masking, a token's weight is its
-    share on average.
+    share on average. Slots of typed questions are always masked, all of them: they are answered in one pass.
     """
+    if batch.kind in DECISIONS:
+        return torch.where(batch.share > 0, mask_id, batch.ids), batch.share
     shape = (len(batch.ids), int(batch.question.max()) + 1)
 
     def uniform(shape: tuple[int, ...]) -> Tensor:

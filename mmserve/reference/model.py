@@ -8,7 +8,8 @@ from mmserve_kernels.rope_scatter import rotate
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from mmserve.models.decoder import Attend, Decoder, DecoderConfig, dense_attention
+from mmserve.models.decoder import Attend, Decoder, dense_attention
+from mmserve.models.decoder_config import DecoderConfig
 
 PIXELS, PATCH = 72, 8
 GRID = PIXELS // PATCH
@@ -51,6 +52,14 @@ def tower_config() -> CLIPVisionConfig:
         hidden_act="gelu",
         projection_dim=128,
     )
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Products in bfloat16, except on a CPU where oneDNN only emulates it: float32 there."""
+    fast = device.type != "cpu" or (
+        torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
 def explicit_attention(mask: Tensor) -> Attend:

@@ -94,6 +94,47 @@ MIXES: dict[str, dict[str, float]] = {
         "cells": 0.02,
         "watch": 0.02,
     },
+    # A diffusion model forgets sums and single frames sooner than a causal one: more of both.
+    "streaming_diffusion": {
+        "stream": 0.38,
+        "image": 0.12,
+        "listing": 0.02,
+        "json": 0.11,
+        "video": 0.07,
+        "narration": 0.02,
+        "text": 0.14,
+        "pair": 0.07,
+        "cells": 0.01,
+        "watch": 0.06,
+    },
+    "calling": {
+        "calls": 0.46,
+        "image": 0.1,
+        "listing": 0.02,
+        "json": 0.08,
+        "video": 0.06,
+        "narration": 0.02,
+        "text": 0.06,
+        "pair": 0.05,
+        "cells": 0.01,
+        "watch": 0.02,
+        "stream": 0.12,
+    },
+    # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
+    "deciding": {
+        "calls": 0.27,
+        "stream": 0.25,
+        "decisions": 0.12,
+        "decisions_text": 0.03,
+        "decisions_video": 0.04,
+        "watch": 0.03,
+        "image": 0.05,
+        "listing": 0.01,
+        "json": 0.07,
+        "video": 0.035,
+        "text": 0.06,
+        "pair": 0.035,
+    },
 }
 #: Tasks that a mix asks more often than the others of their kind, once more for each time named here.
 REPEATED: dict[str, tuple[str, ...]] = dict.fromkeys(

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mmserve.models.chat import CHAT_TEMPLATE, IMAGE, VIDEO
+from mmserve.models.chat import IMAGE, TOOLS_TEMPLATE, VIDEO
 from mmserve.reference.items import TRAIN_SEEDS
 from mmserve.reference.tasks import TASKS, sample
 
@@ -49,7 +49,7 @@ def train_tokenizer(*, lines: int = 3000) -> PreTrainedTokenizerFast:
         mask_token=MASK,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = TOOLS_TEMPLATE
     return tokenizer
 
 

@@ -26,7 +26,7 @@ from mmserve.reference.data import Batch, collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.losses import STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
-from mmserve.reference.model import ReferenceModel
+from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.parallel import Processes
 from mmserve.reference.plot import plot
 from mmserve.reference.recipe import MIXES, OBJECTIVES, RECIPES, TRAINED, Recipe
@@ -86,7 +86,7 @@ class Steps(Dataset[Batch]):
         causal = recipe.objective == "causal"
         packed = causal or step < recipe.packed_steps
         kind, samples, canvas = draw(
-            step, recipe.seed, looking=looking, packed=packed, scale=recipe.scale, mix=recipe.mix, carriers=causal
+            step, recipe.seed, looking=looking, packed=packed, scale=recipe.scale, mix=recipe.mix, causal=causal
         )
         samples = self.processes.share(samples)
         batch = collate(kind, samples, 0 if causal else canvas, self.tokenizer)
@@ -136,7 +136,7 @@ class Run:
         """One optimisation step; returns its figures, tensors still on the device."""
         recipe, step = self.recipe, self.done
         batch = batch.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with mixed_precision(self.device):
             visual, teaching, right = self._look(batch)
             if step < recipe.tower_steps:
                 loss = main = teaching

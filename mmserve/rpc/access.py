@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from mmserve.observe import calls
+from mmserve.observe import calls, traces
 from mmserve.observe.calls import Call
 from mmserve.observe.metrics import Metrics
 from mmserve.wire import request_id
@@ -44,7 +44,8 @@ class Access(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """The method's own handler, watched; ``observe.calls.current()`` is the call from here on."""
         metadata = handler_call_details.invocation_metadata
-        call = Call(handler_call_details.method, request_id=request_id.label_in(metadata))
+        headers = traces.carried(metadata or ())
+        call = Call(handler_call_details.method, request_id=request_id.label_in(metadata), headers=headers)
         calls.begin(call)
         handler = await continuation(handler_call_details)
         if handler is None:  # gRPC itself answers
@@ -126,6 +127,7 @@ def ended(call: Call, code: str, metrics: Metrics, *, log: bool, known: bool = T
         "prompt_tokens": call.prompt_tokens,
         "completion_tokens": call.completion_tokens,
         "request_id": call.request_id,
+        "trace_id": call.trace_id,
     }
     routine = code == "OK" and call.method.startswith(_ROUTINE)
     text = " ".join(f"{name}={_plain(str(value))}" for name, value in fields.items() if value != "")
@@ -144,4 +146,6 @@ def _code(context: Any) -> str:
 
 def _plain(value: str) -> str:
     """``value`` without what would break a line or its fields: a method's name is its client's word."""
+    if value.isascii() and value.isprintable() and " " not in value:
+        return value
     return "".join(c if c.isprintable() and not c.isspace() else c.encode("unicode_escape").decode() for c in value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import Diffusion, Policy
+from mmserve.core.request import Diffusion, Policy, Sampling
 from mmserve.core.tuning import ACCOMPANIED, BALANCED, DRAFTING, UNPENALISED
 from mmserve.core.values import SHARE_ABOVE_0
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import QUALITIES
+from mmserve.wire.plain import from_message
 from mmserve.wire.policies import chosen_policy
 
 _SAMPLED = (pb.CONSTRAINT_SAMPLING_AWRS, pb.CONSTRAINT_SAMPLING_ASAP)
@@ -66,10 +67,10 @@ def _quality(diffusion: pb.DiffusionParams) -> str | float:
 def _leaves_room(message: pb.GenerateRequest, commit: Policy) -> bool:
     """Whether what ``message`` asks for can be had with ``commit``; see ``Capabilities.check`` for the reasons."""
     names = {commit.name, *([commit.base.name] if commit.base is not None else [])}
-    penalty = message.sampling.repetition_penalty if message.sampling.HasField("repetition_penalty") else 1.0
+    changes = from_message(Sampling, message.sampling).changes_logits
     return not (
         message.diffusion.HasField("steps")
-        or (penalty != 1 and names & UNPENALISED)
+        or (changes and names & UNPENALISED)
         or (message.HasField("kv_reduction") and names & DRAFTING)
         or (message.HasField("image_reuse") and names & (DRAFTING | ACCOMPANIED))
         or message.constraint.sampling in _SAMPLED

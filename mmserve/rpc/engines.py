@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Protocol
 
+from mmserve.core.cached import Block
+from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.events import Event
-from mmserve.core.info import ModelInfo
+from mmserve.core.info import AdapterInfo, ModelInfo
+from mmserve.core.progress import Progress
 from mmserve.core.request import Request
 from mmserve.core.stats import Stats
 from mmserve.errors import MMServeError, NotFound, Unavailable
@@ -22,8 +25,15 @@ class EngineLike(Protocol):
     def start(self) -> None:
         """Begin to serve."""
 
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
-        """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events."""
+    def submit(self, request: Request, sink: Callable[[Event | Progress], None]) -> None:
+        """Take ``request``, or raise ``ResourceExhausted`` or ``Unavailable``; ``sink`` then gets its events, and
+        how it gets on where it has a ``trace``."""
+
+    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
+        """Whether the constraint of ``request`` can be kept, and whether ``answer`` obeys it; may take seconds.
+
+        Raises what the request would fail with.
+        """
 
     def stats(self) -> Stats:
         """What it holds and has counted."""
@@ -39,6 +49,40 @@ class EngineLike(Protocol):
 
     def stop(self) -> None:
         """End its threads."""
+
+
+class AdaptersLike(Protocol):
+    """The adapters of a model, as ``models.adapters.Adapters`` has them; for calls from any thread."""
+
+    def load(self, name: str) -> AdapterInfo: ...
+
+    def drop(self, name: str) -> None: ...
+
+    def listed(self) -> list[AdapterInfo]: ...
+
+
+def adapters_of(engine: EngineLike) -> AdaptersLike | None:
+    """The adapters of an engine's model; None where the engine has none, as one whose stages are on other machines."""
+    found: AdaptersLike | None = getattr(engine, "adapters", None)
+    return found
+
+
+class KeptLike(Protocol):
+    """What an engine keeps for later requests, as ``mmserve.kept.Kept`` has it; slow, for calls from any thread."""
+
+    def blocks(self) -> list[Block]: ...
+
+    def pin(self, ids: Sequence[str], pinned: bool) -> int: ...
+
+    def drop(self, ids: Sequence[str]) -> int: ...
+
+    def prefix_of(self, request: str) -> str: ...
+
+
+def kept_of(engine: EngineLike) -> KeptLike | None:
+    """What ``engine`` keeps; None where that cannot be managed."""
+    found: KeptLike | None = getattr(engine, "kept", None)
+    return found
 
 
 class Engines(Mapping[str, EngineLike]):
@@ -76,6 +120,17 @@ class Engines(Mapping[str, EngineLike]):
         kept = {name: engine for name, engine in {**before, **fresh}.items() if name in names}
         self._serving, self._names = kept, tuple(names)
         return [engine for name, engine in before.items() if kept.get(name) is not engine]
+
+    def split(self, name: str) -> tuple[str, str]:
+        """A model's name, and that of the adapter after a colon in ``name``; empty where there is none."""
+        model, _colon, adapter = name.rpartition(":")
+        return (model, adapter) if name not in self._names and model in self._names else (name, "")
+
+    def names_of(self, model: str) -> list[str]:
+        """Names that requests may ask for: that of ``model``, which serves, and with each of its adapters."""
+        adapters = adapters_of(self._serving[model])
+        loaded = [] if adapters is None else adapters.listed()
+        return [model, *(f"{model}:{adapter.name}" for adapter in loaded)]
 
     def find(self, name: str) -> EngineLike:
         """The engine of model ``name``, of the default model for an empty name.

@@ -5,24 +5,31 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from mmserve.config import MediaConfig
 from mmserve.core.events import Event, Failed, Finished
 from mmserve.core.request import Request
+from mmserve.core.slo import SLO
 from mmserve.core.tenant import Tenant
 from mmserve.encode.store import MediaStore
-from mmserve.errors import DeadlineExceeded, MMServeError
-from mmserve.observe import calls
-from mmserve.observe.metrics import Metrics, Watch
+from mmserve.errors import DeadlineExceeded, InvalidArgument, MMServeError
+from mmserve.observe import calls, traces
+from mmserve.observe.metrics import Metrics
+from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.fetching import Fetcher, urls_in
 from mmserve.rpc.request_messages import to_request
 from mmserve.rpc.room import Room, media_files, text_bytes
 from mmserve.rpc.status import errors_to_status
 from mmserve.rpc.stream import Outbox
+from mmserve.rpc.violations import violations
+from mmserve.tools.answer import ToolAnswers
+from mmserve.tools.formats import FORMATS
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.v1 import generation_pb2_grpc
 from mmserve.wire import request_id
@@ -37,16 +44,43 @@ _LOGGED = 500
 class Generations:
     """Requests on their way to the engine that answers them, from whatever front they come."""
 
-    def __init__(self, engines: Engines, media: MediaStore, limits: MediaConfig, metrics: Metrics, room: Room) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        media: MediaStore,
+        limits: MediaConfig,
+        metrics: Metrics,
+        room: Room,
+        fetcher: Fetcher,
+        slo: Sequence[SLO] = (),
+    ) -> None:
         self._engines = engines
         self._metrics = metrics
         self._media = media
         self._limits = limits
         self._room = room
+        self._fetcher = fetcher
+        self._slo = {each.name: each for each in slo}
 
     def watch(self) -> Watch:
         """What counts one request from when it is read to its end."""
-        return self._metrics.watch()
+        return Watch(self._metrics, traces.begin(calls.current()))
+
+    async def fetched(
+        self, message: pb.GenerateRequest, fields: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, bytes]:
+        """The files under the URLs of ``message``; ``fields``: what the client calls those, by URL.
+
+        Raises ``InvalidArgument`` where something else is wrong with the message, before anything is fetched, and as of
+        ``Fetcher.fetch``.
+        """
+        wanted = urls_in(message.messages)
+        if not wanted:
+            return {}
+        info = self._engines.find(self._engines.split(message.model)[0]).info
+        if wrong := tuple(violations(message, info, self._limits)):
+            raise InvalidArgument(*wrong)
+        return await self._fetcher.fetch({**wanted, **fields})
 
     def accepted(
         self,
@@ -56,26 +90,41 @@ class Generations:
         deadline: float | None,
         held: ExitStack,
         watch: Watch,
+        fetched: Mapping[str, bytes] = MappingProxyType({}),
     ) -> tuple[EngineLike, Request]:
         """The engine and the request of ``message``, whose bytes are counted until ``held`` is closed.
 
-        ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). Raises
-        ``MMServeError`` where the request cannot be accepted.
+        ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). ``fetched``: the
+        files of its URLs. Raises ``MMServeError`` where the request cannot be accepted.
         """
         watch.tenant = tenant.name
-        engine = self._engines.find(message.model)
+        engine = self._engines.find(self._engines.split(message.model)[0])
         watch.model = calls.current().model = engine.info.name
-        request = to_request(
+        request = self.read(own, message, tenant, engine, deadline, fetched)
+        held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
+        return engine, watch.accepted(request)
+
+    def read(
+        self,
+        own: str,
+        message: pb.GenerateRequest,
+        tenant: Tenant,
+        engine: EngineLike,
+        deadline: float | None = None,
+        fetched: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> Request:
+        """The request of ``message`` to ``engine``; arguments and errors as of ``accepted``."""
+        return to_request(
             message,
             request_id=own,
             info=engine.info,
+            adapter=self._engines.split(message.model)[1],
             limits=self._limits,
-            media=lambda media_id: self._media.get(media_id, tenant.cache),
+            media=lambda name: fetched[name] if name in fetched else self._media.get(name, tenant.cache),
             deadline=deadline,
             tenant=tenant,
+            slo=self._slo,
         )
-        held.enter_context(self._room.taken(media_files(request), text_bytes(request)))
-        return engine, request
 
 
 async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncGenerator[Event]:
@@ -84,7 +133,10 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
     Raises the error of a ``Failed``.
     """
     outbox = Outbox(request.sampling.n)
-    engine.submit(request, outbox.put)
+    tools = None
+    if request.tools is not None:
+        tools = ToolAnswers(FORMATS[engine.info.tool_format], streams=request.streaming.deltas)
+    engine.submit(request, watch.sink(outbox.put))
     try:
         async for event in outbox:
             if isinstance(event, Failed):
@@ -92,7 +144,8 @@ async def answered(engine: EngineLike, request: Request, watch: Watch) -> AsyncG
             watch.see(event)
             if isinstance(event, Finished):
                 logger.info("request %s finished: %s", request.id, _summary(event))
-            yield event
+            for sent in (event,) if tools is None else tools.of(event):
+                yield sent
     finally:
         if not outbox.ended:  # the client went away, or its deadline passed
             late = request.deadline is not None and time.monotonic() >= request.deadline
@@ -114,10 +167,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         with ExitStack() as held:
             async with errors_to_status(context, f"Generate {label}"):
                 with logged(own, label), self._generations.watch() as watch:
-                    try:  # without a pause: what came in is counted before more may come
+                    try:  # without a pause, but for URLs: what came in is counted before more may come
+                        files = await self._generations.fetched(message)
                         engine, request = self._generations.accepted(
-                            own, message, current_tenant(), _deadline(context), held, watch
+                            own, message, current_tenant(), deadline_of(context), held, watch, files
                         )
+                        del files
                     except MMServeError as error:
                         raise error.with_traceback(None) from None  # whose frames hold the message
                     finally:
@@ -149,6 +204,7 @@ def _summary(event: Finished) -> str:
     )
 
 
-def _deadline(context: Any) -> float | None:
+def deadline_of(context: Any) -> float | None:
+    """When the call of ``context`` must have ended, on the monotonic clock (seconds); None = it has no deadline."""
     remaining = context.time_remaining()
     return None if remaining is None else time.monotonic() + remaining

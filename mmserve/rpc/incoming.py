@@ -24,13 +24,14 @@ from mmserve.rpc.room import Room
 from mmserve.rpc.status import abort
 from mmserve.rpc.turns import Turns
 from mmserve.rpc.wire import Shape, check_fields, shape_of
-from mmserve.v1 import generation_pb2, media_pb2, video_pb2
+from mmserve.v1 import decision_pb2, generation_pb2, media_pb2, video_pb2
 
 #: Larger messages are parsed off the event loop (bytes).
 INLINE_BYTES = 1 << 20
 #: Methods that take messages of up to ``max_message_bytes``, with what these are; all others carry names.
 _LARGE = {
     "/mmserve.v1.GenerationService/Generate": shape_of(generation_pb2.GenerateRequest.DESCRIPTOR),
+    "/mmserve.v1.DecisionService/Decide": shape_of(decision_pb2.DecideRequest.DESCRIPTOR),
     "/mmserve.v1.MediaService/UploadMedia": shape_of(media_pb2.UploadMediaRequest.DESCRIPTOR),
     "/mmserve.v1.VideoService/Session": shape_of(video_pb2.SessionRequest.DESCRIPTOR),
 }

@@ -17,7 +17,11 @@ from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.status import abort
 
 #: The calls that count: those that take work or memory.
-LIMITED = ("/mmserve.v1.GenerationService/Generate", "/mmserve.v1.MediaService/UploadMedia")
+LIMITED = (
+    "/mmserve.v1.GenerationService/Generate",
+    "/mmserve.v1.DecisionService/Decide",
+    "/mmserve.v1.MediaService/UploadMedia",
+)
 #: When a tenant may try again that has too many requests under way (seconds).
 _RETRY_AFTER = 1.0
 

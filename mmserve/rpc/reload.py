@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 import gc
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from mmserve.config import Config
 from mmserve.errors import ConfigError
+from mmserve.memory import trim
 from mmserve.models.names import served_names
 from mmserve.observe.endpoint import Endpoint
 from mmserve.rpc.auth import BearerAuth
@@ -26,7 +27,7 @@ logger = logging.getLogger("mmserve.rpc")
 
 #: Keys of [server] that are followed; a change of any other needs a restart, and so does any of these tables.
 _FOLLOWED = ("auth_tokens", "allow_plaintext_tokens", "tls_certificate", "tls_key", "tls_client_ca")
-_FIXED = ("engine", "media", "encoder_cache", "video", "schedulers")
+_FIXED = ("engine", "media", "encoder_cache", "video", "schedulers", "slo")
 
 
 class Guard:
@@ -79,6 +80,8 @@ class Replacement:
         self._run = run
         self._models = config.models
         self.leaving: list[EngineLike] = []  # serve no longer, and end their requests
+        self.lock = asyncio.Lock()  # of what serves: models are loaded one after another
+        self.ending = False
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, config: Config, load: Load | None) -> None:
@@ -101,13 +104,37 @@ class Replacement:
 
     def cancel(self) -> None:
         """Change nothing any more: the server ends."""
+        self.ending = True
         if self._task is not None:
             self._task.cancel()
 
+    async def retire(self, gone: Sequence[EngineLike], seconds: float) -> bool:
+        """Stop engines that serve no longer once their requests have ended, after ``seconds`` at most, and give their
+        memory back. Returns whether all requests ended by themselves."""
+        self.leaving += gone
+        in_time = True
+        for engine in gone:
+            ended, _ = await asyncio.gather(self._run(engine.drain, seconds), self._leave(engine, seconds))
+            if not ended:
+                logger.warning("a model was dropped while it had requests, which were cancelled")
+                in_time = False
+            await self._run(engine.stop)
+            self.leaving.remove(engine)
+        return in_time
+
     async def _replace(self, config: Config, load: Load) -> None:
+        async with self.lock:
+            gone = await self._replaced(config, load)
+        await self.retire(gone, config.server.drain_seconds)
+        gone.clear()
+        await self._run(forget)
+
+    async def _replaced(self, config: Config, load: Load) -> list[EngineLike]:
+        """Load what is new; returns the engines that serve no longer. Models that were loaded on request stay."""
         old = dict(zip(served_names(self._models), self._models, strict=True))
         new = dict(zip(served_names(config.models), config.models, strict=True))
-        changed = {name: entry for name, entry in new.items() if old.get(name) != entry}
+        loaded = [name for name in self._engines.names if name not in old and name not in new]
+        changed = {name: e for name, e in new.items() if old.get(name) != e or name not in self._engines}
         fresh: dict[str, EngineLike] = {}
         try:
             engines = load(dataclasses.replace(config, models=tuple(changed.values())))
@@ -119,24 +146,19 @@ class Replacement:
             logger.error("[[models]] stay as they were: %s", error, exc_info=cause)
             for engine in fresh.values():
                 await self._run(engine.stop)
-            return
-        self.leaving += self._engines.replace(tuple(new), fresh)
+            return []
+        gone = self._engines.replace((*new, *loaded), fresh)
         self._models = config.models
         logger.info("serving %s", ", ".join(self._engines))
-        for engine in list(self.leaving):
-            seconds = config.server.drain_seconds
-            ended, _ = await asyncio.gather(self._run(engine.drain, seconds), self._leave(engine, seconds))
-            if not ended:
-                logger.warning("a model was dropped while it had requests, which were cancelled")
-            await self._run(engine.stop)
-            self.leaving.remove(engine)
-        await self._run(_forget)
+        return gone
 
 
-def _forget() -> None:
-    """Let go of the weights of models that are gone: what ``settle`` set aside is looked at again."""
+def forget() -> None:
+    """Let go of the weights of models that are gone, back to the system: what ``settle`` set aside is looked at
+    again."""
     gc.unfreeze()
     settle()
+    trim()
 
 
 def unfollowed(old: Config, new: Config) -> list[str]:

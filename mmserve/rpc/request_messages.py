@@ -6,7 +6,9 @@ acceptable one is then built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from mmserve.config import MediaConfig
 from mmserve.core.info import ModelInfo, lacking
@@ -21,10 +23,12 @@ from mmserve.core.request import (
     TextPart,
     VideoPart,
 )
+from mmserve.core.slo import SLO
 from mmserve.core.tenant import ANONYMOUS, Tenant
-from mmserve.errors import InvalidArgument, Unimplemented
+from mmserve.errors import FieldViolation, InvalidArgument, Unimplemented
 from mmserve.rpc.constraint_messages import asked_constraint
 from mmserve.rpc.default_policies import asked_diffusion
+from mmserve.rpc.tool_messages import asked_calls, asked_tools, tool_constraint
 from mmserve.rpc.video_sampling import asked_video_sampling
 from mmserve.rpc.violations import violations
 from mmserve.rpc.vision_messages import asked_vision
@@ -32,6 +36,9 @@ from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire.enums import ROLES
 from mmserve.wire.plain import from_message
 from mmserve.wire.policies import chosen_policy
+
+#: What is added to the logits of tokens that must not be chosen: no model's logits come near it.
+NEVER = -1e4
 
 
 def to_request(
@@ -43,34 +50,54 @@ def to_request(
     media: Callable[[str], bytes],
     deadline: float | None,
     tenant: Tenant = ANONYMOUS,
+    slo: Mapping[str, SLO] = MappingProxyType({}),
+    adapter: str = "",
 ) -> Request:
-    """The core request for the model of ``info``; ``media`` gives the bytes of a media id, or raises ``NotFound``.
+    """The core request for the model of ``info``, with ``adapter`` where it names none itself.
 
-    ``deadline`` is on the monotonic clock (seconds). Raises ``InvalidArgument`` with every violation, or
+    ``media`` gives the bytes of a media id or URL, or raises ``NotFound``. ``deadline`` is on the monotonic clock
+    (seconds); ``slo``: the classes that requests may name. Raises ``InvalidArgument`` with every violation, or
     ``Unimplemented`` where the model lacks what the request needs.
     """
-    if wrong := tuple(violations(message, info, limits)):
+    if wrong := (*violations(message, info, limits), *_wrong_class(message, slo)):
         raise InvalidArgument(*wrong)
     diffusion = asked_diffusion(message, info)
     _require_capabilities(message, diffusion, info)
+    tools = asked_tools(message)
     return Request(
         id=request_id,
         model=info.name,
         messages=tuple(_message(m, media) for m in message.messages),
+        raw=message.raw,
         sampling=_sampling(message.sampling, info),
         diffusion=diffusion,
         vision=asked_vision(message.vision),
         streaming=from_message(Streaming, message.stream),
-        constraint=asked_constraint(message),
+        constraint=asked_constraint(message) if tools is None else tool_constraint(tools, info),
+        tools=tools,
         kv_reduction=chosen_policy(message.kv_reduction, "policy"),
         image_reuse=chosen_policy(message.image_reuse, "policy"),
         deadline=deadline,
         tenant=tenant,
+        slo=slo.get(message.slo_class),
+        adapter=message.adapter or adapter,
     )
 
 
+def _wrong_class(message: pb.GenerateRequest, slo: Mapping[str, SLO]) -> tuple[FieldViolation, ...]:
+    if not message.slo_class or message.slo_class in slo:
+        return ()
+    known = f"one of {', '.join(slo)}" if slo else "empty: the server's configuration has no [slo.NAME]"
+    return (FieldViolation("slo_class", f"must be {known}, not {message.slo_class[:100]!r}"),)
+
+
 def _message(chat: pb.ChatMessage, media: Callable[[str], bytes]) -> Message:
-    return Message(role=ROLES[chat.role], parts=tuple(_part(part, media) for part in chat.parts))
+    return Message(
+        role=ROLES[chat.role],
+        parts=tuple(_part(part, media) for part in chat.parts),
+        tool_calls=asked_calls(chat),
+        tool_call_id=chat.tool_call_id,
+    )
 
 
 def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
@@ -83,15 +110,23 @@ def _part(part: pb.ContentPart, media: Callable[[str], bytes]) -> Part:
 
 
 def _bytes(item: pb.Image | pb.Video, media: Callable[[str], bytes]) -> bytes:
-    return item.data if item.WhichOneof("source") == "data" else media(item.media_id)
+    return item.data if item.WhichOneof("source") == "data" else media(item.media_id or item.url)
 
 
 def _sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Sampling:
     own = {} if sampling.HasField("max_new_tokens") else {"max_new_tokens": info.max_new_tokens}
-    return from_message(Sampling, sampling, **own)
+    found = from_message(Sampling, sampling, **own)
+    if not found.ignore_end:
+        return found
+    return replace(found, logit_bias={**found.logit_bias, **dict.fromkeys(info.end_ids, NEVER)})
 
 
 def _require_capabilities(message: pb.GenerateRequest, diffusion: Diffusion, info: ModelInfo) -> None:
+    calls = any(chat.tool_calls or chat.role == pb.ROLE_TOOL for chat in message.messages)
+    if (message.tools or calls) and not info.tool_format:
+        raise Unimplemented(
+            f"model {info.name!r} takes no tools: its chat template has no format of tool calls that is known here"
+        )
     for kind, taken in (("image", info.images), ("video", info.videos)):
         if not taken and any(part.HasField(kind) for chat in message.messages for part in chat.parts):
             raise Unimplemented(f"model {info.name!r} takes no {kind}s")

@@ -19,11 +19,15 @@ from mmserve.errors import ConfigError
 from mmserve.observe.endpoint import Endpoint
 from mmserve.observe.metrics import Metrics
 from mmserve.rpc.access import Access
+from mmserve.rpc.cache import CacheService
 from mmserve.rpc.connections import connection_options
+from mmserve.rpc.decision import Deciding, DecisionService
 from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.generation import Generations, GenerationService
 from mmserve.rpc.health import NOT_SERVING, SERVING, Health
 from mmserve.rpc.incoming import Incoming
+from mmserve.rpc.loading import Loading
 from mmserve.rpc.media import MediaService
 from mmserve.rpc.model import ModelService
 from mmserve.rpc.quotas import Quotas
@@ -32,6 +36,10 @@ from mmserve.rpc.reload import Guard, Load, Replacement, unfollowed
 from mmserve.rpc.room import Room
 from mmserve.rpc.video import VideoService
 from mmserve.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    decision_pb2,
+    decision_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     media_pb2,
@@ -48,9 +56,11 @@ logger = logging.getLogger("mmserve.rpc")
 
 SERVICES = tuple(
     service.full_name
-    for module in (generation_pb2, media_pb2, model_pb2, video_pb2)
+    for module in (generation_pb2, decision_pb2, media_pb2, model_pb2, cache_pb2, video_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 )
+#: Threads for engines that are loaded later; they are made as they are needed.
+_LOADED_THREADS = 64
 #: How long last words may take to reach the clients once nothing runs any more (seconds).
 _GOODBYE_SECONDS = 2.0
 
@@ -84,11 +94,15 @@ class Server:
         self.engines = Engines((*engines, *loading))
         self._given = dict(engines)
         self.media = MediaStore(config.media.store_bytes)
-        self.metrics = Metrics(self.engines)
+        self.metrics = Metrics(self.engines, config.server.metrics_prefixes)
         self.sessions = Registry(config.video, self.metrics.sessions.sessions)
         self.room = Room(config.media.live_bytes)
         self.quotas = Quotas(self.metrics.tenants.limited)
-        self.generations = Generations(self.engines, self.media, config.media, self.metrics, self.room)
+        self._fetcher = Fetcher(config.media, self.room)
+        self.generations = Generations(
+            self.engines, self.media, config.media, self.metrics, self.room, self._fetcher, config.slo
+        )
+        self.deciding = Deciding(self.engines, self.generations)
         self._fronts: list[Front] = []
         self._hosts = Hosts(config)
         self.port = 0
@@ -96,12 +110,15 @@ class Server:
         self._health = Health(SERVICES)
         self._grpc: Any = None
         self._scraped: Endpoint | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it has started
+        self._impaired = False
         self._ending: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         # a drain under way keeps one thread an engine busy, and the call that cuts it short needs another; engines that
-        # replace others on SIGHUP need theirs, too
-        self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + 4, "mmserve-engine")
+        # replace others on SIGHUP, or are loaded on request, need theirs, too
+        self._threads = ThreadPoolExecutor(4 * len(self.engines.names) + _LOADED_THREADS, "mmserve-engine")
         self._replacement = Replacement(self.engines, config, self._elsewhere, self._leave)
+        self.loading = Loading(self.engines, config, self._elsewhere, self._replacement)
 
     @property
     def ending(self) -> bool:
@@ -116,12 +133,13 @@ class Server:
         """Listen, start the engines, and return the bound port; raises ``ConfigError`` where that is impossible."""
         if self._grpc is not None:
             raise RuntimeError("a server starts once")
+        self._loop = asyncio.get_running_loop()
         self._grpc = self._build()
         self.port = self._bind()
         started: list[EngineLike] = []
         try:
             if self.config.server.metrics_port:
-                self._scraped = Endpoint(self.metrics.registry, self.config.server)
+                self._scraped = Endpoint(self.metrics.served, self.config.server)
                 self.guard.endpoint = self._scraped
             for name, engine in self._given.items():
                 await self._for_all([engine], "start")
@@ -154,8 +172,20 @@ class Server:
         self._announce()
         return True
 
+    def impair(self, impaired: bool) -> None:
+        """Have health report NOT_SERVING although requests are answered, or no longer; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._set_impaired, impaired)
+
+    def _set_impaired(self, impaired: bool) -> None:
+        self._impaired = impaired
+        if self._ending is None:
+            self._announce()
+
     def _announce(self) -> None:
-        if not self.engines.loading:
+        if self._impaired:
+            self._health.set(NOT_SERVING)
+        elif not self.engines.loading:
             self._health.set(SERVING)
             logger.info("serving %s on %s:%d", ", ".join(self.engines), self.config.server.host, self.port)
 
@@ -261,6 +291,7 @@ class Server:
             await self._for_all(engines, "stop")
             await self._close_endpoint()
             self._incoming.close()
+            self._fetcher.close()
             self._threads.shutdown(wait=False)
             self._ended.set()
             logger.info("stopped")
@@ -298,10 +329,12 @@ class Server:
         server = grpc.aio.server(interceptors=interceptors, options=connection_options(config))
         generation = GenerationService(self.generations)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(DecisionService(self.deciding), server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(
             MediaService(self.media, self.config.media, self.metrics.calls), server
         )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines, self._hosts), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.engines, self._hosts, self.loading), server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self.engines, self.generations), server)
         video = VideoService(self.engines, self._hosts, self.sessions, self.config, self.metrics, self.quotas)
         video_pb2_grpc.add_VideoServiceServicer_to_server(video, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

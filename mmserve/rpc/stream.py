@@ -1,8 +1,9 @@
 """The outbox of one request: events come from the engine's thread, and leave to an asyncio handler.
 
 A slow client never makes the engine wait, and never makes the outbox grow: unsent deltas are joined, and of the
-unsent snapshots only the latest is kept, for each sample by itself. Joined or not, the deltas a client gets add up to
-the same texts, and the edits that its snapshots announce to the same numbers.
+unsent snapshots only the latest is kept, for each sample by itself; of unsent drafts a few are, and the last of them
+takes in what follows. Joined or not, the deltas a client gets add up to the same texts, its drafts to the same
+canvases, and the edits that its snapshots announce to the same numbers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import threading
 from dataclasses import replace
 from itertools import pairwise
 
-from mmserve.core.events import Delta, Event, Failed, Finished, Snapshot
+from mmserve.core.events import Delta, Draft, Event, Failed, Finished, Snapshot
 
 logger = logging.getLogger("mmserve.rpc")
+
+#: Drafts of a sample that may be unsent: a client that reads at all gets every step, however its process is scheduled.
+DRAFTS = 8
 
 
 class Outbox:
@@ -80,7 +84,15 @@ def _left(samples: int, event: Event) -> int:
 
 
 def coalesce(unsent: list[Event], event: Event) -> None:
-    """Add ``event`` to ``unsent``, in place; at most two deltas and one snapshot of a sample are ever in it."""
+    """Add ``event`` to ``unsent``, in place; at most two deltas, one snapshot and ``DRAFTS`` drafts of a sample are
+    ever in it."""
+    if isinstance(event, Draft):
+        drafts = [i for i, e in enumerate(unsent) if isinstance(e, Draft) and e.sample == event.sample]
+        if len(drafts) >= DRAFTS:
+            last = unsent[drafts[-1]]
+            assert isinstance(last, Draft)
+            unsent[drafts[-1]] = event.after(last)
+            return
     if isinstance(event, Snapshot):
         for index, dropped in enumerate(unsent):
             if isinstance(dropped, Snapshot) and dropped.sample == event.sample:

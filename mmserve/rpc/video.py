@@ -27,6 +27,7 @@ from mmserve.errors import (
 )
 from mmserve.observe import calls
 from mmserve.observe.metrics import Metrics
+from mmserve.observe.watch import Watch
 from mmserve.rpc.auth import current_tenant
 from mmserve.rpc.engines import EngineLike, Engines
 from mmserve.rpc.quotas import Quotas
@@ -196,7 +197,7 @@ class _Question:
     """One question as quotas and metrics see it (``session.Noted``)."""
 
     def __init__(self, metrics: Metrics, quotas: Quotas, engine: EngineLike, tenant: Tenant) -> None:
-        self._watch = metrics.watch()
+        self._watch = Watch(metrics)
         self._watch.model, self._watch.tenant = engine.info.name, tenant.name
         self._quotas, self._tenant = quotas, tenant
         self._held = ExitStack()

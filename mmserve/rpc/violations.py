@@ -10,11 +10,12 @@ from mmserve.config import MediaConfig
 from mmserve.core.info import ModelInfo
 from mmserve.core.media_id import is_media_id
 from mmserve.core.policies import CLASSES
-from mmserve.core.request import Diffusion, Sampling
+from mmserve.core.request import Diffusion, Sampling, Streaming
 from mmserve.core.values import wrong
 from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
 from mmserve.rpc.default_policies import wrong_quality
+from mmserve.rpc.tool_messages import wrong_tools
 from mmserve.rpc.video_sampling import wrong_video_sampling
 from mmserve.rpc.vision_messages import wrong_vision
 from mmserve.v1 import generation_pb2 as pb
@@ -22,6 +23,8 @@ from mmserve.wire.enums import ROLES
 from mmserve.wire.policies import options_of
 
 MAX_STOP_STRINGS = 16
+#: Tokens whose logits a request may change.
+MAX_BIASES = 1024
 #: Messages of a chat and their parts, together.
 MAX_PARTS = 1 << 12
 
@@ -34,9 +37,11 @@ def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig
     for field, description in (
         *_wrong_messages(message, info, limits),
         *_wrong_sampling(message.sampling, info),
+        *_wrong_stream(message.stream),
         *_wrong_diffusion(message.diffusion, info),
         *_wrong_answer(message, info),
         *wrong_constraint(message, info.max_tokens),
+        *wrong_tools(message),
         *wrong_vision(message.vision),
         *_wrong_kv(message),
     ):
@@ -51,11 +56,17 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
     if (count := len(message.messages) + sum(len(chat.parts) for chat in message.messages)) > MAX_PARTS:
         yield "messages", f"must hold at most {MAX_PARTS} messages and parts together, not {count}"
         return
+    if message.raw:
+        alone = len(message.messages) == 1 and message.messages[0].role == pb.ROLE_USER
+        if not alone or any(part.WhichOneof("part") != "text" for part in message.messages[0].parts):
+            yield "messages", "must be one message of ROLE_USER, of text alone, with raw"
+        if message.tools:
+            yield "tools", "must be empty with raw: the chat template shows tools"
     images = videos = 0
     for i, chat in enumerate(message.messages):
         if chat.role not in ROLES:
-            yield f"messages[{i}].role", "must be ROLE_SYSTEM, ROLE_USER or ROLE_ASSISTANT"
-        if not chat.parts:
+            yield f"messages[{i}].role", "must be ROLE_SYSTEM, ROLE_USER, ROLE_ASSISTANT or ROLE_TOOL"
+        if not chat.parts and not chat.tool_calls:
             yield f"messages[{i}].parts", "must hold at least one part"
         for j, part in enumerate(chat.parts):
             path = f"messages[{i}].parts[{j}]"
@@ -69,8 +80,9 @@ def _wrong_messages(message: pb.GenerateRequest, info: ModelInfo, limits: MediaC
                     videos += 1
                     yield from _wrong_media(part.video, f"{path}.video", limits)
                     yield from wrong_video_sampling(part.video.sampling, f"{path}.video.sampling", limits)
-    if message.messages[-1].role in ROLES and message.messages[-1].role != pb.ROLE_USER:
-        yield f"messages[{len(message.messages) - 1}].role", "must be ROLE_USER: the last message is the user's"
+    if message.messages[-1].role in (pb.ROLE_SYSTEM, pb.ROLE_ASSISTANT):
+        why = "must be ROLE_USER or ROLE_TOOL: the last message is the user's, or the result of a tool"
+        yield f"messages[{len(message.messages) - 1}].role", why
     allowed = min(limits.max_images, info.max_images) if info.images else limits.max_images
     if images > allowed:
         yield "messages", f"must hold at most {allowed} images, not {images}"
@@ -84,7 +96,7 @@ def _wrong_media(item: pb.Image | pb.Video, path: str, limits: MediaConfig) -> W
     size = len(item.data) if source == "data" else 0  # once: each look at the data copies them
     match source:
         case None:
-            yield path, "must have data or a media_id"
+            yield path, "must have data, a media_id or a url"
         case "data" if not size:
             yield f"{path}.data", "must not be empty"
         case "data" if size > limits.max_item_bytes:
@@ -98,11 +110,22 @@ def _wrong_sampling(sampling: pb.SamplingParams, info: ModelInfo) -> Wrong:
         yield f"sampling.{name}", rule
     if sampling.max_new_tokens > info.max_tokens:
         yield "sampling.max_new_tokens", f"must be in [1, {info.max_tokens}], not {sampling.max_new_tokens}"
+    if len(sampling.logit_bias) > MAX_BIASES:
+        yield "sampling.logit_bias", f"must hold at most {MAX_BIASES} tokens, not {len(sampling.logit_bias)}"
+    elif not all(-100 <= bias <= 100 for bias in sampling.logit_bias.values()):
+        yield "sampling.logit_bias", "must be in [-100, 100]"
     if len(sampling.stop) > MAX_STOP_STRINGS:
         yield "sampling.stop", f"must hold at most {MAX_STOP_STRINGS} strings, not {len(sampling.stop)}"
     for i, stop in enumerate(sampling.stop):
         if not stop:
             yield f"sampling.stop[{i}]", "must not be empty"
+
+
+def _wrong_stream(stream: pb.StreamOptions) -> Wrong:
+    for name, rule in wrong(Streaming, options_of(stream)):
+        yield f"stream.{name}", rule
+    if stream.alternatives and not (stream.tokens or stream.drafts):
+        yield "stream.alternatives", "must be 0 without tokens and drafts, which it is for"
 
 
 def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:

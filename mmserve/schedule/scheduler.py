@@ -1,7 +1,8 @@
 """The scheduler: a pure function from the requests' states and the budgets to a plan.
 
-First come, first served at every stage, each bounded by its budget, and fair between tenants (``fair.py``). A prefill
-that is begun goes before a tenant's new ones. A batch always takes at least its first request, so nothing can be too
+Earliest deadline first at every stage before decode (``deadlines.py``), each bounded by its budget, and fair between
+tenants (``fair.py``). A prefill that is begun goes before a tenant's new ones, and running decodes do not wait for
+prefills: each pass of either has its own budget. A batch always takes at least its first request, so nothing can be too
 large to run. Of a next-token model's prompt that is longer than the budget a batch takes a chunk, and decode has its
 turn between two; one whose clip is still read waits until the rows of a whole chunk are there. Decode steps are shared
 out fairly by their rows (``turns.py``). A request whose pass has more rows than the budget runs alone, and shorter ones
@@ -37,7 +38,8 @@ def schedule(entries: Sequence[Entry], budgets: Budgets) -> Plan:
     }
     free = budgets.idle | budgets.within.keys()
     taken = {name: plan(entries, budgets) if name in free else [] for name, plan in stages.items()}
-    now, turns = advanced(budgets.now, taken["decode"], _count(entries, *_DECODES))
+    live = sum(1 / entry.pace for entry in entries if entry.stage in _DECODES)
+    now, turns = advanced(budgets.now, taken["decode"], live)
     return Plan(
         **{name: tuple(entry.id for entry, _cost in each) for name, each in taken.items()},
         served={name: charged(budgets.served.get(name, Served()), each) for name, each in taken.items()},
@@ -87,8 +89,8 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
     running, pages = budgets.max_running - _count(entries, *_HOLDS_PAGES) - len(begun), budgets.free_pages
     new = [e for e in encoded if e.prefilled is None]
     waiting: _Taken = []
-    ready = [(e, e.tokens - (e.prefilled or 0)) for e in begun + new if not e.awaits]
-    for entry, cost in _ordered(ready, budgets, "prefill"):
+    ready = [(e, e.tokens - (e.prefilled or 0)) for e in _by_due(begun) + _by_due(new) if not e.awaits]
+    for entry, cost in _served(ready, budgets, "prefill"):
         if entry.prefilled is None:
             if not running > 0 or entry.pages > pages:
                 running = 0  # no request overtakes the first that does not fit: it would wait for ever
@@ -100,8 +102,14 @@ def _prefill(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
 
 
 def _decode(entries: Sequence[Entry], budgets: Budgets) -> _Taken:
+    """A first step runs no rows where prefill has made its candidates: it is done beside any batch. It is charged for,
+    and counted within a long pass, as all of its request."""
     ready = sorted((e for e in entries if e.stage in (Stage.PREFILLED, Stage.READY)), key=lambda e: e.turn)
-    return _pass(_ordered([(e, e.rows) for e in ready], budgets, "decode"), budgets, "decode", budgets.decode_tokens)
+    waiting = _served([(e, e.rows or e.tokens) for e in ready], budgets, "decode")
+    if "decode" not in budgets.idle:
+        return _pass(waiting, budgets, "decode", budgets.decode_tokens)
+    free = [each for each in waiting if not each[0].rows]
+    return free + _fill([each for each in waiting if each[0].rows], budgets.decode_tokens)
 
 
 def _pass(waiting: _Taken, budgets: Budgets, stage: str, most: int) -> _Taken:
@@ -114,14 +122,28 @@ def _pass(waiting: _Taken, budgets: Budgets, stage: str, most: int) -> _Taken:
 
 def _left_within(stage: str, taken: _Taken, budgets: Budgets) -> int:
     """How many rows shorter requests may run during the stage's pass, once it has ``taken`` what is planned."""
+    if stage == "decode" and stage in budgets.idle:
+        return rows_within(sum(entry.rows for entry, _cost in taken), budgets.decode_tokens)
     rows = sum(cost for _entry, cost in taken)
-    if stage in budgets.idle:
-        return rows_within(rows, budgets.prefill_tokens if stage == "prefill" else budgets.decode_tokens)
-    return budgets.within.get(stage, 0) - rows
+    return rows_within(rows, budgets.prefill_tokens) if stage in budgets.idle else budgets.within.get(stage, 0) - rows
 
 
 def _ordered(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
-    """``waiting`` in the order in which its tenants are to be served."""
+    """``waiting`` in the order in which it is to be served: by when each is due, and fairly between tenants."""
+    return _served(sorted(waiting, key=lambda each: _urgency(each[0])), budgets, stage)
+
+
+def _by_due(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted(entries, key=_urgency)
+
+
+def _urgency(entry: Entry) -> tuple[int, float]:
+    """Within a tenant, lower classes go first, and within a class what is due first; else what arrived first."""
+    return entry.priority, entry.due
+
+
+def _served(waiting: _Taken, budgets: Budgets, stage: str) -> _Taken:
+    """``waiting``, of which each tenant's own are in order, in the order in which its tenants are to be served."""
     entries, costs = [e for e, _cost in waiting], [cost for _e, cost in waiting]
     return [waiting[i] for i in fair_order(entries, costs, budgets.served.get(stage, Served()))]
 

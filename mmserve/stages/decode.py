@@ -14,6 +14,7 @@ from mmserve.decode.step import step
 from mmserve.kv.table import PageTable
 from mmserve.memory import trim_soon
 from mmserve.models.base import Model
+from mmserve.observe.traces import observed, stage_pass
 from mmserve.transfer.base import Transport
 
 
@@ -21,22 +22,23 @@ class DecodeStage:
     """Decode of one model: canvases come by ``to_decode``. For one worker."""
 
     def __init__(self, model: Model, decoder: Any, to_decode: Transport) -> None:
-        self._model, self._decoder, self._to_decode = model, decoder, to_decode
+        self._model, self._decoder, self._to_decode = model, decoder, observed(to_decode, "decode")
         self._restorer = Restorer(model)
         self.live: dict[RequestId, Any] = {}  # the decoder's states
+        self._expected: dict[RequestId, PageTable] = {}  # pages of those that come from other stores
         self.constraint_steps = self.constraint_fallbacks = self.constraint_late = 0  # of requests that ended
 
-    def admit(self, request: Request, pages: PageTable) -> None:
-        """Take over a request that was prefilled, or was being decoded, over another store; ``pages`` are its own here.
+    def expect(self, request: RequestId, pages: PageTable) -> None:
+        """A request that was prefilled, or was being decoded, over another store comes; ``pages`` are its own here."""
+        self._expected[request] = pages
 
-        Where both stages are in one process ``decode`` does that by itself. Raises ``TransferError`` where what came
-        does not fit this store.
+    def admit(self, request: Request, pages: PageTable) -> None:
+        """Take over a request as of ``expect``, which ``decode`` does by itself.
+
+        Raises ``TransferError`` where what came does not fit this store.
         """
-        payload = self._to_decode.receive(request.id)
-        assert isinstance(payload, PrefilledPayload | CanvasPayload), "live states come with pages of this store"
-        constraint = payload.constraint
-        session = None if constraint is None else self._restorer.restored(request, constraint)
-        self.live[request.id] = self._decoder.restored(request, payload, pages, session)
+        self.expect(request.id, pages)
+        self._states([request])
 
     def move(self, request: RequestId, to: Transport) -> None:
         """Send a canvas on as it is between two steps, and forget it here; its pages are for others to take back."""
@@ -58,6 +60,7 @@ class DecodeStage:
     def release(self, request: RequestId) -> None:
         """Forget a request; its pages are for others to take back. Not while the worker runs it."""
         self._to_decode.drop(request)
+        self._expected.pop(request, None)
         ended = self.live.pop(request, None)
         constraint = None if ended is None else extension_of(ended.extensions, Constraint)
         if constraint is not None:
@@ -74,6 +77,15 @@ class DecodeStage:
 
     def _states(self, requests: list[Request]) -> list[Any]:
         for request in requests:
-            if request.id not in self.live:
-                self.live[request.id] = self._decoder.open(request, self._to_decode.receive(request.id))
+            if request.id in self.live:
+                continue
+            with stage_pass("open", [request]):
+                self.live[request.id] = self._opened(request, self._to_decode.receive(request.id))
         return [self.live[request.id] for request in requests]
+
+    def _opened(self, request: Request, came: Any) -> Any:
+        if not isinstance(came, PrefilledPayload | CanvasPayload):
+            return self._decoder.open(request, came)
+        constraint = came.constraint
+        session = None if constraint is None else self._restorer.restored(request, constraint)
+        return self._decoder.restored(request, came, self._expected.pop(request.id), session)

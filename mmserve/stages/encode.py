@@ -7,21 +7,23 @@ from contextlib import closing
 
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.constraint.admission import Admission
-from mmserve.constraint.restored import session_state
+from mmserve.constraint.checking import checked
 from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
+from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
 from mmserve.core.isolation import run_isolated
-from mmserve.core.payloads import EncodedPayload
 from mmserve.core.request import Request, RequestId, TextPart, VideoPart
 from mmserve.core.samples import samples
 from mmserve.core.tuning import ACCOMPANIED
 from mmserve.encode.arriving import Arriving
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import Decoders
 from mmserve.encode.encoder import Encoder, LoadedPrompt
 from mmserve.models.base import EncoderModel
-from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
+from mmserve.observe import calls
+from mmserve.observe.traces import observed, stage_pass
+from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries, plain_prompt
+from mmserve.tiers.caches import Caches
 from mmserve.transfer.base import Transport
 
 #: Called with the prompt of a request that is prefilled while its clip is read, then None; and the count of final rows.
@@ -43,9 +45,9 @@ class EncodeStage:
         *,
         max_tokens: int,
         decoders: Decoders,
-        cache: EncoderCache | None = None,
+        cache: Caches | None = None,
     ) -> None:
-        self.model, self._to_prefill = model, to_prefill
+        self.model, self._to_prefill = model, observed(to_prefill, "prefill")
         self.summaries = Summaries(model, engine)
         self.encoder = Encoder(model, media, max_tokens=max_tokens, cache=cache, decoders=decoders)
         self.admission = Admission(model)
@@ -60,21 +62,31 @@ class EncodeStage:
 
     def constrain(self, batch: list[Request]) -> list[BaseException | None]:
         """Make each request's constraint ready, or say why it cannot be kept."""
-        return run_isolated(self._admit, batch)
+        with stage_pass("constraint", batch):
+            return run_isolated(self._admit, batch)
+
+    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
+        """Whether the constraint of ``request`` can be kept, and whether ``answer`` is valid under its JSON schema.
+
+        Raises what the request would fail with; ``InvalidArgument`` for an answer to another kind of constraint.
+        """
+        assert request.constraint is not None, "there is nothing to check"
+        most = request.sampling.max_new_tokens
+        return checked(self.admission, request.constraint, most, request.tenant.cache, answer)
 
     def load(
-        self, batch: list[Request], cancellation: Cancellation, tell: Tell = lambda _prompt, _rows: None
+        self, batch: list[Request], cancellation: Cancellation, tell: Tell | None = None
     ) -> list[EncodedPrompt | BaseException | None]:
         """Read the media of a request, which ``cancellation`` ends between two frames.
 
         The prompt of a next-token model with a long clip may be prefilled meanwhile: then ``tell`` is told of it first,
         and later of how many of its rows are final. Such a request is encoded in the end, and its prompt returned; None
-        where it is only loaded, in spite of what was told.
+        where it is only loaded, in spite of what was told. Without ``tell``, nothing is prefilled meanwhile.
         """
 
         def load(requests: list[Request]) -> list[EncodedPrompt | None]:
             [request] = requests
-            arriving = self._arriving_of(request, tell) if self._overlaps(request) else None
+            arriving = self._arriving_of(request, tell) if tell is not None and self._overlaps(request) else None
             loaded = self.encoder.load(request, cancellation.check, arriving)
             if arriving is not None and arriving.encoded is not None:
                 with closing(loaded):
@@ -85,10 +97,15 @@ class EncodeStage:
             self._loaded[request.id] = loaded, cancellation
             return [None]
 
-        return run_isolated(load, batch)
+        with stage_pass("load", batch):
+            return run_isolated(load, batch)
 
     def encode(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
         """Encode each request, once for all of its samples; what the engine must know of its prompt."""
+        with stage_pass("encode", batch):
+            return self._encoded_and_sent(batch)
+
+    def _encoded_and_sent(self, batch: list[Request]) -> list[EncodedPrompt | BaseException]:
         together = self.model.device.type != "cpu"  # only there does that save time
         batches = [batch] if together else [[request] for request in batch]
         outcomes = [outcome for each in batches for outcome in run_isolated(self._encoded, each)]
@@ -120,16 +137,23 @@ class EncodeStage:
 
     def _admit(self, batch: list[Request]) -> list[None]:
         for request in batch:
-            assert request.constraint is not None
-            sampling = request.sampling
-            self._admitted[request.id] = self.admission.admit(
-                request.constraint,
-                sampling.max_new_tokens,
-                sampling.n,
-                request.tenant.cache,
-                speculates=sampling.repetition_penalty == 1,
-            )
+            calls.working.request = request
+            try:
+                self._admitted[request.id] = self._sessions(request)
+            finally:
+                calls.working.request = None
         return [None] * len(batch)
+
+    def _sessions(self, request: Request) -> list[Session]:
+        assert request.constraint is not None
+        sampling = request.sampling
+        return self.admission.admit(
+            request.constraint,
+            sampling.max_new_tokens,
+            sampling.n,
+            request.tenant.cache,
+            speculates=not sampling.changes_logits,
+        )
 
     def _encoded(self, batch: list[Request]) -> list[Encoded]:
         given = [r for r in batch if r.id in self._given]
@@ -168,11 +192,8 @@ class EncodeStage:
         return self.summaries.of(request, encoded)
 
     def _hand_over(self, request: RequestId, encoded: Encoded, sessions: list[Session]) -> None:
-        if self._to_prefill.in_process:
-            self._to_prefill.send(request, Prompt(encoded, sessions))
-        else:
-            states = tuple(session_state(session) for session in sessions)
-            self._to_prefill.send(request, EncodedPayload(encoded, states))
+        prompt = Prompt(encoded, sessions)
+        self._to_prefill.send(request, prompt if self._to_prefill.in_process else plain_prompt(prompt))
 
     def _overlaps(self, request: Request) -> bool:
         """Whether the prompt may be prefilled while its clip is read: nothing in it depends on what comes later."""

@@ -7,28 +7,38 @@ request alone met. Payloads (visual tokens, pages, canvases) travel by the trans
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from mmserve.capabilities import Capabilities
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.cancellation import Cancellation
+from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.encoded import Encoded
 from mmserve.core.info import ModelInfo
+from mmserve.core.payloads import CanvasPayload, EncodedPayload, PrefilledPayload
 from mmserve.core.request import Request, RequestId
 from mmserve.decode.policies import Offered
 from mmserve.decode.schedulers import Discrete
 from mmserve.decode.state import Answer, Stepped
 from mmserve.decoders import decoder_for
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool, Decoders
+from mmserve.errors import InvalidArgument
+from mmserve.kv.prefix_tier import PrefixTier, fingerprint
 from mmserve.kv.store import KVStore
 from mmserve.kv.table import PageTable
-from mmserve.models.base import CanvasModel, Model
+from mmserve.models.adapters import Adapters
+from mmserve.models.base import CanvasModel, LoadedModel, Model
+from mmserve.models.decisions import slots
 from mmserve.stages.decode import DecodeStage
 from mmserve.stages.encode import EncodeStage, Tell
 from mmserve.stages.prefill import Outcome, PrefillStage
-from mmserve.stages.prompt import EncodedPrompt
+from mmserve.stages.prompt import EncodedPrompt, plain_prompt
+from mmserve.tiers.caches import Caches
+from mmserve.tiers.keys import weights_digest
 from mmserve.transfer.base import Transport
 from mmserve.transfer.local import LocalTransport
 
@@ -46,7 +56,7 @@ class Stages:
         engine: EngineConfig,
         media: MediaConfig,
         schedulers: Mapping[str, Discrete] = MappingProxyType({}),
-        cache: EncoderCache | None = None,
+        cache: Caches | None = None,
         decoders: Decoders | None = None,
         *,
         to_prefill: Transport | None = None,
@@ -55,6 +65,7 @@ class Stages:
         self.model = model
         offered = Offered.by(model, schedulers)
         self.capabilities = Capabilities(model, engine, media, offered)
+        self.adapters = Adapters(model, folder=engine.adapter_folder, most=engine.adapter_bytes)
         self.decoders = decoders or DecodePool(media)
         self.decoders.open()
         self.to_prefill: Transport = to_prefill or LocalTransport()
@@ -65,15 +76,34 @@ class Stages:
         )
         self.encoder, self.shared_pages = self.encoding.encoder, self.encoding.summaries.shared_pages
         # Two kinds of decoder whose states differ and never meet: what one began it alone goes on with.
-        self.decoder: Any = decoder_for(model, engine, offered, self.encoder.cache.kv)
+        caches = self.encoder.cache
+        shares = self.encoding.summaries.shares and caches.prefix.room > 0
+        weights = weights_digest(model.decoder) if shares and isinstance(model, LoadedModel) else b""
+        self.decoder: Any = decoder_for(model, engine, offered, caches.kv, self.adapters)
+        self.tier = PrefixTier(self.store, caches.prefix, fingerprint(weights, engine, self.store)) if weights else None
         self.prefilling = PrefillStage(
-            model, self.decoder, self.encoding.summaries, self.to_prefill, self.to_decode, max_tokens=most
+            model, self.decoder, self.encoding.summaries, self.to_prefill, self.to_decode, self.tier, max_tokens=most
         )
         self.decoding = DecodeStage(model, self.decoder, self.to_decode)
 
     def describe(self) -> ModelInfo:
         """What the model can do here."""
         return self.capabilities.describe({} if isinstance(self.model, CanvasModel) else self.store.kernels)
+
+    def resolved(self, request: Request) -> Request:
+        """``request`` with the key of its adapter, and as many new tokens as the canvas of its typed questions has.
+
+        Raises as ``Adapters.resolved`` and ``models.decisions.slots`` do, and ``InvalidArgument`` where that canvas
+        alone is longer than the model's positions.
+        """
+        request, spec = self.adapters.resolved(request), self.model.spec
+        if not request.decisions or spec.renoising is not None:
+            return request
+        size = len(slots(self.model.tokenizer, request.decisions, 0, together=spec.decides_together).ids)
+        if size >= self.capabilities.max_tokens:
+            why = f"have a canvas of {size} tokens, and the model has {self.capabilities.max_tokens} positions in all"
+            raise InvalidArgument.of("questions", f"{why}: ask fewer at once")
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=size))
 
     def check(self, request: Request) -> None:
         """Refuse at once what no stage could do, as ``Capabilities.check`` says."""
@@ -87,8 +117,12 @@ class Stages:
         """As ``EncodeStage.constrain``."""
         return self.encoding.constrain(batch)
 
+    def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
+        """As ``EncodeStage.check_constraint``."""
+        return self.encoding.check_constraint(request, answer)
+
     def load(
-        self, batch: list[Request], cancellation: Cancellation, tell: Tell = lambda _prompt, _rows: None
+        self, batch: list[Request], cancellation: Cancellation, tell: Tell | None = None
     ) -> list[EncodedPrompt | BaseException | None]:
         """As ``EncodeStage.load``."""
         return self.encoding.load(batch, cancellation, tell)
@@ -117,6 +151,33 @@ class Stages:
         """As ``DecodeStage.finished``."""
         return self.decoding.finished(request)
 
+    def encoded_payload(self, request: RequestId) -> EncodedPayload:
+        """What waits for prefill, taken out of here as plain data.
+
+        Raises ``Unimplemented`` where its state cannot travel, and then leaves it.
+        """
+        prompt = self.prefilling.waiting(request)
+        payload = prompt if isinstance(prompt, EncodedPayload) else plain_prompt(prompt)
+        self.prefilling.forget(request)
+        return payload
+
+    def prefilled_payload(self, request: RequestId) -> PrefilledPayload | CanvasPayload:
+        """What waits for its first decode step here, as of ``encoded_payload``."""
+        state = self.to_decode.receive(request)
+        if isinstance(state, PrefilledPayload | CanvasPayload):
+            return state
+        try:
+            payload: PrefilledPayload | CanvasPayload = self.decoder.payload(state)
+        except BaseException:
+            self.to_decode.send(request, state)
+            raise
+        return payload
+
+    def live_payload(self, request: RequestId) -> CanvasPayload:
+        """A copy of a request between two decode steps; on the thread of decode."""
+        payload: CanvasPayload = self.decoder.payload(self.decoding.live[request])
+        return payload
+
     def release(self, request: RequestId) -> None:
         """Forget a request in whichever stage it is; its pages are the engine's to take back. Not while a stage runs
         it."""
@@ -141,6 +202,13 @@ class Stages:
         """Requests of which anything is kept."""
         waiting = self.to_prefill.waiting + self.to_decode.waiting
         return waiting + self.encoding.held + self.prefilling.held + self.decoding.held
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the store."""
+        if isinstance(self.model, CanvasModel):
+            return 0
+        return sum(tensor.nbytes for tensor in self.store.read_pages(np.zeros(1, np.int64)).values())
 
     @property
     def store(self) -> KVStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mmserve.constraint.restored import Restorer
@@ -18,10 +19,12 @@ from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
 from mmserve.decode.prompt_look import PromptLook
 from mmserve.encode.arriving import Arriving
 from mmserve.encode.embedding import place_features
+from mmserve.kv.prefix_tier import Fetched, PrefixTier
 from mmserve.kv.reuse import reuse_of
 from mmserve.kv.table import PageTable
 from mmserve.models.attended import shown_by
 from mmserve.models.base import LoadedModel, Model
+from mmserve.observe.traces import observed, stage_pass
 from mmserve.stages.prompt import EncodedPrompt, Prompt, Summaries
 from mmserve.transfer.base import Transport
 
@@ -42,16 +45,20 @@ class PrefillStage:
         summaries: Summaries,
         to_prefill: Transport,
         to_decode: Transport,
+        tier: PrefixTier | None = None,
         *,
         max_tokens: int,
     ) -> None:
         self.model, self._decoder, self._summaries, self._max_tokens = model, decoder, summaries, max_tokens
-        self._to_prefill, self._to_decode = to_prefill, to_decode
+        self._to_prefill, self._to_decode = observed(to_prefill, "prefill"), observed(to_decode, "decode")
         self._look = PromptLook(model) if isinstance(model, LoadedModel) and shown_by(model) else None
         self._restorer = Restorer(model)
         self._prompts: dict[RequestId, Prompt] = {}  # of samples whose prompt was looked at
         self.begun: dict[RequestId, Any] = {}  # the decoder's states
         self._arriving: dict[RequestId, Arriving] = {}  # visual tokens of those that are not all there
+        self._tier = tier
+        self.fetched: dict[RequestId, Fetched] = {}  # pages from beyond the pool, of those that are not begun
+        self.restored: dict[RequestId, int] = {}  # how many of them were used, until the engine asks
 
     def prefill(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
         """Prefill each request into its pages, a long prompt by a chunk.
@@ -59,6 +66,10 @@ class PrefillStage:
         None = done; a number = so many positions have been run, and some of the prompt is left. An ``EncodedPrompt``:
         the decoder has looked at a prompt that said so, no page was used, and this is what is left of it.
         """
+        with stage_pass("prefill", [request for request, _pages in batch]):
+            return self._prefilled(batch)
+
+    def _prefilled(self, batch: list[tuple[Request, PageTable]]) -> list[Outcome]:
         opened = [outcome for item in batch for outcome in run_isolated(self._begin, [item])]
         ready = [o for o in opened if isinstance(o, tuple)]
         ran = iter(run_isolated(self._decoder.prefill, ready))
@@ -84,11 +95,23 @@ class PrefillStage:
         self._prompts.pop(request, None)
         self.begun.pop(request, None)
         self._arriving.pop(request, None)
+        self.restored.pop(request, None)
+        fetched = self.fetched.pop(request, None)
+        if fetched is not None:
+            fetched.close()
+
+    def waiting(self, request: RequestId) -> Prompt | EncodedPayload:
+        """The prompt of a request that is not begun; it stays here until ``forget``."""
+        if request in self._prompts:
+            return self._prompts[request]
+        prompt: Prompt | EncodedPayload = self._to_prefill.receive(request)
+        self._to_prefill.send(request, prompt)
+        return prompt
 
     @property
     def held(self) -> int:
         """Requests of which anything is kept here."""
-        return len(self._prompts) + len(self.begun) + len(self._arriving)
+        return len(self._prompts) + len(self.begun) + len(self._arriving) + len(self.fetched)
 
     def _handed_over(self, batch: list[tuple[Request, Any]]) -> list[None]:
         for request, prefilled in batch:
@@ -108,10 +131,26 @@ class PrefillStage:
             if prompt.arriving is not None:
                 self._arriving[request.id] = prompt.arriving
             session = next(iter(prompt.constraints), None)
+            pages = self._restored(request.id, pages)
             self.begun[request.id] = self._decoder.begin(request, self._keyed(request, prompt.encoded), pages, session)
         state = self.begun[request.id]
         self._place_new(request.id, state)
         return (request, state) if self._decoder.ready(state) else None
+
+    def _restored(self, request: RequestId, pages: PageTable) -> PageTable:
+        """``pages``, after those that the pool had filled with what was found beyond it."""
+        fetched = self.fetched.pop(request, None)
+        if fetched is None or self._tier is None:
+            return pages
+        begin, ids = pages.shared, np.asarray(pages.ids, np.int64)
+        count = self._tier.restore(fetched, ids[begin:], pages.keys[begin:], self._summaries.shared_pages)
+        fetched.close()
+        if not count:
+            return pages
+        size = self._tier.page_size
+        self._decoder.parts.runner.took(ids[begin : begin + count], count * size)
+        self.restored[request] = count
+        return replace(pages, shared=begin + count)
 
     def _received(self, request: Request) -> Prompt:
         payload = self._to_prefill.receive(request.id)

@@ -1,74 +1,85 @@
 """The byte form of what travels between stages: a fixed head, then a safetensors file.
 
-The head is ``MMST``, the version of this layout (uint16), the CRC-32 of what follows (uint32) and its length (uint64),
-all little-endian. The safetensors file holds every array and tensor; its metadata names the kind of payload, the
-version of that, and all numbers and texts as JSON. Nothing is pickled; only dataclasses of one table can be named.
+The head is ``MMST``, the version of this layout (uint32), the XXH3 (uint64) of what follows and its length (uint64),
+all little-endian, and blank up to 64 bytes. The safetensors file holds every array and tensor; its metadata names the
+kind of payload, the version of that, and all numbers and texts as JSON. Nothing is pickled; only dataclasses of one
+table can be named.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor
 
 from mmserve.errors import TransferError
+from mmserve.transfer.tensor_file import TensorFile, read
 
-_HEAD = struct.Struct("<4sHIQ")
+_HEAD = struct.Struct("<4sIQQ40x")
 _MAGIC = b"MMST"
+#: Bytes of the head that say something.
+_USED = struct.calcsize("<4sIQQ")
 #: The version of the layout of bytes; each kind of payload has one of its own (``Kinds.versions``).
-LAYOUT = 1
+LAYOUT = 2
 #: Keys of the safetensors metadata.
 _KIND, _VERSION, _BODY = "mmserve.kind", "mmserve.version", "mmserve.body"
 
 
 class Kinds:
-    """The plain dataclasses that can travel: ``payloads`` with their versions, and the ``parts`` that they have."""
+    """The plain dataclasses that can travel: ``payloads`` with their versions, and the ``parts`` that they have.
 
-    def __init__(self, payloads: Mapping[type, int], parts: tuple[type, ...]) -> None:
+    Tensors of ``views`` are views of the bytes that were read, for who copies them elsewhere; others have own memory.
+    """
+
+    def __init__(self, payloads: Mapping[type, int], parts: tuple[type, ...], views: tuple[type, ...] = ()) -> None:
         self._versions = {kind.__name__: version for kind, version in payloads.items()}
         self._classes = {kind.__name__: kind for kind in (*payloads, *parts)}
+        self._views = views
         wrong = [name for name, kind in self._classes.items() if not is_dataclass(kind)]
         if wrong or len(self._classes) != len(payloads) + len(parts):
             raise ValueError(f"payloads are dataclasses with names of their own, not {wrong or sorted(self._classes)}")
 
-    def encode(self, payload: Any) -> bytes:
-        """The bytes of one of the payloads. ``TypeError`` for what is no plain data of the table."""
+    def pack(self, payload: Any) -> Packed:
+        """One of the payloads, ready to be written. ``TypeError`` for what is no plain data of the table."""
         name = type(payload).__name__
         if name not in self._versions:
             raise TypeError(f"{name} is no payload")
         tensors: dict[str, Tensor] = {}
         body = json.dumps(self._plain(payload, tensors), separators=(",", ":"))
-        meta = {_KIND: name, _VERSION: str(self._versions[name]), _BODY: body}
-        rest = safetensors.torch.save(tensors, meta)
-        return _HEAD.pack(_MAGIC, LAYOUT, zlib.crc32(rest), len(rest)) + rest
+        return Packed(TensorFile(tensors, {_KIND: name, _VERSION: str(self._versions[name]), _BODY: body}))
 
-    def decode(self, data: bytes, device: torch.device | str = "cpu") -> Any:
-        """The payload of ``data``; its tensors are on ``device``.
+    def encode(self, payload: Any) -> bytes:
+        """The bytes of one of the payloads, as of ``pack``."""
+        packed = self.pack(payload)
+        data = bytearray(packed.size)
+        packed.write(memoryview(data))
+        return bytes(data)
+
+    def decode(self, data: bytes | bytearray | memoryview, device: torch.device | str = "cpu") -> Any:
+        """The payload of ``data``; its tensors are on ``device``. Those of ``views`` may be views of ``data``.
 
         Raises ``TransferError`` for bytes that are damaged or cut short, and for versions and kinds that are not known.
         """
-        rest = _checked(data)
+        view = memoryview(data)
+        rest = _checked(memoryview(bytearray(view)) if view.readonly else view)
         try:
-            size = int.from_bytes(rest[:8], "little")
-            meta = json.loads(rest[8 : 8 + size])["__metadata__"]
+            tensors, meta = read(rest)
             name, version, body = meta[_KIND], int(meta[_VERSION]), json.loads(meta[_BODY])
-            tensors = safetensors.torch.load(rest)
-        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TransferError(f"the bytes of a payload cannot be read: {error}") from error
         known = self._versions.get(name)
         if known != version:
             has = f"knows version {known}" if known is not None else "does not know it"
             raise TransferError(f"a payload is of kind {name!r}, version {version}; this server {has}")
         try:
-            payload = self._built(body, lambda key: tensors[key], torch.device(device))
+            payload = self._built(body, tensors, torch.device(device))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise TransferError(f"the fields of a payload of kind {name!r} cannot be read: {error!r}") from error
         if type(payload).__name__ != name:
@@ -85,9 +96,7 @@ class Kinds:
         if isinstance(value, (np.ndarray, Tensor)):
             key, of_numpy = f"{len(tensors)}", isinstance(value, np.ndarray)
             tensor = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value
-            made = tensor.detach().contiguous()
-            taken = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-            tensors[key] = made.clone() if made.untyped_storage().data_ptr() in taken else made  # none overlap
+            tensors[key] = tensor
             return {"array" if of_numpy else "tensor": key}
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
@@ -101,28 +110,46 @@ class Kinds:
         found = {field: self._plain(getattr(value, field), tensors) for field in named}
         return {"is": name, "of": found}
 
-    def _built(self, plain: Any, tensor: Callable[[str], Tensor], device: torch.device) -> Any:
+    def _built(self, plain: Any, tensors: Mapping[str, Tensor], device: torch.device, *, view: bool = False) -> Any:
+        def built(item: Any) -> Any:
+            return self._built(item, tensors, device, view=view)
+
         if isinstance(plain, list):
-            return tuple(self._built(item, tensor, device) for item in plain)
+            return tuple(built(item) for item in plain)
         if not isinstance(plain, dict):
             return plain
         match plain:
             case {"is": str(name), "of": dict(of)}:
-                return self._classes[name](**{key: self._built(item, tensor, device) for key, item in of.items()})
+                kind = self._classes[name]
+                view = view or kind in self._views
+                return kind(**{key: built(item) for key, item in of.items()})
             case {"array": str(key)}:
-                return tensor(key).numpy()
+                return tensors[key].clone().numpy()
             case {"tensor": str(key)}:
-                return tensor(key).to(device)
+                return tensors[key].to(device, copy=not view)
             case {"list": list(items)}:
-                return [self._built(item, tensor, device) for item in items]
+                return [built(item) for item in items]
             case {"bytes": str(text)}:
                 return bytes.fromhex(text)
             case {"map": list(pairs)}:
-                return {self._built(k, tensor, device): self._built(v, tensor, device) for k, v in pairs}
+                return {built(k): built(v) for k, v in pairs}
         raise ValueError(f"no value has the form {sorted(plain)}")
 
 
-def _checked(data: bytes) -> bytes:
+class Packed:
+    """A payload that is not written yet; ``size`` in bytes."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file, self.size = file, _HEAD.size + file.size
+
+    def write(self, buffer: memoryview) -> None:
+        """Write all of it into ``buffer``, ``size`` bytes."""
+        rest = buffer[_HEAD.size : self.size]
+        self._file.write(rest)
+        _HEAD.pack_into(buffer, 0, _MAGIC, LAYOUT, xxhash.xxh3_64_intdigest(rest), len(rest))
+
+
+def _checked(data: memoryview) -> memoryview:
     """What follows the head, once it is known to be whole."""
     if len(data) < _HEAD.size:
         raise TransferError(f"the bytes of a payload end within their head, after {len(data)} bytes")
@@ -134,6 +161,6 @@ def _checked(data: bytes) -> bytes:
     rest = data[_HEAD.size :]
     if len(rest) != length:
         raise TransferError(f"a payload of {length} bytes came as {len(rest)}")
-    if zlib.crc32(rest) != checksum:
+    if xxhash.xxh3_64_intdigest(rest) != checksum or any(data[_USED : _HEAD.size]):
         raise TransferError("the bytes of a payload were damaged: their checksum differs")
     return rest

@@ -5,8 +5,9 @@ A version goes up with any change of what a kind holds: an older or newer server
 
 from __future__ import annotations
 
-from mmserve.core.candidates import Candidates
+from mmserve.core.candidates import Alternatives, Candidates
 from mmserve.core.canvas import Canvas
+from mmserve.core.canvas_record import CanvasRecord
 from mmserve.core.constraint_state import (
     ConstraintState,
     GapState,
@@ -26,14 +27,28 @@ from mmserve.core.payloads import (
     KVState,
     PrefilledPayload,
     TextState,
+    VisualPayload,
 )
 from mmserve.transfer.codec import Kinds
 
 PAYLOADS = Kinds(
-    {EncodedPayload: 1, PrefilledPayload: 1, CanvasPayload: 1},
+    {EncodedPayload: 1, PrefilledPayload: 2, CanvasPayload: 2, VisualPayload: 1},
     (
-        *(Candidates, Canvas, DeepStack, Encoded, GuidanceState, KVState, Past, Span, TextState),
+        *(
+            Alternatives,
+            Candidates,
+            Canvas,
+            CanvasRecord,
+            DeepStack,
+            Encoded,
+            GuidanceState,
+            KVState,
+            Past,
+            Span,
+            TextState,
+        ),
         *(ConstraintState, GapState, LanguageState, MeterState, MetState, RankedState, RunState, SampledState),
         WitnessState,
     ),
+    views=(KVState,),
 )

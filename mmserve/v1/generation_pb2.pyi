@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ToolChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOOL_CHOICE_UNSPECIFIED: _ClassVar[ToolChoice]
+    TOOL_CHOICE_AUTO: _ClassVar[ToolChoice]
+    TOOL_CHOICE_NONE: _ClassVar[ToolChoice]
+    TOOL_CHOICE_REQUIRED: _ClassVar[ToolChoice]
+
 class SchemaOption(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SCHEMA_OPTION_UNSPECIFIED: _ClassVar[SchemaOption]
@@ -37,6 +44,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_SYSTEM: _ClassVar[Role]
     ROLE_USER: _ClassVar[Role]
     ROLE_ASSISTANT: _ClassVar[Role]
+    ROLE_TOOL: _ClassVar[Role]
 
 class Quality(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -45,12 +53,26 @@ class Quality(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     QUALITY_BALANCED: _ClassVar[Quality]
     QUALITY_FAST: _ClassVar[Quality]
 
+class DraftState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_STATE_UNSPECIFIED: _ClassVar[DraftState]
+    DRAFT_STATE_MASKED: _ClassVar[DraftState]
+    DRAFT_STATE_DRAFT: _ClassVar[DraftState]
+    DRAFT_STATE_COMMITTED: _ClassVar[DraftState]
+    DRAFT_STATE_EDITED: _ClassVar[DraftState]
+    DRAFT_STATE_PINNED: _ClassVar[DraftState]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_END: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
+TOOL_CHOICE_UNSPECIFIED: ToolChoice
+TOOL_CHOICE_AUTO: ToolChoice
+TOOL_CHOICE_NONE: ToolChoice
+TOOL_CHOICE_REQUIRED: ToolChoice
 SCHEMA_OPTION_UNSPECIFIED: SchemaOption
 SCHEMA_OPTION_UNKNOWN_FORMATS: SchemaOption
 SCHEMA_OPTION_ONE_OF_AS_ANY_OF: SchemaOption
@@ -70,17 +92,25 @@ ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_USER: Role
 ROLE_ASSISTANT: Role
+ROLE_TOOL: Role
 QUALITY_UNSPECIFIED: Quality
 QUALITY_EXACT: Quality
 QUALITY_BALANCED: Quality
 QUALITY_FAST: Quality
+DRAFT_STATE_UNSPECIFIED: DraftState
+DRAFT_STATE_MASKED: DraftState
+DRAFT_STATE_DRAFT: DraftState
+DRAFT_STATE_COMMITTED: DraftState
+DRAFT_STATE_EDITED: DraftState
+DRAFT_STATE_PINNED: DraftState
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_END: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_TOOL_CALLS: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse", "tools", "tool_choice", "required_tool", "parallel_tool_calls", "raw", "slo_class", "adapter")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +120,13 @@ class GenerateRequest(_message.Message):
     VISION_FIELD_NUMBER: _ClassVar[int]
     KV_REDUCTION_FIELD_NUMBER: _ClassVar[int]
     IMAGE_REUSE_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_TOOL_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
@@ -99,7 +136,36 @@ class GenerateRequest(_message.Message):
     vision: VisionParams
     kv_reduction: KvReduction
     image_reuse: ImageReuse
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ...) -> None: ...
+    tools: _containers.RepeatedCompositeFieldContainer[Tool]
+    tool_choice: ToolChoice
+    required_tool: str
+    parallel_tool_calls: bool
+    raw: bool
+    slo_class: str
+    adapter: str
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., required_tool: _Optional[str] = ..., parallel_tool_calls: bool = ..., raw: bool = ..., slo_class: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class Tool(_message.Message):
+    __slots__ = ("name", "description", "parameters_json_schema", "strict")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    parameters_json_schema: str
+    strict: bool
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters_json_schema: _Optional[str] = ..., strict: bool = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name", "arguments")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choice", "lark", "gbnf", "template", "mode", "sampling", "schema_options")
@@ -152,12 +218,16 @@ class Choice(_message.Message):
     def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "parts")
+    __slots__ = ("role", "parts", "tool_calls", "tool_call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     role: Role
     parts: _containers.RepeatedCompositeFieldContainer[ContentPart]
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    tool_call_id: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class ContentPart(_message.Message):
     __slots__ = ("text", "image", "video")
@@ -170,22 +240,26 @@ class ContentPart(_message.Message):
     def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., video: _Optional[_Union[Video, _Mapping]] = ...) -> None: ...
 
 class Image(_message.Message):
-    __slots__ = ("data", "media_id")
+    __slots__ = ("data", "media_id", "url")
     DATA_FIELD_NUMBER: _ClassVar[int]
     MEDIA_ID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     media_id: str
-    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ...) -> None: ...
+    url: str
+    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
 
 class Video(_message.Message):
-    __slots__ = ("data", "media_id", "sampling")
+    __slots__ = ("data", "media_id", "url", "sampling")
     DATA_FIELD_NUMBER: _ClassVar[int]
     MEDIA_ID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     media_id: str
+    url: str
     sampling: VideoSampling
-    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ..., sampling: _Optional[_Union[VideoSampling, _Mapping]] = ...) -> None: ...
+    def __init__(self, data: _Optional[bytes] = ..., media_id: _Optional[str] = ..., url: _Optional[str] = ..., sampling: _Optional[_Union[VideoSampling, _Mapping]] = ...) -> None: ...
 
 class VideoSampling(_message.Message):
     __slots__ = ("fps", "frames", "scene_similarity", "scene_frames", "detail_every")
@@ -202,7 +276,14 @@ class VideoSampling(_message.Message):
     def __init__(self, fps: _Optional[float] = ..., frames: _Optional[int] = ..., scene_similarity: _Optional[float] = ..., scene_frames: _Optional[int] = ..., detail_every: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "min_p", "repetition_penalty", "n")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "min_p", "repetition_penalty", "n", "frequency_penalty", "presence_penalty", "logit_bias", "ignore_end")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +293,10 @@ class SamplingParams(_message.Message):
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_END_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -221,7 +306,11 @@ class SamplingParams(_message.Message):
     min_p: float
     repetition_penalty: float
     n: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., n: _Optional[int] = ...) -> None: ...
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    ignore_end: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., n: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., ignore_end: bool = ...) -> None: ...
 
 class DiffusionParams(_message.Message):
     __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit", "learned", "guided", "draft_model", "scheduler", "quality", "min_quality", "cfg_scale")
@@ -614,28 +703,36 @@ class KvShare(_message.Message):
     def __init__(self, recompute: _Optional[float] = ..., layers: _Optional[int] = ..., each_step: _Optional[int] = ...) -> None: ...
 
 class StreamOptions(_message.Message):
-    __slots__ = ("deltas", "snapshots", "tokens")
+    __slots__ = ("deltas", "snapshots", "tokens", "drafts", "alternatives")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     deltas: bool
     snapshots: bool
     tokens: bool
-    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ...) -> None: ...
+    drafts: bool
+    alternatives: int
+    def __init__(self, deltas: bool = ..., snapshots: bool = ..., tokens: bool = ..., drafts: bool = ..., alternatives: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("admitted", "snapshot", "delta", "finished", "sample")
+    __slots__ = ("admitted", "snapshot", "delta", "finished", "tool_call_delta", "draft", "sample")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_DELTA_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     admitted: Admitted
     snapshot: Snapshot
     delta: Delta
     finished: Finished
+    tool_call_delta: ToolCallDelta
+    draft: Draft
     sample: int
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., sample: _Optional[int] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., tool_call_delta: _Optional[_Union[ToolCallDelta, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., sample: _Optional[int] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("request_id", "queued_ahead")
@@ -659,14 +756,72 @@ class Snapshot(_message.Message):
     edited: int
     def __init__(self, text: _Optional[str] = ..., committed: _Optional[int] = ..., total: _Optional[int] = ..., forwards: _Optional[int] = ..., edited: _Optional[int] = ...) -> None: ...
 
+class Draft(_message.Message):
+    __slots__ = ("positions", "total", "forwards")
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedCompositeFieldContainer[DraftPosition]
+    total: int
+    forwards: int
+    def __init__(self, positions: _Optional[_Iterable[_Union[DraftPosition, _Mapping]]] = ..., total: _Optional[int] = ..., forwards: _Optional[int] = ...) -> None: ...
+
+class DraftPosition(_message.Message):
+    __slots__ = ("index", "id", "text", "state", "confidence", "alternatives")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: int
+    text: str
+    state: DraftState
+    confidence: float
+    alternatives: _containers.RepeatedCompositeFieldContainer[DraftAlternative]
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[int] = ..., text: _Optional[str] = ..., state: _Optional[_Union[DraftState, str]] = ..., confidence: _Optional[float] = ..., alternatives: _Optional[_Iterable[_Union[DraftAlternative, _Mapping]]] = ...) -> None: ...
+
+class DraftAlternative(_message.Message):
+    __slots__ = ("id", "text", "probability")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: str
+    probability: float
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., probability: _Optional[float] = ...) -> None: ...
+
+class Alternative(_message.Message):
+    __slots__ = ("id", "text", "log_probability")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: str
+    log_probability: float
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ...) -> None: ...
+
 class Delta(_message.Message):
     __slots__ = ("text",)
     TEXT_FIELD_NUMBER: _ClassVar[int]
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
+class ToolCallDelta(_message.Message):
+    __slots__ = ("index", "id", "name", "arguments")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
+
 class Finished(_message.Message):
-    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes")
+    __slots__ = ("reason", "text", "usage", "forwards", "tokens_per_forward", "recomputed_tokens", "times", "warnings", "tokens", "edits", "closed_by_budget", "log_weight", "constraint", "companion_forwards", "holes", "tool_calls")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -682,6 +837,7 @@ class Finished(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     COMPANION_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     HOLES_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     text: str
     usage: Usage
@@ -697,7 +853,8 @@ class Finished(_message.Message):
     constraint: ConstraintStats
     companion_forwards: int
     holes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., forwards: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., times: _Optional[_Union[StageTimes, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[_Union[CommittedToken, _Mapping]]] = ..., edits: _Optional[int] = ..., closed_by_budget: bool = ..., log_weight: _Optional[float] = ..., constraint: _Optional[_Union[ConstraintStats, _Mapping]] = ..., companion_forwards: _Optional[int] = ..., holes: _Optional[_Iterable[str]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class ConstraintStats(_message.Message):
     __slots__ = ("steps", "fallbacks", "search_seconds", "late", "forward_seconds", "step_ms")
@@ -716,16 +873,18 @@ class ConstraintStats(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., fallbacks: _Optional[int] = ..., search_seconds: _Optional[float] = ..., late: _Optional[int] = ..., forward_seconds: _Optional[float] = ..., step_ms: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class CommittedToken(_message.Message):
-    __slots__ = ("id", "text", "log_probability", "step")
+    __slots__ = ("id", "text", "log_probability", "step", "alternatives")
     ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     id: int
     text: str
     log_probability: float
     step: int
-    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[Alternative]
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ..., log_probability: _Optional[float] = ..., step: _Optional[int] = ..., alternatives: _Optional[_Iterable[_Union[Alternative, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "visual_tokens", "completion_tokens", "cached_tokens", "visual_tokens_before", "kv_positions", "reused_tokens")
@@ -746,17 +905,21 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., visual_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., visual_tokens_before: _Optional[int] = ..., kv_positions: _Optional[int] = ..., reused_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
-    __slots__ = ("queue_ms", "encode_ms", "prefill_ms", "decode_ms", "total_ms", "first_token_ms")
+    __slots__ = ("queue_ms", "encode_ms", "prefill_ms", "decode_ms", "total_ms", "first_token_ms", "first_draft_ms", "first_commit_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     ENCODE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_COMMIT_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     encode_ms: float
     prefill_ms: float
     decode_ms: float
     total_ms: float
     first_token_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., encode_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ...) -> None: ...
+    first_draft_ms: float
+    first_commit_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., encode_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., first_draft_ms: _Optional[float] = ..., first_commit_ms: _Optional[float] = ...) -> None: ...

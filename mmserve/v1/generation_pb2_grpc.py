@@ -47,9 +47,9 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generate answers one request. The stream holds one `admitted`, any number of `snapshot` and `delta` as asked
-        for, and ends with `finished`, or with an error status. With several samples, their events come in any order, each
-        sample has a `finished`, the last of them ends the stream, and an error ends all of them.
+        """Generate answers one request. The stream holds one `admitted`, any number of `snapshot`, `draft` and `delta` as
+        asked for, and ends with `finished`, or with an error status. With several samples, their events come in any order,
+        each sample has a `finished`, the last of them ends the stream, and an error ends all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mmserve.v1 import generation_pb2 as mmserve_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mmserve/v1/model.proto\x12\nmmserve.v1\x1a\x1bmmserve/v1/generation.proto\"\x13\n\x11ListModelsRequest\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.mmserve.v1.ModelInfo\"%\n\x14\x44\x65scribeModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"=\n\x15\x44\x65scribeModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.mmserve.v1.ModelInfo\"\xd2\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x33\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0b\x32\x1d.mmserve.v1.ModelCapabilities\x12\'\n\x06limits\x18\x04 \x01(\x0b\x32\x17.mmserve.v1.ModelLimits\x12+\n\x08\x64\x65\x66\x61ults\x18\x05 \x01(\x0b\x32\x19.mmserve.v1.ModelDefaults\x12\x12\n\nparameters\x18\x06 \x01(\x04\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x33\n\x07kernels\x18\t \x03(\x0b\x32\".mmserve.v1.ModelInfo.KernelsEntry\x1a.\n\x0cKernelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xcb\x01\n\x11ModelCapabilities\x12\x0e\n\x06images\x18\x01 \x01(\x08\x12\x11\n\tdiffusion\x18\x02 \x01(\x08\x12\x1a\n\x12recompute_policies\x18\x03 \x03(\t\x12\x17\n\x0f\x63ommit_policies\x18\x04 \x03(\t\x12\x0e\n\x06videos\x18\x05 \x01(\x08\x12\x0f\n\x07pruners\x18\x06 \x03(\t\x12\x15\n\rkv_reductions\x18\x07 \x03(\t\x12\x14\n\x0cimage_reuses\x18\x08 \x03(\t\x12\x10\n\x08sessions\x18\t \x01(\x08\"\xd1\x01\n\x0bModelLimits\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmax_images\x18\x02 \x01(\r\x12\x1f\n\x17visual_tokens_per_image\x18\x03 \x01(\r\x12\x17\n\x0fmax_image_bytes\x18\x04 \x01(\x04\x12\x12\n\nmax_videos\x18\x05 \x01(\r\x12\x18\n\x10\x66rames_per_video\x18\x06 \x01(\r\x12\x19\n\x11max_video_seconds\x18\x07 \x01(\x01\x12\x17\n\x0fmax_video_bytes\x18\x08 \x01(\x04\"\xcf\x02\n\rModelDefaults\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_length\x18\x02 \x01(\r\x12\x18\n\x10recompute_policy\x18\x03 \x01(\t\x12\x15\n\rcommit_policy\x18\x04 \x01(\t\x12\x15\n\rpolicy_source\x18\x05 \x01(\t\x12-\n\x08\x62\x61lanced\x18\x06 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12*\n\x05\x65xact\x18\x07 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12)\n\x04\x66\x61st\x18\x08 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12+\n\x05\x63urve\x18\t \x03(\x0b\x32\x1c.mmserve.v1.MeasuredPolicies\x12\x15\n\rmeasured_json\x18\n \x01(\t\"\xbd\x01\n\x10MeasuredPolicies\x12-\n\x08policies\x18\x01 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12\x0f\n\x07quality\x18\x02 \x01(\x01\x12\x15\n\x08\x61\x63\x63uracy\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tagreement\x18\x04 \x01(\x01\x12\x0c\n\x04same\x18\x05 \x01(\x01\x12\x12\n\ntime_ratio\x18\x06 \x01(\x01\x12\x10\n\x08\x66orwards\x18\x07 \x01(\x01\x42\x0b\n\t_accuracy2\xb1\x01\n\x0cModelService\x12K\n\nListModels\x12\x1d.mmserve.v1.ListModelsRequest\x1a\x1e.mmserve.v1.ListModelsResponse\x12T\n\rDescribeModel\x12 .mmserve.v1.DescribeModelRequest\x1a!.mmserve.v1.DescribeModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mmserve/v1/model.proto\x12\nmmserve.v1\x1a\x1bmmserve/v1/generation.proto\"=\n\x10LoadModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\"9\n\x11LoadModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.mmserve.v1.ModelInfo\"Q\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\rdrain_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_drain_seconds\"$\n\x13UnloadModelResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"4\n\x12LoadAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\"?\n\x13LoadAdapterResponse\x12(\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x17.mmserve.v1.AdapterInfo\"$\n\x13ListAdaptersRequest\x12\r\n\x05model\x18\x01 \x01(\t\"A\n\x14ListAdaptersResponse\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.mmserve.v1.AdapterInfo\"4\n\x12\x44ropAdapterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\"\x15\n\x13\x44ropAdapterResponse\"H\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x13\n\x11ListModelsRequest\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.mmserve.v1.ModelInfo\"%\n\x14\x44\x65scribeModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"=\n\x15\x44\x65scribeModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.mmserve.v1.ModelInfo\"\xe2\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x33\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0b\x32\x1d.mmserve.v1.ModelCapabilities\x12\'\n\x06limits\x18\x04 \x01(\x0b\x32\x17.mmserve.v1.ModelLimits\x12+\n\x08\x64\x65\x66\x61ults\x18\x05 \x01(\x0b\x32\x19.mmserve.v1.ModelDefaults\x12\x12\n\nparameters\x18\x06 \x01(\x04\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\x33\n\x07kernels\x18\t \x03(\x0b\x32\".mmserve.v1.ModelInfo.KernelsEntry\x12\x0e\n\x06stored\x18\n \x01(\t\x1a.\n\x0cKernelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf3\x01\n\x11ModelCapabilities\x12\x0e\n\x06images\x18\x01 \x01(\x08\x12\x11\n\tdiffusion\x18\x02 \x01(\x08\x12\x1a\n\x12recompute_policies\x18\x03 \x03(\t\x12\x17\n\x0f\x63ommit_policies\x18\x04 \x03(\t\x12\x0e\n\x06videos\x18\x05 \x01(\x08\x12\x0f\n\x07pruners\x18\x06 \x03(\t\x12\x15\n\rkv_reductions\x18\x07 \x03(\t\x12\x14\n\x0cimage_reuses\x18\x08 \x03(\t\x12\x10\n\x08sessions\x18\t \x01(\x08\x12\x13\n\x0btool_format\x18\n \x01(\t\x12\x11\n\tdecisions\x18\x0b \x01(\t\"\xd1\x01\n\x0bModelLimits\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmax_images\x18\x02 \x01(\r\x12\x1f\n\x17visual_tokens_per_image\x18\x03 \x01(\r\x12\x17\n\x0fmax_image_bytes\x18\x04 \x01(\x04\x12\x12\n\nmax_videos\x18\x05 \x01(\r\x12\x18\n\x10\x66rames_per_video\x18\x06 \x01(\r\x12\x19\n\x11max_video_seconds\x18\x07 \x01(\x01\x12\x17\n\x0fmax_video_bytes\x18\x08 \x01(\x04\"\xcf\x02\n\rModelDefaults\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_length\x18\x02 \x01(\r\x12\x18\n\x10recompute_policy\x18\x03 \x01(\t\x12\x15\n\rcommit_policy\x18\x04 \x01(\t\x12\x15\n\rpolicy_source\x18\x05 \x01(\t\x12-\n\x08\x62\x61lanced\x18\x06 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12*\n\x05\x65xact\x18\x07 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12)\n\x04\x66\x61st\x18\x08 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12+\n\x05\x63urve\x18\t \x03(\x0b\x32\x1c.mmserve.v1.MeasuredPolicies\x12\x15\n\rmeasured_json\x18\n \x01(\t\"\xbd\x01\n\x10MeasuredPolicies\x12-\n\x08policies\x18\x01 \x01(\x0b\x32\x1b.mmserve.v1.DiffusionParams\x12\x0f\n\x07quality\x18\x02 \x01(\x01\x12\x15\n\x08\x61\x63\x63uracy\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tagreement\x18\x04 \x01(\x01\x12\x0c\n\x04same\x18\x05 \x01(\x01\x12\x12\n\ntime_ratio\x18\x06 \x01(\x01\x12\x10\n\x08\x66orwards\x18\x07 \x01(\x01\x42\x0b\n\t_accuracy2\xbe\x04\n\x0cModelService\x12K\n\nListModels\x12\x1d.mmserve.v1.ListModelsRequest\x1a\x1e.mmserve.v1.ListModelsResponse\x12T\n\rDescribeModel\x12 .mmserve.v1.DescribeModelRequest\x1a!.mmserve.v1.DescribeModelResponse\x12H\n\tLoadModel\x12\x1c.mmserve.v1.LoadModelRequest\x1a\x1d.mmserve.v1.LoadModelResponse\x12N\n\x0bUnloadModel\x12\x1e.mmserve.v1.UnloadModelRequest\x1a\x1f.mmserve.v1.UnloadModelResponse\x12N\n\x0bLoadAdapter\x12\x1e.mmserve.v1.LoadAdapterRequest\x1a\x1f.mmserve.v1.LoadAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.mmserve.v1.ListAdaptersRequest\x1a .mmserve.v1.ListAdaptersResponse\x12N\n\x0b\x44ropAdapter\x12\x1e.mmserve.v1.DropAdapterRequest\x1a\x1f.mmserve.v1.DropAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELINFO_KERNELSENTRY']._loaded_options = None
   _globals['_MODELINFO_KERNELSENTRY']._serialized_options = b'8\001'
-  _globals['_LISTMODELSREQUEST']._serialized_start=67
-  _globals['_LISTMODELSREQUEST']._serialized_end=86
-  _globals['_LISTMODELSRESPONSE']._serialized_start=88
-  _globals['_LISTMODELSRESPONSE']._serialized_end=147
-  _globals['_DESCRIBEMODELREQUEST']._serialized_start=149
-  _globals['_DESCRIBEMODELREQUEST']._serialized_end=186
-  _globals['_DESCRIBEMODELRESPONSE']._serialized_start=188
-  _globals['_DESCRIBEMODELRESPONSE']._serialized_end=249
-  _globals['_MODELINFO']._serialized_start=252
-  _globals['_MODELINFO']._serialized_end=590
-  _globals['_MODELINFO_KERNELSENTRY']._serialized_start=544
-  _globals['_MODELINFO_KERNELSENTRY']._serialized_end=590
-  _globals['_MODELCAPABILITIES']._serialized_start=593
-  _globals['_MODELCAPABILITIES']._serialized_end=796
-  _globals['_MODELLIMITS']._serialized_start=799
-  _globals['_MODELLIMITS']._serialized_end=1008
-  _globals['_MODELDEFAULTS']._serialized_start=1011
-  _globals['_MODELDEFAULTS']._serialized_end=1346
-  _globals['_MEASUREDPOLICIES']._serialized_start=1349
-  _globals['_MEASUREDPOLICIES']._serialized_end=1538
-  _globals['_MODELSERVICE']._serialized_start=1541
-  _globals['_MODELSERVICE']._serialized_end=1718
+  _globals['_LOADMODELREQUEST']._serialized_start=67
+  _globals['_LOADMODELREQUEST']._serialized_end=128
+  _globals['_LOADMODELRESPONSE']._serialized_start=130
+  _globals['_LOADMODELRESPONSE']._serialized_end=187
+  _globals['_UNLOADMODELREQUEST']._serialized_start=189
+  _globals['_UNLOADMODELREQUEST']._serialized_end=270
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=272
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=308
+  _globals['_LOADADAPTERREQUEST']._serialized_start=310
+  _globals['_LOADADAPTERREQUEST']._serialized_end=362
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=364
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=427
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=429
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=465
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=467
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=532
+  _globals['_DROPADAPTERREQUEST']._serialized_start=534
+  _globals['_DROPADAPTERREQUEST']._serialized_end=586
+  _globals['_DROPADAPTERRESPONSE']._serialized_start=588
+  _globals['_DROPADAPTERRESPONSE']._serialized_end=609
+  _globals['_ADAPTERINFO']._serialized_start=611
+  _globals['_ADAPTERINFO']._serialized_end=683
+  _globals['_LISTMODELSREQUEST']._serialized_start=685
+  _globals['_LISTMODELSREQUEST']._serialized_end=704
+  _globals['_LISTMODELSRESPONSE']._serialized_start=706
+  _globals['_LISTMODELSRESPONSE']._serialized_end=765
+  _globals['_DESCRIBEMODELREQUEST']._serialized_start=767
+  _globals['_DESCRIBEMODELREQUEST']._serialized_end=804
+  _globals['_DESCRIBEMODELRESPONSE']._serialized_start=806
+  _globals['_DESCRIBEMODELRESPONSE']._serialized_end=867
+  _globals['_MODELINFO']._serialized_start=870
+  _globals['_MODELINFO']._serialized_end=1224
+  _globals['_MODELINFO_KERNELSENTRY']._serialized_start=1178
+  _globals['_MODELINFO_KERNELSENTRY']._serialized_end=1224
+  _globals['_MODELCAPABILITIES']._serialized_start=1227
+  _globals['_MODELCAPABILITIES']._serialized_end=1470
+  _globals['_MODELLIMITS']._serialized_start=1473
+  _globals['_MODELLIMITS']._serialized_end=1682
+  _globals['_MODELDEFAULTS']._serialized_start=1685
+  _globals['_MODELDEFAULTS']._serialized_end=2020
+  _globals['_MEASUREDPOLICIES']._serialized_start=2023
+  _globals['_MEASUREDPOLICIES']._serialized_end=2212
+  _globals['_MODELSERVICE']._serialized_start=2215
+  _globals['_MODELSERVICE']._serialized_end=2789
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,86 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class LoadModelRequest(_message.Message):
+    __slots__ = ("path", "name", "dtype")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    name: str
+    dtype: str
+    def __init__(self, path: _Optional[str] = ..., name: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: ModelInfo
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("model", "drain_seconds")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drain_seconds: float
+    def __init__(self, model: _Optional[str] = ..., drain_seconds: _Optional[float] = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ("ended",)
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ended: bool
+    def __init__(self, ended: bool = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("model", "adapter")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    adapter: str
+    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterInfo
+    def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
+
+class DropAdapterRequest(_message.Message):
+    __slots__ = ("model", "adapter")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    adapter: str
+    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class DropAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("name", "digest", "rank", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    rank: int
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -30,7 +110,7 @@ class DescribeModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "capabilities", "limits", "defaults", "parameters", "dtype", "device", "kernels")
+    __slots__ = ("name", "architecture", "capabilities", "limits", "defaults", "parameters", "dtype", "device", "kernels", "stored")
     class KernelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +127,7 @@ class ModelInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     capabilities: ModelCapabilities
@@ -56,10 +137,11 @@ class ModelInfo(_message.Message):
     dtype: str
     device: str
     kernels: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., kernels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    stored: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., capabilities: _Optional[_Union[ModelCapabilities, _Mapping]] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., kernels: _Optional[_Mapping[str, str]] = ..., stored: _Optional[str] = ...) -> None: ...
 
 class ModelCapabilities(_message.Message):
-    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies", "videos", "pruners", "kv_reductions", "image_reuses", "sessions")
+    __slots__ = ("images", "diffusion", "recompute_policies", "commit_policies", "videos", "pruners", "kv_reductions", "image_reuses", "sessions", "tool_format", "decisions")
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     DIFFUSION_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_POLICIES_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +151,8 @@ class ModelCapabilities(_message.Message):
     KV_REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_REUSES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     images: bool
     diffusion: bool
     recompute_policies: _containers.RepeatedScalarFieldContainer[str]
@@ -78,7 +162,9 @@ class ModelCapabilities(_message.Message):
     kv_reductions: _containers.RepeatedScalarFieldContainer[str]
     image_reuses: _containers.RepeatedScalarFieldContainer[str]
     sessions: bool
-    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ..., videos: bool = ..., pruners: _Optional[_Iterable[str]] = ..., kv_reductions: _Optional[_Iterable[str]] = ..., image_reuses: _Optional[_Iterable[str]] = ..., sessions: bool = ...) -> None: ...
+    tool_format: str
+    decisions: str
+    def __init__(self, images: bool = ..., diffusion: bool = ..., recompute_policies: _Optional[_Iterable[str]] = ..., commit_policies: _Optional[_Iterable[str]] = ..., videos: bool = ..., pruners: _Optional[_Iterable[str]] = ..., kv_reductions: _Optional[_Iterable[str]] = ..., image_reuses: _Optional[_Iterable[str]] = ..., sessions: bool = ..., tool_format: _Optional[str] = ..., decisions: _Optional[str] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("max_tokens", "max_images", "visual_tokens_per_image", "max_image_bytes", "max_videos", "frames_per_video", "max_video_seconds", "max_video_bytes")

@@ -45,6 +45,31 @@ class ModelServiceStub(object):
                 request_serializer=mmserve_dot_v1_dot_model__pb2.DescribeModelRequest.SerializeToString,
                 response_deserializer=mmserve_dot_v1_dot_model__pb2.DescribeModelResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/mmserve.v1.ModelService/LoadModel',
+                request_serializer=mmserve_dot_v1_dot_model__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=mmserve_dot_v1_dot_model__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/mmserve.v1.ModelService/UnloadModel',
+                request_serializer=mmserve_dot_v1_dot_model__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=mmserve_dot_v1_dot_model__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/mmserve.v1.ModelService/LoadAdapter',
+                request_serializer=mmserve_dot_v1_dot_model__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=mmserve_dot_v1_dot_model__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/mmserve.v1.ModelService/ListAdapters',
+                request_serializer=mmserve_dot_v1_dot_model__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=mmserve_dot_v1_dot_model__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.DropAdapter = channel.unary_unary(
+                '/mmserve.v1.ModelService/DropAdapter',
+                request_serializer=mmserve_dot_v1_dot_model__pb2.DropAdapterRequest.SerializeToString,
+                response_deserializer=mmserve_dot_v1_dot_model__pb2.DropAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer(object):
@@ -63,6 +88,43 @@ class ModelServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadModel(self, request, context):
+        """LoadModel loads a checkpoint of the server's model_folder and serves it beside the other models. Only for tenants
+        with `admin`, as UnloadModel; on a server without tokens for everybody. It goes on where the caller leaves.
+        RESOURCE_EXHAUSTED says how much memory is missing, before any is taken; FAILED_PRECONDITION, that its name is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """UnloadModel serves a model no longer. It returns once the model's requests have ended and its memory is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """LoadAdapter reads an adapter (LoRA, as peft saves it) from the server's adapter_folder, in place of one of that
+        name. Only for tenants with `admin`, as DropAdapter; on a server without tokens for everybody.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropAdapter(self, request, context):
+        """DropAdapter serves an adapter no longer; requests that decode with it go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +137,31 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.DescribeModel,
                     request_deserializer=mmserve_dot_v1_dot_model__pb2.DescribeModelRequest.FromString,
                     response_serializer=mmserve_dot_v1_dot_model__pb2.DescribeModelResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=mmserve_dot_v1_dot_model__pb2.LoadModelRequest.FromString,
+                    response_serializer=mmserve_dot_v1_dot_model__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=mmserve_dot_v1_dot_model__pb2.UnloadModelRequest.FromString,
+                    response_serializer=mmserve_dot_v1_dot_model__pb2.UnloadModelResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=mmserve_dot_v1_dot_model__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=mmserve_dot_v1_dot_model__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=mmserve_dot_v1_dot_model__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=mmserve_dot_v1_dot_model__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'DropAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropAdapter,
+                    request_deserializer=mmserve_dot_v1_dot_model__pb2.DropAdapterRequest.FromString,
+                    response_serializer=mmserve_dot_v1_dot_model__pb2.DropAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +219,141 @@ class ModelService(object):
             '/mmserve.v1.ModelService/DescribeModel',
             mmserve_dot_v1_dot_model__pb2.DescribeModelRequest.SerializeToString,
             mmserve_dot_v1_dot_model__pb2.DescribeModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mmserve.v1.ModelService/LoadModel',
+            mmserve_dot_v1_dot_model__pb2.LoadModelRequest.SerializeToString,
+            mmserve_dot_v1_dot_model__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mmserve.v1.ModelService/UnloadModel',
+            mmserve_dot_v1_dot_model__pb2.UnloadModelRequest.SerializeToString,
+            mmserve_dot_v1_dot_model__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mmserve.v1.ModelService/LoadAdapter',
+            mmserve_dot_v1_dot_model__pb2.LoadAdapterRequest.SerializeToString,
+            mmserve_dot_v1_dot_model__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mmserve.v1.ModelService/ListAdapters',
+            mmserve_dot_v1_dot_model__pb2.ListAdaptersRequest.SerializeToString,
+            mmserve_dot_v1_dot_model__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mmserve.v1.ModelService/DropAdapter',
+            mmserve_dot_v1_dot_model__pb2.DropAdapterRequest.SerializeToString,
+            mmserve_dot_v1_dot_model__pb2.DropAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ from mmserve.errors import FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.kv.reuse import reuse_of
 from mmserve.models.base import CanvasModel, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
+from mmserve.models.decoder_config import UNEVEN
 from mmserve.models.picture import CannotPrepare, Picture, Prepared, VisionEncoder
 from mmserve.prune.base import Evidence, Pruner
 from mmserve.video.base import Frame, Seen
@@ -37,6 +38,8 @@ def streaming_model(model: Model) -> LoadedModel:
         raise Unimplemented(f"{unable}: its network keeps its K/V to itself")
     if model.spec.video_id is None or model.vision is None or not model.vision.frames_per_video:
         raise Unimplemented(f"{unable}: it takes no videos; ask one that does")
+    if not model.decoder.config.plain_attention:
+        raise Unimplemented(f"{unable}: {UNEVEN}")
     return model
 
 

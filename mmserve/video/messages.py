@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from mmserve.core.events import CommittedToken, Delta, Event, Finished, Snapshot
+from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished, Snapshot
 from mmserve.core.request import Request
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.errors import MMServeError
@@ -167,6 +167,8 @@ def response_bytes(response: Numbered) -> int:
     match response:
         case Answer(_, Delta(text)) | Answer(_, Snapshot(text)):
             return _OVERHEAD + 4 * len(text)
+        case Answer(_, Draft(rows)):
+            return _OVERHEAD * (1 + sum(1 + len(alternatives) for *_own, alternatives in rows))
         case Answer(_, Finished() as event, moments):
             return _OVERHEAD * (1 + len(moments)) + 4 * len(event.text) + sum(map(_token_bytes, event.tokens))
         case Answer(_, MMServeError() as error) | PushFailed(_, error):
@@ -175,7 +177,7 @@ def response_bytes(response: Numbered) -> int:
 
 
 def _token_bytes(token: CommittedToken) -> int:
-    return _OVERHEAD + 4 * len(token.text)
+    return _OVERHEAD * (1 + len(token.alternatives)) + 4 * len(token.text)
 
 
 def join_key(response: Numbered) -> Hashable | None:
@@ -183,7 +185,7 @@ def join_key(response: Numbered) -> Hashable | None:
     match response:
         case FramesTaken():
             return FramesTaken
-        case Answer(question_id, Delta() | Snapshot() as event):
+        case Answer(question_id, Delta() | Draft() | Snapshot() as event):
             return type(event), question_id, event.sample
     return None
 
@@ -192,20 +194,22 @@ def ended_keys(response: Numbered, keys: Iterable[Hashable]) -> list[Hashable]:
     """Those of ``keys`` of which nothing more follows after ``response``: the id of a question may be used again."""
     match response:
         case Answer(question_id, Finished() as event):
-            return [(kind, question_id, event.sample) for kind in (Delta, Snapshot)]
+            return [(kind, question_id, event.sample) for kind in (Delta, Draft, Snapshot)]
         case Answer(question_id, MMServeError()):
             return [key for key in keys if isinstance(key, tuple) and key[1] == question_id]
     return []
 
 
 def both(old: Numbered, new: Numbered) -> Numbered:
-    """One response in place of two of the same key: reports and deltas are added, the newer snapshot stays."""
+    """One response in place of two of the same key: reports, deltas and drafts are added, the newer snapshot stays."""
     match old, new:
         case FramesTaken(), FramesTaken():
             ready = max(old.ready, new.ready)
             return FramesTaken(old.taken + new.taken, old.dropped + new.dropped, max(old.seconds, new.seconds), ready)
         case Answer(name, Delta() as first), Answer(_, Delta() as second):
             return Answer(name, Delta(first.text + second.text, first.sample))
+        case Answer(name, Draft() as first), Answer(_, Draft() as second):
+            return Answer(name, second.after(first))
         case Answer(name, Snapshot() as first), Answer(_, Snapshot() as second):
             return Answer(name, replace(second, edited=first.edited + second.edited))
     raise TypeError(f"{old!r} and {new!r} cannot be joined")

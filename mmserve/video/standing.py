@@ -25,6 +25,7 @@ from mmserve.models.alone import hidden_alone
 from mmserve.models.base import Attention, LoadedModel, Model
 from mmserve.models.chat import prompt_ids
 from mmserve.models.decoder import dense_attention
+from mmserve.models.decoder_config import UNEVEN
 from mmserve.video.base import Seen
 from mmserve.video.choices import Choices, Tokens
 from mmserve.video.forest import Forest
@@ -104,6 +105,8 @@ class Standing:
             raise Unimplemented(f"{model.spec.name} takes no images, so it cannot answer standing questions")
         if model.position_axes > 1 or model.decoder.config.deep_layers:
             raise Unimplemented(f"standing questions are not implemented for the image positions of {model.spec.name}")
+        if not model.decoder.config.plain_attention:
+            raise Unimplemented(f"standing questions are not implemented for {model.spec.name}: {UNEVEN}")
         self._model = model
         self._floor = row_floor(model)
         self._prompt = lru_cache(_READY_QUESTIONS)(self._tokenised)

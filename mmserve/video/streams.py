@@ -175,6 +175,8 @@ class EngineStreams:
         self._engine.stages.check(request)
         if request.kv_reduction is not None:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
+        if request.adapter:
+            raise InvalidArgument.of("adapter", "must not be set with a question about a stream")
         if request.diffusion.commit.name in ACCOMPANIED:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion here")
         if self.model.appends and request.diffusion.recompute.name not in KEEPS_PROMPT:

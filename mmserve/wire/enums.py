@@ -17,10 +17,12 @@ def _names(enum: Any) -> dict[int, str]:
 
 ROLES = _names(gen.Role)
 REASONS = _names(gen.FinishReason)
+DRAFT_STATES = _names(gen.DraftState)
 QUALITIES = _names(gen.Quality)
 CONSTRAINT_MODES = _names(gen.ConstraintMode)
 CONSTRAINT_SAMPLINGS = _names(gen.ConstraintSampling)
 SCHEMA_OPTIONS = _names(gen.SchemaOption)
+TOOL_CHOICES = _names(gen.ToolChoice)
 OVERLOADS = _names(video.OverloadPolicy)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -232,6 +233,43 @@ def failure(future: Future[Any]) -> MMServeError:
     error = future.exception(timeout=PATIENCE)
     assert isinstance(error, MMServeError), f"not a typed error: {error!r}"
     return error
+
+
+class Process:
+    """``mmserve serve`` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.log = folder / "stderr.txt"
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mmserve", "serve", "--set", "server.port=0", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith("mmserve serves reference"), (line, self.stderr())
+        self.address = line.split()[-1]
+
+    def stderr(self) -> str:
+        return self.log.read_text()
+
+    def ends(self) -> int:
+        return self.process.wait(PATIENCE)
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Process]:
+    found = Process(folder, *arguments)
+    with found.process:
+        try:
+            yield found
+            assert found.ends() == 0, found.stderr()
+        finally:
+            found.process.kill()
+    log = found.stderr()
+    assert "Traceback" not in log and "Error" not in log and "Exception" not in log, log
 
 
 def command(*arguments: str, stdin: str | bytes | None = None) -> subprocess.CompletedProcess[str]:

@@ -235,8 +235,8 @@ BROKEN = {
     "two models of one name": ("[[models]]\n[[models]]", "two models are named 'reference'"),
     "a key without its certificate": ('[server]\ntls_key = "x"', "go together"),
     "a certificate that is not there": ('[server]\ntls_key = "/no/k"\ntls_certificate = "/no/c"', "/no/"),
-    "too few pages": ("[engine]\npages = 3", "pages"),
-    "pages for which there is no memory": ("[engine]\nmax_running = 1000000000000", "no memory"),
+    "too few pages": ("[engine]\npages = 3\nmax_tokens = 1024", "pages"),
+    "pages for which there is no memory": ("[engine]\npages = 1000000000000", "no memory"),
     "an unknown device": ('[[models]]\ndevice = "abacus"', "abacus"),
     "an unknown dtype": ('[[models]]\ndtype = "float12"', "float12"),
 }

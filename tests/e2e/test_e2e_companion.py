@@ -93,7 +93,7 @@ def test_what_is_wrong_is_said(client: Client) -> None:
     with pytest.raises(InvalidArgument, match=r"diffusion\.draft_model\.length: must be in \[1, 64\], not 65"):
         client.generate("x", model="twin", commit=DraftModel(65))
     with pytest.raises(
-        InvalidArgument, match=r"sampling\.repetition_penalty: must be 1 with the commit policy 'guided'"
+        InvalidArgument, match=r"sampling\.repetition_penalty: must not be set with the commit policy 'guided'"
     ):
         client.generate("x", commit="guided", repetition_penalty=1.1)
     with pytest.raises(Unimplemented, match="model 'reference' has no commit policy 'draft_model'"):

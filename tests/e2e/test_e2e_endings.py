@@ -72,7 +72,7 @@ def one_in_each_stage(server: Running, gates: Gates, **options: Any) -> Iterator
     gates.decode.close()
     call(Stage.READY, Stage.STEPPING)
     call(Stage.STEPPING, Stage.PREFILLED)
-    gates.decode.let_through_until(lambda batch: text_of(batch[0]) == Stage.STEPPING.name)
+    gates.decode.let_through_until(lambda batch: [text_of(each) for each in batch] == [Stage.STEPPING.name])
     server.reach(Stage.READY.name, Stage.READY)
     call(Stage.PREFILLED, Stage.PREFILLED)
     gates.prefill.close()

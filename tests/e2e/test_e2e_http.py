@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import logging
 import random
+import re
 import socket
 import ssl
 import sys
@@ -22,6 +24,7 @@ from e2e_helpers import EMPTY, PATIENCE, Running, gated, running, settings, wait
 from mmserve.assembly import BackgroundServer
 from mmserve.errors import ConfigError
 from mmserve.http import front
+from mmserve.http.front import HttpFront
 from mmserve.reference.tasks import sample
 from mmserve.tenants import TenantConfig
 
@@ -74,7 +77,7 @@ def ask(port: int, body: Any, path: str = CHAT, headers: dict[str, str] | None =
 
 def head(length: str) -> bytes:
     """The head of a POST with a line about its body's length."""
-    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{length}\r\n\r\n".encode()
+    return f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{length}\r\n\r\n".encode()
 
 
 def test_an_answer_is_that_of_grpc(served: Running, client: openai.OpenAI) -> None:
@@ -158,14 +161,15 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"model": None}, 400, "model", "is required"),
     ({"messages": []}, 400, "messages", "at least one message"),
     ({"messages": "hi"}, 400, "messages", "an array"),
-    ({"messages": [{"role": "tool", "content": "1"}]}, 400, "messages[0].role", "'assistant'"),
+    ({"messages": [{"role": "tool", "content": "1"}]}, 400, "messages[0].tool_call_id", "call"),
+    ({"messages": [{"role": "critic", "content": "1"}]}, 400, "messages[0].role", "'assistant'"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content", "a string or an array"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type", ""),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]},
         400,
         "messages[0].content[0].image_url.url",
-        "are not fetched",
+        "[media] url_hosts",
     ),
     (
         {
@@ -186,9 +190,18 @@ CASES: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"stop": [""]}, 400, "stop[0]", "empty"),
     ({"max_tokens": 8, "max_completion_tokens": 8}, 400, "max_tokens", "set one of them"),
     ({"max_completion_tokens": 100_000}, 400, "max_completion_tokens", "must be in"),
-    ({"top_logprobs": 3}, 400, "top_logprobs", "not supported"),
-    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
-    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs = true"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "at most 20"),
+    ({"top_logprobs": -1, "logprobs": True}, 400, "top_logprobs", "out of range"),
+    ({"stream": "yes"}, 400, "stream", "true or false"),
+    ({"mmserve": {"stream": {"drafts": True}}}, 400, "mmserve.stream.drafts", "stream = true"),
+    ({"mmserve": {"stream": {"snapshots": True}}}, 400, "mmserve.stream.snapshots", "must be one of"),
+    ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "must be in [-2, 2]"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias", "ids of tokens"),
+    ({"logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "ids of tokens"),
+    ({"logit_bias": {"7": 101}}, 400, "logit_bias", "must be in [-100, 100]"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].name", "letters"),
+    ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type", "function"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream = true"),
     ({"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
     (
@@ -217,6 +230,12 @@ def test_what_is_wrong_is_named(port: int, changes: dict[str, Any], status: int,
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
+def nested(depth: int) -> bytes:
+    """A body that is right but for a schema of so many levels; one of 970 could be parsed, and not written again."""
+    schema = b'{"a":' * (depth - 1) + b"1" + b"}" * (depth - 1)
+    return json.dumps({"model": "reference", "messages": HELLO, "guided_json": 0}).encode()[:-2] + schema + b"}"
+
+
 @pytest.mark.parametrize(
     ("data", "headers", "status", "text"),
     [
@@ -224,13 +243,32 @@ def test_what_is_wrong_is_named(port: int, changes: dict[str, Any], status: int,
         (b"[1]", {}, 400, "a JSON object"),
         (b'{"a": NaN}', {}, 400, "NaN"),
         (b"[" * 200_000, {}, 400, "nested too deeply"),
+        *((nested(depth), {}, 400, "nested too deeply") for depth in (257, 960, 970, 980)),
         (b'{"a": ' + b"9" * 10_000 + b"}", {}, 400, "must be JSON"),
         (b'{"a": "\xff"}', {}, 400, "must be JSON"),
+        (b'{"a": "\\ud800"}', {}, 400, "surrogate"),
+        (b'{"\xed\xb0\x80": 1}', {}, 400, "surrogate"),
         (b"{}", {"content-type": "text/plain"}, 415, "application/json"),
         (b" " * ((1 << 20) + 1), {}, 413, "max_message_bytes"),
         (b"{}", {"content-length": str(1 << 40)}, 413, "max_message_bytes"),
     ],
-    ids=["cut", "array", "nan", "deep", "digits", "bytes", "form", "long", "announced"],
+    ids=[
+        "cut",
+        "array",
+        "nan",
+        "deep",
+        "257",
+        "960",
+        "970",
+        "980",
+        "digits",
+        "bytes",
+        "half",
+        "name",
+        "form",
+        "long",
+        "announced",
+    ],
 )
 def test_hostile_bodies(port: int, data: bytes, headers: dict[str, str], status: int, text: str) -> None:
     found, body, _ = ask(port, data, headers=headers)
@@ -245,6 +283,78 @@ def test_a_body_without_a_length_is_bounded_too(port: int) -> None:
         assert b" 413 " in connection.recv(4096).split(b"\r\n")[0]
 
 
+def test_a_body_of_tiny_chunks(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall(head("transfer-encoding: chunked") + b"1\r\n \r\n" * 2000)
+        assert b" 400 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000")),
+        *((host, 421) for host in ("example.org", "127.0.0.1.example.org", "localhost.example.org:8000", "[", "")),
+    ],
+)
+def test_pages_of_other_hosts_cannot_pass_for_this_one(port: int, host: str, status: int) -> None:
+    """A page whose name its owner has lead to this machine is of the same origin, to a browser."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("GET", "/v1/models", headers={"host": host})
+    response = connection.getresponse()
+    assert response.status == status and (b"http_names" in response.read()) is (status == 421)
+    connection.close()
+
+
+def test_many_streams_at_once_all_get_their_text(served: Running, port: int) -> None:
+    """Of 64 clients none waits for the others' ends, and one that does not read costs them nothing."""
+    body = {"model": "reference", "messages": HELLO, "max_tokens": 8, "stream": True, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE)) for _ in range(65)]
+        for each in sockets:
+            each.settimeout(3 * PATIENCE)
+            each.sendall(head(f"content-length: {len(data)}\r\nconnection: close") + data)
+        _deaf, *readers = sockets
+        texts = list(served.start(lambda: [streamed(each) for each in readers]).result(6 * PATIENCE))
+    assert len(set(texts)) == 1 and texts[0]
+
+
+def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its answer ends ``message_seconds`` after it takes nothing any more, and leaves nothing behind."""
+    real = front._listener
+
+    def small(host: str, port: int) -> socket.socket:
+        listener = real(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections have the same
+        return listener
+
+    monkeypatch.setattr(front, "_listener", small)
+    port = free_port()
+    drafts = {"stream": {"drafts": True, "alternatives": 20}, "diffusion": {"noCache": {}, "lowConfidence": {}}}
+    body = {"model": "reference", "messages": HELLO, "max_tokens": 96, "ignore_eos": True, "stream": True}
+    data = json.dumps({**body, "mmserve": drafts}).encode()
+    with running(settings(server={"http_port": port, "message_seconds": 0.5})) as served, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", port))
+        with caplog.at_level(logging.INFO, "mmserve.access"):
+            deaf.sendall(head(f"content-length: {len(data)}") + data)
+            wait_for("its line of the log", lambda: any(CHAT in line for line in caplog.messages))
+        wait_for("an empty engine", lambda: served.engine.stats() == EMPTY)
+        served.assert_serves()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "code=CANCELLED" in next(line for line in caplog.messages if CHAT in line)
+
+
+def streamed(connection: socket.socket) -> str:
+    """The text of a streamed chat completion."""
+    data = b""
+    while part := connection.recv(1 << 16):
+        data += part
+    assert data.startswith(b"HTTP/1.1 200") and b"data: [DONE]" in data
+    chunks = [json.loads(line) for line in re.findall(rb"data: (\{.*\})", data)]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
 def test_a_body_that_comes_too_slowly(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(head("content-length: 9") + b"{")
@@ -257,6 +367,16 @@ def test_a_head_that_does_not_come(port: int, sent: bytes, monkeypatch: pytest.M
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         connection.sendall(sent)
         assert connection.recv(4096) == b""
+
+
+def test_responses_do_not_wait_for_acknowledgements(served: Running, port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(4096)
+        [server] = [front._uvicorn for front in served.background._server._fronts if isinstance(front, HttpFront)]
+        own = [c for c in server.server_state.connections if c.client == connection.getsockname()]
+        [accepted] = [c.transport.get_extra_info("socket") for c in own]
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_routes_models_health_and_metrics(client: openai.OpenAI, port: int) -> None:
@@ -339,3 +459,113 @@ def test_a_port_in_use_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"pip install 'mmserve\[http\]'"):
         BackgroundServer(settings(server={"http_port": free_port()}))
+
+
+def events_of(port: int, path: str, body: dict[str, Any]) -> list[tuple[str, str]]:
+    """The server-sent events of a POST: name and data of each."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("POST", path, json.dumps({**body, "stream": True}), {"content-type": "application/json"})
+    response = connection.getresponse()
+    text = response.read().decode()
+    assert response.status == 200, text
+    connection.close()
+    found = []
+    for block in text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        found.append((fields.get("event", ""), fields["data"]))
+    return found
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO, "max_tokens": 12},
+    "/v1/completions": {"prompt": "How many", "max_tokens": 12},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 12},
+    "/v1/responses": {"input": HELLO[0]["content"], "max_output_tokens": 12},
+}
+
+
+@pytest.mark.parametrize("path", ALIKE)
+def test_drafts_are_named_events_in_every_api(port: int, path: str) -> None:
+    asked = {"model": "reference", **ALIKE[path]}
+    plain = {"diffusion": {"lowConfidence": {}}}
+    own = {"mmserve": {**plain, "stream": {"drafts": True, "alternatives": 2}}}
+    drafts = [json.loads(data) for name, data in events_of(port, path, {**asked, **own}) if name == "draft"]
+    assert [draft["forwards"] for draft in drafts] == list(range(1, len(drafts) + 1))
+    assert len(drafts) > 1
+    assert len(drafts[0]["positions"]) == drafts[0]["total"] == 12
+    canvas: dict[int, dict[str, Any]] = {}
+    for draft in drafts:
+        assert draft["sample"] == 0
+        for at in draft["positions"]:
+            assert set(at) == {"index", "id", "text", "state", "confidence", "alternatives"}
+            assert all(0 <= probability <= 1 for _id, _text, probability in at["alternatives"])
+            canvas[at["index"]] = at
+    assert "committed" in {at["state"] for at in canvas.values()} <= {"committed", "draft"}  # drafts follow the end
+    without = events_of(port, path, {**asked, "mmserve": plain})
+    assert not [name for name, _data in without if name == "draft"]
+
+
+def test_alternatives_come_with_the_chosen_tokens(port: int, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "reference", "messages": HELLO, "max_tokens": 12, "logprobs": True}
+    found = client.chat.completions.create(**asked, top_logprobs=4).choices[0].logprobs
+    assert found is not None and found.content
+    for token in found.content:
+        assert len(token.top_logprobs) == 4
+        assert token.top_logprobs[0].token == token.token
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-4)
+        assert [one.logprob for one in token.top_logprobs] == sorted(
+            (one.logprob for one in token.top_logprobs), reverse=True
+        )
+    last = [chunk for chunk in client.chat.completions.create(**asked, top_logprobs=4, stream=True) if chunk.choices]
+    assert last[-1].choices[0].logprobs.content == found.content  # type: ignore[union-attr]
+    how: dict[str, Any] = {"prompt": "How many", "max_tokens": 6, "logit_bias": {"1": -100, "2": -100}}
+    older = client.completions.create(model="reference", logprobs=2, **how).choices[0].logprobs
+    assert older is not None and older.tokens and older.top_logprobs
+    assert all(len(others) == 2 for others in older.top_logprobs)
+
+
+def check(port: int, **body: Any) -> Any:
+    status, found, _headers = ask(port, {"model": "reference", **body}, "/v1/constraints")
+    assert status == 200, found
+    return found
+
+
+def test_constraints_are_judged_without_a_request(served: Running, port: int) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    assert check(port, response_format=schema) == {"valid": True, "warnings": []}
+    right, wrong = '{"colour": "red", "count": 3}', '{"colour": "red", "count": 33}'
+    assert check(port, response_format=schema, answer=right)["answer"] == {"valid": True}
+    judged = check(port, response_format=schema, answer=wrong)
+    assert judged["valid"] and not judged["answer"]["valid"] and "/count" in judged["answer"]["error"]["message"]
+    for broken in ("", "{", "3"):
+        assert not check(port, response_format=schema, answer=broken)["answer"]["valid"]
+    strange = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"type": "strange"}}}}}
+    refused = check(port, response_format=strange)
+    assert not refused["valid"] and refused["error"]["param"].startswith("response_format")
+    small = check(port, response_format=schema, max_tokens=2)
+    assert not small["valid"] and small["error"]["param"] == "max_tokens"
+    assert check(port, guided_regex="[a-c]{3}") == {"valid": True, "warnings": []}
+    assert not check(port, guided_regex="[a-c", max_tokens=4)["valid"]
+    assert not check(port, guided_regex="[a-c]", answer="a")["valid"], "only answers to schemas are judged"
+    for body, param in (({}, "response_format"), ({"guided_regex": "a", "stream": True}, "stream")):
+        status, found, _headers = ask(port, {"model": "reference", **body}, "/v1/constraints")
+        assert (status, found["error"]["param"]) == (400, param)
+    assert ask(port, {"model": "gone", "guided_regex": "a"}, "/v1/constraints")[0] == 404
+    wait_for("an engine that was asked nothing", lambda: served.engine.stats().live == 0)
+
+
+def test_the_page_is_there_in_the_wheel_and_needs_no_token(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("GET", "/", headers={"authorization": "Bearer wrong"})
+    response = connection.getresponse()
+    page = response.read().decode()
+    assert response.status == 200 and response.headers["content-type"] == "text/html; charset=utf-8"
+    for name in [*re.findall(r'"/(playground/[\w.]+)"', page), "playground/about.json"]:
+        connection.request("GET", f"/{name}")
+        found = connection.getresponse()
+        assert found.status == 200 and found.read(), name
+    for path in ("/playground/", "/playground/nothing.js", "/playground/../app.py", "/playground/%2e%2e/app.py"):
+        connection.request("GET", path)
+        found = connection.getresponse()
+        assert found.status == 404 and found.read(), path
+    connection.close()

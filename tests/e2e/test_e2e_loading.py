@@ -1,132 +1,224 @@
-"""``mmserve serve`` while its models load: it listens, says that it is not ready, and can be ended."""
+"""Models that come and go while a server serves, over real sockets: gRPC, both clients, HTTP and the command line."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
+import socket
+import urllib.request
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
-from e2e_helpers import PATIENCE, command, wait_for
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+import torch
+from e2e_helpers import PATIENCE, gated, settings, wait_for
+from llama_checkpoints import llama, save
 
-from mmserve.client import Client
-from mmserve.errors import NotFound, Unavailable
-from mmserve.models.names import shipped_folder
+from mmserve import cli
+from mmserve.assembly import BackgroundServer
+from mmserve.client import AsyncClient, Client
+from mmserve.config import EngineConfig, ModelConfig
+from mmserve.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from mmserve.kv.room import pool_bytes
+from mmserve.memory import available, resident
+from mmserve.needs import memory_needed
+from mmserve.tenants import TenantConfig
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class GatedModel:
-    """A checkpoint whose loading waits until ``open``: its ``config.json`` is a pipe that nobody writes to before."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        shutil.copytree(shipped_folder("bundled"), folder)
-        self._config = folder / "config.json"
-        self._kept = self._config.rename(folder / "config.kept")
-        os.mkfifo(self._config)
-
-    def open(self, text: str | None = None) -> None:
-        """Let loading go on, with ``text`` as the configuration; waits until loading has come to it."""
-        with self._config.open("w") as pipe:
-            self._kept.replace(self._config)  # for whoever reads it again
-            pipe.write(self._config.read_text() if text is None else text)
+TEXT = "what is left of the circle?"
 
 
-class Process:
-    """``mmserve serve`` in a process of its own, from the moment that it listens."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self.log = log
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mmserve", "serve", "--set", "server.port=0", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        line = wait_for(f"it to listen: {self.stderr()}", self._listening)
-        self.address = line.partition("listening on ")[2].partition(",")[0]
-
-    def _listening(self) -> str:
-        assert self.process.poll() is None, self.stderr()
-        return next((line for line in self.stderr().splitlines() if "listening on " in line), "")
-
-    def stderr(self) -> str:
-        return self.log.read_text()
-
-    def health(self) -> int:
-        with grpc.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            return stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE).status
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models of other weights, the first beside the folder that others may be loaded from."""
+    found = tmp_path_factory.mktemp("models")
+    for place, heads in (("base", (4, 4)), ("allowed/red", (4, 2)), ("allowed/team/blue", (2, 2))):
+        save(llama(*heads), found / place)
+    (found / "allowed/empty").mkdir()
+    (found / "allowed/out").symlink_to(found / "base")
+    return found
 
 
-@contextmanager
-def listening(folder: Path, *arguments: str) -> Iterator[Process]:
-    found = Process(folder / "stderr.txt", *arguments)
-    with found.process:
-        try:
-            yield found
-        finally:
-            found.process.kill()
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[BackgroundServer]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = settings(server={"http_port": port, "model_folder": str(folder / "allowed")}, engine={"max_running": 4})
+    models = (ModelConfig(path=str(folder / "base")),)
+    with BackgroundServer(replace(config, models=models)) as found:
+        yield found
 
 
-def test_a_server_listens_while_it_loads_and_serves_what_is_loaded(tmp_path: Path) -> None:
-    late = GatedModel(tmp_path / "late")
+def listed(server: BackgroundServer) -> list[str]:
+    url = f"http://127.0.0.1:{server.config.server.http_port}/v1/models"
+    with urllib.request.urlopen(url, timeout=PATIENCE) as reply:
+        return [model["id"] for model in json.load(reply)["data"]]
+
+
+def engine_of(server: BackgroundServer, name: str) -> Any:
+    return server._server.engines[name]
+
+
+def test_loaded_asked_and_unloaded(server: BackgroundServer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = BackgroundServer(replace(settings(), models=(ModelConfig(path=str(folder / "allowed/red")),)))
+    with alone, Client(alone.address, timeout=PATIENCE) as client:
+        expected = client.generate(TEXT).text
+    with Client(server.address, timeout=PATIENCE) as client:
+        before = client.generate(TEXT).text
+        info = client.load_model("red")
+        assert info == client.describe("red") and listed(server) == ["base", "red"]
+        assert client.generate(TEXT, model="red").text == expected != before
+        assert client.generate(TEXT).text == before
+        with pytest.raises(FailedPrecondition, match="a model 'red' is served: unload it, or give this one another"):
+            client.load_model("red")
+        command = ["models", "--server", server.address, "--load", "team/blue=sky", "--json"]
+        assert cli.main(command) == 0
+        shown = json.loads(capsys.readouterr().out)["models"]
+        assert [model["name"] for model in shown] == ["base", "red", "sky"]
+        assert client.generate(TEXT, model="sky").text
+        assert cli.main(["models", "--server", server.address, "--unload", "sky"]) == 0
+        assert client.unload_model("red") and listed(server) == ["base"]
+        for name in ("red", "sky"):
+            with pytest.raises(NotFound, match=f"no model '{name}' here; there is base"):
+                client.generate(TEXT, model=name)
+            with pytest.raises(NotFound, match=f"no model '{name}' here"):
+                client.unload_model(name)
+        with pytest.raises(FailedPrecondition, match="'base' is the only model of this server"):
+            client.unload_model("base")
+
+
+def test_the_first_model_may_go_too(server: BackgroundServer) -> None:
+    async def all_of_it() -> None:
+        async with AsyncClient(server.address, timeout=PATIENCE) as client:
+            info = await client.load_model("red", "other", dtype="bfloat16")
+            assert info.dtype == "bfloat16" and info.name == "other"
+            assert await client.unload_model("base", drain_seconds=5)
+            assert [model.name for model in await client.models()] == ["other"]
+            assert (await client.generate(TEXT)).text  # of the default, which is another now
+            with pytest.raises(InvalidArgument, match="drain_seconds: must be at least 0"):
+                await client.unload_model("other", drain_seconds=-1)
+
+    try:
+        asyncio.run(all_of_it())
+    finally:  # what the other tests find
+        base = server._load(replace(server.config, models=server.config.models))
+        engine = next(base)
+        engine.start()
+        gone = server._server.engines.replace(("base",), {"base": engine})
+        assert [each.drain(PATIENCE) for each in gone] == [True]
+        for each in gone:
+            each.stop()
+
+
+def test_requests_under_way_end_first(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(server.address, timeout=PATIENCE) as client, ThreadPoolExecutor(2) as threads:
+        client.load_model("red")
+        expected = client.generate(TEXT, model="red").text
+        with gated(engine_of(server, "red"), monkeypatch) as gates:
+            gates.decode.close()
+            asked = threads.submit(client.generate, TEXT, model="red")
+            wait_for("the request to decode", lambda: gates.decode.waiting)
+            unloaded = threads.submit(client.unload_model, "red", drain_seconds=PATIENCE)
+            wait_for("the model to be gone", lambda: listed(server) == ["base"])
+            assert client.generate(TEXT).text  # others are served meanwhile
+            assert not asked.done() and not unloaded.done()
+            gates.open()
+            assert asked.result(PATIENCE).text == expected and unloaded.result(PATIENCE)
+
+
+def test_requests_that_take_too_long_fail(server: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(server.address, timeout=PATIENCE) as client, ThreadPoolExecutor(2) as threads:
+        client.load_model("red")
+        with gated(engine_of(server, "red"), monkeypatch) as gates:
+            gates.decode.close()
+            asked = threads.submit(client.generate, TEXT, model="red", timeout=PATIENCE)
+            wait_for("the request to decode", lambda: gates.decode.waiting)
+            unloaded = threads.submit(client.unload_model, "red", drain_seconds=0.0)
+            wait_for("the model to be gone", lambda: listed(server) == ["base"])
+            gates.open()
+            assert not unloaded.result(PATIENCE)
+            with pytest.raises((Unavailable, NotFound)):  # a retry finds no such model any more
+                asked.result(PATIENCE)
+        assert client.generate(TEXT).text
+
+
+def test_memory_is_known_before_and_given_back(server: BackgroundServer, folder: Path) -> None:
+    """A model of 100 MB: what it needs is said to the byte, and what it took is free again."""
+    wide = llama(4, 4, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, initializer_range=0.01)
+    save(wide, folder / "allowed/wide")
+    weights = sum(parameter.numel() * 4 for parameter in wide.parameters())
+    del wide
+    entry = ModelConfig(path=str(folder / "allowed/wide"))
+    needed = memory_needed(entry, server.config)
+    assert needed.weights == weights > 80e6 and needed.device == torch.device("cpu")
+    decoder = engine_of(server, "base").stages.model.decoder.config
+    wide_pool = pool_bytes(
+        replace(decoder, num_layers=2, num_kv_heads=4, head_dim=256), engine_of(server, "base").config, torch.float32
+    )
+    assert needed.pages == wide_pool
+    with Client(server.address, timeout=PATIENCE) as client:
+        client.load_model("wide")
+        assert client.generate(TEXT, model="wide", max_new_tokens=2).forwards
+        gone, held = weakref.ref(engine_of(server, "wide").stages.model.decoder), resident()
+        assert client.unload_model("wide")
+        gc.collect()
+        assert gone() is None
+        assert held - resident() > 0.7 * weights
+
+
+def test_what_memory_is_missing_is_said(folder: Path) -> None:
+    reserve = 1 << 50
+    config = settings(server={"model_folder": str(folder / "allowed"), "load_reserve_bytes": reserve})
     with (
-        listening(tmp_path, "--model", "bundled", "--model", str(late.folder)) as server,
+        BackgroundServer(replace(config, models=(ModelConfig(path=str(folder / "base")),))) as server,
         Client(server.address, timeout=PATIENCE) as client,
     ):
-        assert server.health() == NOT_SERVING
-        with pytest.raises(Unavailable, match="'late' is loading"):
-            client.generate("x", model="late", timeout=3)
-        with pytest.raises(NotFound, match="no model 'other' here; there is reference, late"):
-            client.generate("x", model="other")
-
-        def first() -> bool:
-            try:
-                return bool(client.generate("How many?", max_new_tokens=2, timeout=3).forwards)
-            except Unavailable as error:
-                assert "'reference' is loading" in error.message
-                return False
-
-        wait_for("the first model to serve", first)
-        assert [model.name for model in client.models()] == ["reference"]
-        assert server.health() == NOT_SERVING, "one model is still loading"
-        late.open()
-        wait_for("all to serve", lambda: server.health() == SERVING)
-        assert client.generate("How many?", model="late", max_new_tokens=2).forwards
-        assert [model.name for model in client.models()] == ["reference", "late"]
-        assert server.process.stdout is not None
-        assert server.process.stdout.readline() == f"mmserve serves reference, late on {server.address}\n"
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(PATIENCE) == 0
-    log = server.stderr()
-    assert "Traceback" not in log
-    assert log.count("kernels of reference: ") == log.count("kernels of late: ") == 1 and "runs as" not in log
-    assert "method=/mmserve.v1.GenerationService/Generate" in log and "/grpc.health.v1" not in log
+        with pytest.raises(ResourceExhausted, match=r"no memory for the model 'red': (\d+) MiB are missing") as raised:
+            client.load_model("red")
+        missing = int(str(raised.value).partition("'red': ")[2].split()[0])
+        assert abs(missing - (reserve - available()) / (1 << 20)) < 8192
+        assert [model.name for model in client.models()] == ["base"]
 
 
-def test_while_a_model_loads_its_port_is_taken_and_a_signal_ends_the_server_cleanly(tmp_path: Path) -> None:
-    late = GatedModel(tmp_path / "late")
-    with listening(tmp_path, "--model", str(late.folder), "--log-format", "json") as server:
-        with Client(server.address) as client, pytest.raises(Unavailable, match="loading"):
-            client.models(timeout=3)
-        port = server.address.rpartition(":")[2]
-        again = command("serve", "--model", str(late.folder), "--set", f"server.port={port}")  # would wait for ever
-        assert again.returncode == 1 and f"cannot listen on 127.0.0.1:{port}" in again.stderr
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(PATIENCE) == 0
-        assert server.process.stdout is not None and server.process.stdout.read() == ""
-    log = server.stderr()
-    records = [json.loads(line) for line in log.splitlines()]
-    assert [r["message"] for r in records[-2:]] == ["SIGTERM: draining", "stopped"]
-    assert all({"time", "level", "logger", "message"} <= set(r) and r["level"] == "INFO" for r in records)
+def test_what_cannot_be_loaded_is_refused(server: BackgroundServer, folder: Path) -> None:
+    with Client(server.address, timeout=PATIENCE) as client:
+        for path in ("", ".", "..", "../base", str(folder / "base"), "out", "red/../../base"):
+            with pytest.raises(InvalidArgument, match=r"path: must be that of a folder within \[server\] model_folder"):
+                client.load_model(path)
+        with pytest.raises(NotFound, match=r"\[server\] model_folder has no folder 'green'"):
+            client.load_model("green")
+        with pytest.raises(InvalidArgument, match=r"path: .*empty has no config\.json"):
+            client.load_model("empty")
+        with pytest.raises(InvalidArgument, match="path: dtype 'int3' is not known"):
+            client.load_model("red", dtype="int3")
+        assert listed(server) == ["base"]
+
+
+def test_only_tenants_with_admin_load_and_only_from_a_folder(folder: Path) -> None:
+    tokens = {"boss": "b" * 20, "guest": "g" * 20}
+    for name, token in tokens.items():
+        (folder / f"{name}.token").write_text(token)
+    tenants = tuple(
+        TenantConfig(name=name, token_file=str(folder / f"{name}.token"), admin=name == "boss") for name in tokens
+    )
+    config = replace(settings(), models=(ModelConfig(path=str(folder / "base")),), tenants=tenants)
+    with BackgroundServer(replace(config, engine=EngineConfig(torch_threads=1, max_running=2))) as server:
+        boss, guest = (Client(server.address, token=token, timeout=PATIENCE) for token in tokens.values())
+        with boss, guest:
+            for call in (lambda: guest.load_model("red"), lambda: guest.unload_model("base")):
+                with pytest.raises(Unauthenticated, match="the tenant 'guest' may not load or unload models"):
+                    call()
+            with pytest.raises(Unimplemented, match=r"no models while it runs: it has no \[server\] model_folder"):
+                boss.load_model("red")

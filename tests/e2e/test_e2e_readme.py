@@ -37,7 +37,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_the_readmes_blocks_are_one_program(server: Running, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     program = "\n".join(blocks).replace("localhost:50051", server.address)
-    assert len(blocks) == 4 and server.address in program
+    assert len(blocks) == 3 and server.address in program
     draw_scene(random.Random(7)).picture.save(tmp_path / "001-count-1.png")
     (tmp_path / "film.mp4").write_bytes(h264(draw_clip(random.Random(7)).frames()))
     (tmp_path / "shown.py").write_text(program, encoding="utf-8")
@@ -45,8 +45,7 @@ def test_the_readmes_blocks_are_one_program(server: Running, tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (0, "")
     told = done.stdout.splitlines()
     assert told[0] and any("▒" in line for line in told)
-    assert told[-3].startswith("[Shape(color=")
-    assert re.fullmatch(r"\('\d', '.+'\)", told[-2])
+    assert told[-2].startswith("[Shape(color=")
     assert told[-1]
 
 

@@ -15,7 +15,7 @@ from clips import clip
 from cutting import Cutting
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rpc"))
-from video_client import PATIENCE, picture, sdk, video_server, wait_for
+from video_client import PATIENCE, picture, registries, sdk, video_server, wait_for
 
 from mmserve.client import AsyncClient, Cancelled, Delta, FailedPrecondition, InvalidArgument, NotFound, VideoSession
 from mmserve.core.session import Alert
@@ -197,12 +197,12 @@ def test_fifty_lost_connections_change_nothing(address: str) -> None:
 
 def test_a_session_that_was_away_too_long_is_not_found() -> None:
     away = video_server({"resume_seconds": 0.2})
-    with away as (address, _), Cutting(address) as proxy, sdk(proxy.address) as client:
+    with registries() as made, away as (address, _), Cutting(address) as proxy, sdk(proxy.address) as client:
         session = client.video_session(budget=64)
         session.push(picture(0), 0.0)
         proxy.hold()
         proxy.cut()
-        time.sleep(0.7)
+        wait_for("the end of the session", lambda: not len(made[0]))
         proxy.release()
         with pytest.raises(NotFound, match="open a new one"):
             session.statistics()

@@ -30,7 +30,7 @@ from mmserve.core.constraint import (
     Template,
 )
 from mmserve.core.request import Policy
-from mmserve.decode import sampler
+from mmserve.decode.penalties import Penalties
 from mmserve.models.base import Attention, LoadedModel
 
 Make = Callable[..., Bench]
@@ -112,13 +112,14 @@ def test_padding_that_passes_do_not_read_is_no_repetition(
 ) -> None:
     """A template's text is one, and so is what has become final."""
     counted = list[set[int]]()
-    penalise = sampler._penalise
+    apply = Penalties.apply
 
-    def noted(logits: torch.Tensor, held: np.ndarray, penalty: float) -> None:
-        counted.append(set(held.tolist()))
-        penalise(logits, held, penalty)
+    def noted(penalties: Penalties, logits: torch.Tensor) -> None:
+        assert penalties.held is not None
+        counted.append(set(penalties.held.tolist()))
+        apply(penalties, logits)
 
-    monkeypatch.setattr(sampler, "_penalise", noted)
+    monkeypatch.setattr(Penalties, "apply", noted)
     made = bench(models["full"])
     for i, kind in enumerate((COLORS, Template(("=", Hole(4, Regex("[0-9]{4}")))))):
         counted.clear()

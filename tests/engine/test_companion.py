@@ -430,10 +430,12 @@ def test_without_a_companion_both_are_unimplemented(bench: Make, target: LoadedM
 
 
 @pytest.mark.parametrize("kind", ["guided", "draft_model"])
-def test_a_repetition_penalty_is_refused(bench: Make, target: LoadedModel, diffusion: LoadedModel, kind: str) -> None:
+def test_changed_logits_are_refused(bench: Make, target: LoadedModel, diffusion: LoadedModel, kind: str) -> None:
     b = bench(diffusion if kind == "guided" else accompanied(target, "always"))
-    with pytest.raises(InvalidArgument, match=f"must be 1 with the commit policy '{kind}'"):
-        b.submit(ask("x", commit=Policy(name=kind), recompute=LAST, repetition_penalty=1.5))
+    changes: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.1, "logit_bias": {3: 1.0}}
+    for name, value in changes.items():
+        with pytest.raises(InvalidArgument, match=f"{name}: must not be set with the commit policy '{kind}'"):
+            b.submit(ask("x", commit=Policy(name=kind), recompute=LAST, **{name: value}))
 
 
 def test_a_blind_companion_judges_text_only(bench: Make, diffusion: LoadedModel) -> None:

@@ -122,17 +122,34 @@ def test_logits_are_those_of_transformers(
             assert (mine - causal).abs().max() > 1e-3
 
 
+@pytest.fixture(scope="module")
+def nudged(folder: Path) -> list[Any]:
+    """The oracle twice more, each weight moved by some units in its last place: where rounding decides, they differ."""
+    models = []
+    for seed in range(2):
+        model, generator = transformers_own(folder), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight *= 1 + 2e-7 * torch.randn(weight.shape, generator=generator)
+        models.append(model)
+    return models
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_tokens_are_those_of_transformers(
-    bench: Make, oracle: Any, loaded: CanvasModel, folder: Path, count: int, monkeypatch: Any
+    bench: Make, oracle: Any, nudged: list[Any], loaded: CanvasModel, folder: Path, count: int, monkeypatch: Any
 ) -> None:
     b = watched(bench(load_gemma(folder, same_bits=True), stages="inline", watch=False, max_tokens=512))
     prompt = plain_prompt(b, loaded, "what is it?", count)
     inputs = oracle_inputs(folder, prompt, PICTURES[:count], loaded.spec.image_id or 0)
     row = inputs.pop("input_ids")[0].tolist()
-    tokens, passes = expected(oracle, row, 2 * LENGTH, 5, monkeypatch, eos_token_id=-1, **inputs)
-    # seed 3 has a draw that rounding decides
-    request = gemma("r", "what is it?", images=PICTURES[:count], max_new_tokens=2 * LENGTH, seed=5)
+
+    def of(model: Any, seed: int) -> tuple[list, int]:
+        return expected(model, row, 2 * LENGTH, seed, monkeypatch, eos_token_id=-1, **inputs)
+
+    seed = next(s for s in range(30) if all(of(model, s) == of(oracle, s) for model in nudged))
+    tokens, passes = of(oracle, seed)
+    request = gemma("r", "what is it?", images=PICTURES[:count], max_new_tokens=2 * LENGTH, seed=seed)
     call = b.submit(request)[0]
     assert row_of(b, call) == tokens
     done = call.finished()

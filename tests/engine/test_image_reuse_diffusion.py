@@ -27,10 +27,10 @@ from mmserve.decode.forward import Pass
 from mmserve.decode.passes import Passes
 from mmserve.decode.propose import Proposer
 from mmserve.decode.recompute import FULL_ATTENTION
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
 from mmserve.models.base import Attention, LoadedModel
+from mmserve.tiers.caches import Caches
 
 Make = Callable[..., Bench]
 
@@ -59,7 +59,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, model: LoadedModel) -> None:
     """Under every recompute policy: cold and warm, without room to keep anything, in chunks, alone and together."""
-    nothing = EncoderCache.of(EncoderCacheConfig(kv_bytes=0))
+    nothing = Caches.of(EncoderCacheConfig(kv_bytes=0))
     asked = requests(*POLICIES)
     cold = bench(model, cache=nothing, stages="inline")
     expected = {r.id: told(cold.ask(r)) for r in asked}

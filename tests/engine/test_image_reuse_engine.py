@@ -22,9 +22,9 @@ from mmserve.core.request import ImagePart, Policy, Stage, TextPart
 from mmserve.decode import runner
 from mmserve.decode.extensions.image_reuse import image_kv, reuse
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse
-from mmserve.encode.cache import EncoderCache
 from mmserve.errors import Cancelled, FailedPrecondition, InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
+from mmserve.tiers.caches import Caches
 
 Make = Callable[..., Bench]
 
@@ -36,7 +36,7 @@ def causal() -> LoadedModel:
 
 def test_answers_do_not_depend_on_what_is_kept_nor_on_company(bench: Make, causal: LoadedModel) -> None:
     """Cold and warm, without room to keep anything, in chunks, with shared pages, alone and together."""
-    nothing = EncoderCache.of(EncoderCacheConfig(kv_bytes=0))
+    nothing = Caches.of(EncoderCacheConfig(kv_bytes=0))
     cold = bench(causal, cache=nothing, prefix_cache=False, stages="inline")
     expected = {r.id: told(cold.ask(r)) for r in requests()}
     assert len({e[-1] for e in expected.values()}) > 10, "rules differ"
@@ -125,7 +125,7 @@ def test_no_page_behind_an_image_is_shared_with_exact_ones(
 
 def test_what_is_kept_stays_within_its_bytes(bench: Make, causal: LoadedModel) -> None:
     size = 2 * 3 * 4 * 2 * 16 * 4  # keys and values: layers, positions, heads, head size, fp32
-    cache = EncoderCache.of(EncoderCacheConfig(kv_bytes=2 * size + 100))
+    cache = Caches.of(EncoderCacheConfig(kv_bytes=2 * size + 100))
     b = bench(causal, cache=cache, stages="inline")
     first = [told(b.ask(say(f"{i}", (ImagePart(picture(i)), TextPart("?")), rule("blend", 0.0)))) for i in range(5)]
     stats = b.engine.stats().kv_cache
@@ -138,7 +138,7 @@ def test_two_models_over_one_cache_never_meet(bench: Make, causal: LoadedModel) 
     """The same image, the same tower: what other decoders made of it is not theirs."""
     other = dataclasses.replace(causal, decoder=copy.deepcopy(causal.decoder))
     other.decoder.layers[1].v_proj.weight.neg_()
-    request, cache = say("r", PARTS[1], rule("lego_link", 0.0)), EncoderCache.of(EncoderCacheConfig())
+    request, cache = say("r", PARTS[1], rule("lego_link", 0.0)), Caches.of(EncoderCacheConfig())
     expected = [told(bench(m).ask(request)) for m in (causal, other)]
     shared = [bench(m, cache=cache) for m in (causal, other)]
     assert [told(b.ask(request)) for b in shared] == expected and expected[0][0] != expected[1][0]

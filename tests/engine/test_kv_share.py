@@ -97,7 +97,7 @@ def test_it_goes_on_until_every_position_was_run(
 
 def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [say(str(each_step), each_step=each_step) for each_step in (1, 2)]
-    b = bench(causal, stages="inline", prefix_cache=False)
+    b = bench(causal, prefix_cache=False)
     expected = [told(b.ask(r)) for r in asked]
     real, failed = runner.forward, []
 
@@ -109,7 +109,7 @@ def test_a_pass_that_failed_leaves_no_trace(bench: Make, causal: LoadedModel, mo
         return found
 
     monkeypatch.setattr(runner, "forward", poisoned)
-    assert [told(call.finished()) for call in b.submit(*asked)] == expected
+    assert [told(call.finished()) for call in b.submit_together(*asked)] == expected
     assert any(None not in seen for seen in failed), "both were being repaired"
 
 

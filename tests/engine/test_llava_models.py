@@ -14,17 +14,17 @@ from clips import clip
 from harness import Bench
 from helpers import ask, picture
 from llama_checkpoints import edit, load, our_logits
-from llava_checkpoints import PINPOINTS, SIDE, Llava, llava, llava_next, llava_onevision
+from llava_checkpoints import CLIP, PINPOINTS, SIDE, Llava, llava, llava_next, llava_next_video, llava_onevision
 from safetensors.torch import load_file, save_file
 from shuffled_checkpoints import ROWS, text_settings
-from transformers import SiglipImageProcessorPil
+from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
 from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Policy, Request, TextPart, VideoPart, Vision
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.video import decode_video
-from mmserve.errors import ConfigError, InvalidArgument
+from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel
 
 Make = Callable[..., Bench]
@@ -32,6 +32,7 @@ KINDS: dict[str, Callable[[Path], Llava]] = {
     "1.5": llava,
     "next": llava_next,
     "onevision": llava_onevision,
+    "next video": llava_next_video,
 }
 #: None, one and several; wide, tall, small and square; the last is scaled down where anything is.
 PICTURES = ((), (picture(1),), (picture(2, (60, 20)), picture(3, (17, 50)), picture(4, (24, 24)), picture(5, (70, 70))))
@@ -133,17 +134,17 @@ def test_an_image_among_others_is_not_taken_for_one_alone(tmp_path: Path) -> Non
     assert tokens[1] == 2 * 37 and tokens[0] == tokens[2] == tokens[3] > 37
 
 
-def test_a_sliding_window_bounds_what_is_served(tmp_path: Path) -> None:
-    """Up to it nothing is out of sight; transformers' own attention, with the window, says the same."""
-    size = len(encoded(load(llava_next(tmp_path / "plain").folder), requests()[1]).ids)
-    made = llava_next(tmp_path / "window", text_config=text_settings("mistral", sliding_window=size + NEW))
+def test_a_sliding_window_shorter_than_a_picture(tmp_path: Path, bench: Make) -> None:
+    made = llava_next(tmp_path, text_config=text_settings("mistral", sliding_window=50))
     model = load(made.folder)
-    assert model.spec.max_tokens == size + NEW and made.oracle.config.text_config.sliding_window == size + NEW
-    ours = encoded(model, requests()[1])
-    theirs = made.logits(made.inputs(rendered(model, PICTURES[1]), PICTURES[1]))
-    assert (logits(model, ours) - theirs).abs().max() < 1e-4
-    with pytest.raises(InvalidArgument, match=f"exceed the limit of {size + NEW}"):
-        encoded(model, replace(requests()[1], sampling=replace(requests()[1].sampling, max_new_tokens=NEW + 1)))
+    request, files = requests()[1], PICTURES[1]
+    ours, theirs = encoded(model, request), made.inputs(rendered(model, files), files)
+    assert len(ours.ids) > 150 and made.oracle.config.text_config.sliding_window == 50
+    assert (logits(model, ours) - made.logits(theirs)).abs().max() < 1e-4
+    running = bench(replace(model, spec=replace(model.spec, end_ids=frozenset({-1}))), max_tokens=800)
+    done = running.ask(request)
+    tokens, _committed = running.canvases[request.id]
+    assert tokens[done.usage.prompt_tokens :].tolist() == made.greedy(theirs, NEW, model.spec.banned_ids)
 
 
 def test_spec_of_each(pair: tuple[Llava, LoadedModel]) -> None:
@@ -152,7 +153,7 @@ def test_spec_of_each(pair: tuple[Llava, LoadedModel]) -> None:
     assert spec.causal and spec.image_id == config.image_token_id and spec.image_id in spec.banned_ids
     assert oracle.processor.tokenizer.eos_token_id in spec.end_ids
     assert spec.max_tokens == config.text_config.max_position_embeddings
-    assert (spec.video_id is not None) == (spec.architecture == "llava_onevision")
+    assert (spec.video_id is not None) == (spec.architecture in ("llava_onevision", "llava_next_video"))
     assert model.vision is not None
     assert model.vision.tokens_per_image == (36 if spec.architecture == "llava" else 0)
 
@@ -206,9 +207,43 @@ def test_a_video_is_pooled_as_transformers_pools_it(tmp_path: Path) -> None:
     assert (ours.ids == video).sum() == 3 * 9 + 1 and model.spec.video_id == video
 
 
+@pytest.mark.parametrize("mode", ["average", "max"])
+def test_a_clip_is_pooled_before_the_projector(tmp_path: Path, mode: str, bench: Make) -> None:
+    """Of LLaVA-NeXT-Video, alone and beside an image: logits, and greedy tokens."""
+    made = llava_next_video(tmp_path, spatial_pool_mode=mode)
+    edit(tmp_path / "config.json", mm_video_frames=3)
+    model = load(made.folder)
+    file, image = clip(frames=12, rate=4), picture(2, (60, 20))
+    frames = list(decode_video(file, MediaConfig(), frames=3).frames)
+    pixels = CLIPImageProcessorPil(**CLIP)(frames, return_tensors="pt")["pixel_values"][None]
+    endless = replace(model, spec=replace(model.spec, end_ids=frozenset({-1})))
+    running = bench(endless, max_tokens=800)
+    for parts in ((VideoPart(file),), (ImagePart(image), VideoPart(file))):
+        asked = ask("v", recompute=Policy(name="last"), max_new_tokens=NEW)
+        request = replace(asked, id=f"v{len(parts)}", messages=(Message("user", (*parts, TextPart("when?"))),))
+        ours = encoded(model, request)
+        beside = made.inputs(rendered(model, (image,)), (image,)) if len(parts) > 1 else {}
+        more = {name: beside[name] for name in ("pixel_values", "image_sizes") if name in beside}
+        inputs = {"input_ids": torch.from_numpy(ours.ids)[None], "pixel_values_videos": pixels, **more}
+        assert (logits(model, ours) - made.logits(inputs)).abs().max() < 1e-4
+        assert (ours.ids == made.oracle.config.video_token_id).sum() == 3 * 9
+        [call] = running.submit(request)
+        done = call.finished()
+        tokens, committed = running.canvases[request.id]
+        answer = tokens[(committed < 1 << 30) & (np.arange(len(tokens)) >= done.usage.prompt_tokens)].tolist()
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        assert answer == made.greedy(inputs, NEW, model.spec.banned_ids)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
+        (
+            "next video",
+            {"spatial_pool_mode": "conv"},
+            "spatial_pool_mode = 'conv' is not supported",
+        ),
+        ("next video", {"spatial_pool_stride": 3}, "spatial_pool_stride = 3 is not supported; it can be 2"),
         ("1.5", {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer = \[-2, -5\] is not one of the tower's 3"),
         ("1.5", {"vision_feature_layer": -9}, "vision_feature_layer = -9 is not one of the tower's 3 layers"),
         ("1.5", {"projector_hidden_act": "relu"}, "projector_hidden_act = 'relu' is not supported"),

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from harness import PATIENCE, Bench
-from helpers import ask
+from helpers import ask, tiny_model
 
-from mmserve.core.request import Request
+from mmserve.config import EngineConfig, resolve
+from mmserve.core.request import Policy, Request
+from mmserve.models.base import Attention
+from mmserve.workers import Workers
 
 Make = Callable[..., Bench]
 #: Rows of a batch; a long request has more in each pass, a short one less.
@@ -114,3 +120,45 @@ def test_a_long_request_that_is_cancelled_leaves_those_within_its_pass(
     held.set()
     assert all(b.canvases[call.request.id][0].tolist() == alone[call.request.id] for call in shorts)
     b.await_nothing_left()
+
+
+def test_long_answers_take_turns(bench: Make) -> None:
+    """What a request asks for in all is not what its steps run: none of them is a long pass, and all are one batch."""
+    plain = tiny_model(vision=False)
+    spec = dataclasses.replace(plain.spec, attention=Attention.CAUSAL, logit_shift=1, end_ids=frozenset({-1}))
+    b = bench(dataclasses.replace(plain, spec=spec), max_tokens=256, decode_tokens=BUDGET)
+    requests = [ask(f"{i}", max_new_tokens=2 * BUDGET, recompute=Policy(name="last")) for i in range(6)]
+    calls = b.submit_together(*requests)
+    for call in calls:
+        call.finished()
+    steps = Counter({request.id: 0 for request in requests})
+    for batch in b.batches:
+        steps.update(batch)
+        assert max(steps.values()) <= min(steps.values()) + 2, steps
+    assert set(steps.values()) == {2 * BUDGET}
+
+
+def test_nothing_runs_within_a_pass_that_has_ended() -> None:
+    """A job that was given to a long pass, and came too late for it, is an ordinary one."""
+    workers = Workers(resolve(EngineConfig(torch_threads=1)))
+    workers.start()
+    own: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    go = threading.Event()
+
+    def long(is_own: bool) -> None:
+        go.wait(PATIENCE)
+        own.put(is_own)
+
+    try:
+        workers.run("decode", long, 100)
+        assert workers.within() == {"decode": 100} and "decode" not in workers.idle()
+        workers.run("decode", own.put, 90)
+        assert workers.within() == {}, "one job at a time"
+        go.set()
+        assert [own.get(timeout=PATIENCE), own.get(timeout=PATIENCE)] == [True, False]
+        workers.ended("decode", own=True)
+        assert workers.within() == {} and "decode" not in workers.idle()
+        workers.ended("decode", own=False)
+        assert workers.within() == {} and "decode" in workers.idle()
+    finally:
+        workers.stop()

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -22,14 +22,15 @@ from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 from mmserve.bench.hostile_media import black_clip, large_png
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.request import Message, Stage, TextPart, VideoPart
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.child import Child, Pictures
-from mmserve.encode.decoding import PROCESSES, Decode, DecodePool
+from mmserve.encode.decoding import PROCESSES, Decode, DecodePool, InPlace
 from mmserve.encode.visual import Media, Viewer
+from mmserve.encode.watch import Unwatched
 from mmserve.encode.wire import MediaFile
 from mmserve.errors import Cancelled, InvalidArgument
 from mmserve.models.towers import PaddedProcessor
 from mmserve.priority import LOW_PRIORITY
+from mmserve.tiers.caches import Caches
 
 FRAMES = 1700
 
@@ -64,8 +65,9 @@ def ignore(_rows: list[int]) -> None:
 
 
 def test_text_overtakes_a_slow_clip_and_a_cancelled_clip_is_not_decoded_on(
-    slow_clip: bytes, stopped: list[Child]
+    slow_clip: bytes, stopped: list[Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mmserve.encode.child._GRACE", 60.0)  # not killed for being slow on a busy machine
     b = Bench(video_model())
     try:
         video = dataclasses.replace(
@@ -106,6 +108,32 @@ def test_a_refusal_names_the_setting(limits: dict[str, int], size: int) -> None:
     refused = pytest.raises(InvalidArgument, match=rf"\[media\] {next(iter(limits))} of the server")
     with closing(DecodePool(MediaConfig(**limits))) as pool, refused:
         list(pool.map([lambda decode: decode(MediaFile(large_png(size), False, "image"))], go_on))
+
+
+@pytest.mark.parametrize("calls", [*range(8), 12, 40])
+def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int) -> None:
+    """Within a message, within a picture, or between two: what the process still sends belongs to the job."""
+
+    class Watching:
+        left = calls
+
+        def reserve(self, pixels: int) -> None:
+            return
+
+        def check(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise Cancelled("not wanted")
+
+    child, file = Child(), MediaFile(large_png(1500), False, "image")
+    try:
+        with suppress(Cancelled):
+            child.decode(file, MediaConfig(), Watching())
+        if child.alive:  # it was stopped, and not killed for continuing too long
+            [image] = child.decode(file, MediaConfig(), Unwatched()).frames
+            assert image.size == (1500, 1500)
+    finally:
+        child.end()
 
 
 def test_a_file_that_takes_too_long_is_refused(slow_clip: bytes) -> None:
@@ -192,8 +220,8 @@ def test_a_plain_resize_is_done_where_the_file_is_decoded(
     image, video = picture(0, size), clip(frames=6, size=size)
     items = [Media(image, False, "image", None, None, False), Media(video, True, "video", None, None, False)]
     with closing(DecodePool(MediaConfig())) as pool:
-        alone = Viewer(model, MediaConfig(), EncoderCache.of(EncoderCacheConfig())).load(items, ignore)
-        loaded = Viewer(model, MediaConfig(), EncoderCache.of(EncoderCacheConfig()), pool).load(items, ignore)
+        alone = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig())).load(items, ignore)
+        loaded = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()), pool).load(items, ignore)
     assert received == [(28, 28)] * (1 + vision.frames_per_video)
     for i in range(len(items)):
         assert torch.equal(loaded.prepared[i][0]["pixels"], alone.prepared[i][0]["pixels"])
@@ -253,3 +281,32 @@ def test_idle_processes_end_with_the_last_pool(monkeypatch: pytest.MonkeyPatch) 
     second.close()
     assert not processes._idle
     assert not child.alive
+
+
+def test_images_go_through_the_tower_while_those_after_them_are_decoded() -> None:
+    """The second file is given only once the first has been seen; the last is left to the encode stage."""
+    model, seen = video_model(), threading.Event()
+    vision: Any = model.vision
+    see = vision.see
+
+    def watched(*given: Any, **how: Any) -> Any:
+        seen.set()
+        return see(*given, **how)
+
+    class Waiting(InPlace):
+        def map(self, works: Any, check: Any) -> Any:
+            for n, result in enumerate(super().map(works, check)):
+                assert n == 0 or seen.wait(20), "the tower waits for all files"
+                yield result
+
+    vision.see = watched
+    items = [Media(picture(i), False, f"images[{i}]", None, None, False) for i in range(3)]
+    viewer = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()), Waiting(MediaConfig()))
+    with torch.inference_mode(), closing(viewer.load(items, ignore)) as loaded:
+        assert [entry is not None for entry in loaded.entries] == [True, True, False]
+        with viewer.view([loaded], ignore) as found:
+            ahead = [one.tokens_KD for one in found]
+    plain = Viewer(model, MediaConfig(), Caches.of(EncoderCacheConfig()))
+    for item, tokens in zip(items, ahead, strict=True):
+        with torch.inference_mode(), closing(plain.load([item], ignore)) as own, plain.view([own], ignore) as [one]:
+            assert torch.equal(one.tokens_KD, tokens)

@@ -99,6 +99,9 @@ def requests_of(recompute: Policy, commit: Policy) -> list[Request]:
             steps=steps,
             temperature=temperature,
             repetition_penalty=penalty,
+            frequency_penalty=penalty - 1,
+            presence_penalty=(penalty - 1) / 2 if index % 2 else 0.0,
+            logit_bias={5: 3.0, 9: -100.0} if index % 3 == 2 else {},
             seed=index,
         )
         for index, shape in enumerate(SHAPES)
@@ -363,6 +366,8 @@ def strangers() -> list[Request]:
             temperature=[0.0, 0.8][i % 2],
             min_p=[0.0, 0.1][i % 3 == 1],
             repetition_penalty=[1.0, 1.3][i % 4 == 2],
+            frequency_penalty=[0.0, 0.7][i % 4 == 3],
+            logit_bias={3: 2.0, 11: -5.0} if i % 7 == 3 else {},
             seed=i % 6,
         )
         for i in range(32)

@@ -14,10 +14,10 @@ from helpers import ask, dkv, picture, tiny_model
 from mmserve.config import EncoderCacheConfig
 from mmserve.core.events import Finished
 from mmserve.core.request import Amount, Message, Policy, Request, TextPart, VideoPart, Vision
-from mmserve.encode.cache import EncoderCache
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.prune import PRUNERS
+from mmserve.tiers.caches import Caches
 
 Make = Callable[..., Bench]
 
@@ -155,12 +155,12 @@ def test_what_cannot_be_asked_of_a_model_is_refused_at_once(
 
 
 @pytest.fixture
-def shared() -> Iterator[Callable[[int], EncoderCache]]:
-    yield lambda tokens: EncoderCache.of(EncoderCacheConfig(token_bytes=tokens))
+def shared() -> Iterator[Callable[[int], Caches]]:
+    yield lambda tokens: Caches.of(EncoderCacheConfig(token_bytes=tokens))
 
 
 def test_two_engines_with_one_cache_encode_an_image_once(
-    bench: Make, model: LoadedModel, shared: Callable[[int], EncoderCache]
+    bench: Make, model: LoadedModel, shared: Callable[[int], Caches]
 ) -> None:
     """Their encode workers are two threads: one of them encodes, the other waits for it."""
     cache = shared(1 << 20)
@@ -178,7 +178,7 @@ def test_two_engines_with_one_cache_encode_an_image_once(
 
 
 @pytest.mark.parametrize("images", [0, 1, 3, 50])
-def test_a_small_cache_answers_as_a_large_one(bench: Make, shared: Callable[[int], EncoderCache], images: int) -> None:
+def test_a_small_cache_answers_as_a_large_one(bench: Make, shared: Callable[[int], Caches], images: int) -> None:
     large, size = bench(), 4 * 64 * 4 + 4 * 8 + 4 * 8 + 4 * 8
     cache = shared(images * size)
     small = bench(cache=cache)

@@ -337,10 +337,10 @@ def test_a_bug_in_the_engines_loop_tells_each_client_once(bench: Make, monkeypat
     broken = [True]
     real = b.engine._budgets
 
-    def budgets() -> Any:
+    def budgets(free_pages: int) -> Any:
         if broken.pop() if broken else False:
             raise RuntimeError("broken on purpose")
-        return real()
+        return real(free_pages)
 
     monkeypatch.setattr(b.engine, "_budgets", budgets)
     b.engine.cancel("nobody")  # wakes the loop

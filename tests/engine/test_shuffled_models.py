@@ -1,4 +1,4 @@
-"""SmolVLM, Idefics3 and InternVL: prompts, logits and answers are those of transformers' own processors and models."""
+"""SmolVLM, Idefics3, InternVL, Mistral 3 and Pixtral: prompts, logits and answers are those of transformers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from harness import Bench
 from helpers import ask, picture
 from llama_checkpoints import load, our_logits
+from pixtral_checkpoints import mistral3, pixtral
 from shuffled_checkpoints import ROWS, Checkpoint, internvl, internvl_chat, smolvlm
 
 from mmserve.config import MediaConfig
@@ -26,6 +27,10 @@ KINDS: dict[str, Callable[[Path], Checkpoint]] = {
     "internvl with qwen3": lambda folder: internvl(folder, "qwen3"),
     "internvl with llama": lambda folder: internvl(folder, "llama"),
     "internvl_chat": internvl_chat,
+    "mistral3": mistral3,
+    "mistral3 with ministral3": lambda folder: mistral3(folder, "ministral3"),
+    "mistral3, an inner layer": lambda folder: mistral3(folder, vision_feature_layer=-2),
+    "pixtral": pixtral,
 }
 #: None, one and several; wide, tall, small and square; a wide one has more tiles.
 PICTURES = ((), (picture(1),), (picture(2, (60, 20)), picture(3, (17, 50)), picture(4, (24, 24))))

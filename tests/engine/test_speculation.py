@@ -135,7 +135,7 @@ def test_a_draft_is_what_followed_the_last_tokens_before(
 def test_a_penalty_on_what_stands_there_is_refused_where_that_is_judged(model: LoadedModel, bench, commit: str) -> None:
     b: Bench = bench(model) if commit == "ngram" else bench(tiny_model(vision=False))
     recompute = LAST if commit == "ngram" else None
-    with pytest.raises(InvalidArgument, match=f"must be 1 with the commit policy '{commit}'"):
+    with pytest.raises(InvalidArgument, match=f"must not be set with the commit policy '{commit}'"):
         b.submit(ask("x", commit=Policy(name=commit), recompute=recompute, repetition_penalty=1.5))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from apart import ENGINE, ENGINES, Apart, cases, load
 from gemma_checkpoints import save_gemma
-from harness import Bench
+from harness import Bench, eventually
+from receiver import Receiver, receives_http
 
 from mmserve.core.constraint import ConstraintSampling
 from mmserve.core.events import Finished
@@ -28,8 +29,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def apart(folder: Path) -> Iterator[Apart]:
-    made = Apart(folder)
+def receiver() -> Iterator[Receiver]:
+    with receives_http() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path, receiver: Receiver) -> Iterator[Apart]:
+    with pytest.MonkeyPatch.context() as patch:  # of the processes, which begin now
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        patch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
+        made = Apart(folder)
     yield made
     made.close()
 
@@ -49,7 +60,17 @@ def together(folder: Path) -> dict[str, Finished]:
 
 def check(done: Finished, reason: str, answer: object) -> None:
     """Text, tokens with their log-probabilities, and what it took are the same."""
-    for name in ("text", "tokens", "forwards", "recomputed_tokens", "edits", "holes", "log_weight", "warnings"):
+    for name in (
+        "text",
+        "tokens",
+        "forwards",
+        "recomputed_tokens",
+        "edits",
+        "holes",
+        "log_weight",
+        "warnings",
+        "decisions",
+    ):
         assert getattr(answer, name) == getattr(done, name), name
     assert reason == done.reason
     assert answer.completion_tokens == done.usage.completion_tokens  # type: ignore[attr-defined]
@@ -90,4 +111,23 @@ def test_a_canvas_may_move_after_every_step(
 ) -> None:
     reason, answer, moves = apart.wandered(name, request_)
     check(together[request_.id], reason, answer)
-    assert moves > 0
+    assert (moves > 0) == (not request_.decisions)  # these take one step
+
+
+def test_a_request_that_goes_through_three_processes_is_one_trace(apart: Apart, receiver: Receiver) -> None:
+    trace_id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    request = next(r for r in CASES["masked"] if r.id == "masked.schema")
+    request = dataclasses.replace(request, id="traced", trace={"traceparent": f"00-{trace_id}-{parent}-01"})
+    apart.answered("masked", request)
+    passes = ["mmserve.constraint.pass", "mmserve.load.pass", "mmserve.encode.pass", "mmserve.prefill.pass"]
+    passes.append("mmserve.open.pass")
+    eventually(lambda: all(receiver.named(name) for name in passes), "a span of each stage")
+    found = {name: receiver.named(name)[0] for name in passes}
+    assert {(span.trace_id, span.parent) for span in found.values()} == {(trace_id, parent)}
+    by_process = {name: span.service["service.instance.id"] for name, span in found.items()}
+    assert len({by_process[name] for name in passes[2:]}) == 3
+    eventually(lambda: len(receiver.named("mmserve.transfer")) == 4, "both ends of both transfers")
+    moved = {(s.parent, s.attributes["mmserve.transfer.operation"]) for s in receiver.named("mmserve.transfer")}
+    encode, prefill, opened = (found[name].span_id for name in passes[2:])
+    assert moved == {(encode, "send"), (prefill, "receive"), (prefill, "send"), (opened, "receive")}
+    assert {span.trace_id for span in receiver.spans} == {trace_id}, "requests without a trace have no span"

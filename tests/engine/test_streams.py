@@ -111,15 +111,17 @@ def test_a_pass_that_fails_for_one_stream_fails_no_other(
         append(model, batch, floor)
 
     put(broken, frame(0))
-    see, gate = intake.see, threading.Event()
+    see, begun, gate = intake.see, threading.Event(), threading.Event()
 
     def held(*args: Any) -> Any:
+        begun.set()
         assert gate.wait(PATIENCE)
         return see(*args)
 
     monkeypatch.setattr(intake, "append", failing)
     monkeypatch.setattr(intake, "see", held)
-    [first] = [others[0].append(frame(0))]
+    first = others[0].append(frame(0))
+    assert begun.wait(PATIENCE)
     waiting = [stream.append(frame(i)) for i in (1, 2) for stream in (broken, *others)]
     gate.set()
     first.result(PATIENCE)

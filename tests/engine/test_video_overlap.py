@@ -144,7 +144,8 @@ def test_prefill_begins_before_the_clip_is_read(causal: LoadedModel, hold: Hold)
         assert hold.reached.wait(PATIENCE)
         prefilling = b.engine.stages.prefilling.begun
         eventually(lambda: "v" in prefilling and prefilling["v"].run >= 2 * ROWS, "chunks of its prompt are prefilled")
-        time.sleep(0.05)
+        state, page = b.engine._live.by_id["v"], b.engine.config.page_size
+        eventually(lambda: state.stage is Stage.ENCODED and state.awaits(page, ROWS), "all whole chunks are prefilled")
         assert prefilling["v"].run % ROWS == 0 and b.stage("v") is Stage.ENCODED and not call.ended
         assert b.ask(ask("text")).usage.completion_tokens > 0, "others go on meanwhile"
         hold.go_on()

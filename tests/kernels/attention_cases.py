@@ -34,6 +34,8 @@ class Case:
     v_pages: torch.Tensor
     ragged: Ragged
     rows: list[torch.Tensor]  # positions of each request's query rows
+    window: int = 0
+    cap: float = 0.0
 
 
 def build(
@@ -109,8 +111,10 @@ def _plain(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
             limit = len(key) if case.ragged.kv_limit is None else int(case.ragged.kv_limit[row])
             for head, query in enumerate(case.q[row].double()):
                 shared = head * key.shape[1] // heads
-                scores = key[:limit, shared].double() @ query / head_dim**0.5
-                out[row, head] = scores.softmax(0) @ value[:limit, shared].double()
+                seen = slice(max(0, limit - case.window) if case.window else 0, limit)
+                scores = key[seen, shared].double() @ query / head_dim**0.5
+                scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
+                out[row, head] = scores.softmax(0) @ value[seen, shared].double()
                 sums[row, head] = scores.logsumexp(0)
         start += rows
     return out, sums

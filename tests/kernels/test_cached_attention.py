@@ -12,6 +12,7 @@ from attention_cases import BATCHES, HEAD_DIM, HEADS, PAGE_SIZES, Case, build, p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmserve_kernels.cached_attention import Ragged, cpu, reference
+from mmserve_kernels.cached_attention import rows as lone
 from mmserve_kernels.cached_attention.cpu import FLOOR, cached_attention
 from mmserve_kernels.cached_attention.pieces import ALL, LOOKED_UP, ROWS, Piece, pieces
 
@@ -215,3 +216,37 @@ def test_a_row_alone_of_half_precision_is_computed_in_fp32(in_order: bool, dtype
     case = build([(1, 333), (1, 40)], 16, "mha", kv_limit="causal", dtype=dtype, in_order=in_order)
     wide = cached_attention(case.q.float(), case.k_pages.float(), case.v_pages.float(), case.ragged)
     assert torch.equal(attention(case), wide.to(dtype))
+
+
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_that_share_single_rows_change_no_bit(
+    heads: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rows where there are as many, else by heads; also where a row stands among requests of many."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(lone, "_SHARED", 0)
+    batch = [(1, 333), (1, 1), (1, 40), (1, 17), (1, 64)]
+    case = build(batch, 16, heads, kv_limit="causal", dtype=dtype)
+    alone = build(batch[:1], 16, heads, kv_limit="causal", dtype=dtype)
+    mixed = build([*batch[:2], (9, 30)], 16, heads, kv_limit="causal", dtype=dtype)
+    try:
+        made = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            made.append([attention(each) for each in (case, alone, mixed)])
+    finally:
+        torch.set_num_threads(before)
+    assert case.ragged.lone_rows is not None and mixed.ragged.lone_rows is None
+    for others in made[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(made[0], others, strict=True))
+    assert torch.equal(made[0][0][:1], made[0][1]) and torch.equal(made[0][0][:2], made[0][2][:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_single_rows_over_scores_of_any_size(dtype: torch.dtype) -> None:
+    """Scores far apart: weights that underflow, and one that is all there is."""
+    for scale in (0.0, 1e-4, 30.0, 1e4):
+        case = build([(1, 100), (1, 3)], 16, "mha", dtype=dtype)
+        case.q *= scale
+        assert (attention(case).double() - plain(case)).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)

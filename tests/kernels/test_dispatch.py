@@ -15,7 +15,7 @@ from mmserve_kernels.dispatch import OPS, pick
 
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.store import KVStore
-from mmserve.models.decoder import DecoderConfig
+from mmserve.models.decoder_config import DecoderConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

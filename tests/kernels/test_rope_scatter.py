@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmserve_kernels.rope_scatter import by_axis, kernel, reference
+from mmserve_kernels.rope_scatter import by_axis, cpu, kernel, reference
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, apply_rotary_pos_emb
 from triton_harness import DEVICE, assert_near, poisoned, runs_kernels
 
 from mmserve.models.rotary import rotary_table
 
-IMPLEMENTATIONS = {"pytorch": reference.rope_scatter, "triton": kernel.rope_scatter}
+IMPLEMENTATIONS = {"pytorch": reference.rope_scatter, "cpu": cpu.rope_scatter, "triton": kernel.rope_scatter}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 implementations = pytest.mark.parametrize("rope_scatter", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
@@ -115,3 +115,26 @@ def test_several_axes_agree_with_transformers(rope_scatter: Callable[..., torch.
     out = rope_scatter(q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), *tables, k_pages, v_pages, slots.to(DEVICE))
     assert_near(out, expected_q[0].transpose(0, 1), torch.float32, scale=4)
     assert_near(k_pages.flatten(0, 1)[slots], expected_k[0].transpose(0, 1), torch.float32, scale=4)
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.integers(0, 40),
+    heads=st.sampled_from([(1, 1), (6, 2), (9, 9), (28, 4)]),
+    size=st.sampled_from([(16, 16), (48, 48), (64, 32), (128, 128), (10, 6)]),
+    seed=st.integers(0, 99),
+)
+def test_the_loop_for_a_cpu_has_the_references_bits(
+    rows: int, heads: tuple[int, int], size: tuple[int, int], seed: int
+) -> None:
+    """Whoever computes a page's keys: one pass over all rows, or one for each; of rows that lie apart, too."""
+    draw, (head_dim, width) = torch.Generator().manual_seed(seed), size
+    joint = torch.randn(rows, sum(heads) + heads[1], head_dim, generator=draw)
+    fresh = joint.split([*heads, heads[1]], 1)
+    angles = torch.randn(rows, 1, width // 2, generator=draw).repeat(1, 1, 2)
+    slots = torch.randperm(64, generator=draw)[:rows]
+    made = []
+    for each in (reference.rope_scatter, cpu.rope_scatter):
+        pages = [torch.zeros(4, 16, heads[1], head_dim) for _ in range(2)]
+        made.append((each(*fresh, angles.cos(), angles.sin(), *pages, slots), *pages))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))

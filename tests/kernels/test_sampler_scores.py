@@ -45,6 +45,9 @@ def chosen(values: torch.Tensor, sampling: Sampling, scores: Scores | None, canv
 def assert_alike(one: Candidates, other: Candidates) -> None:
     for field in dataclasses.fields(Candidates):
         left, right = getattr(one, field.name), getattr(other, field.name)
+        if left is None:
+            assert right is None, field.name
+            continue
         assert left.dtype == right.dtype and left.shape == right.shape
         if left.dtype == np.int64:
             assert left.tolist() == right.tolist(), field.name

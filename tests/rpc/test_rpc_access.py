@@ -114,6 +114,21 @@ def test_every_call_has_a_line_and_is_counted_whatever_becomes_of_it() -> None:
     assert seen["mmserve:model_parameters", (("model_name", "echo"),)] == 12_345
 
 
+def test_prometheus_reads_the_names_that_dashboards_ask_for() -> None:
+    """What Prometheus 2 accepts, in its order: in OpenMetrics the names would have no colons."""
+    port = free_port()
+    accept = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain"
+    with threaded(EchoEngine(), config({"metrics_port": port, "metrics_prefixes": ("vllm:",)})) as address:
+        with Client(address, timeout=20) as client:
+            client.generate("one two")
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    for prefix in ("mmserve:", "vllm:"):
+        assert f'{prefix}generation_tokens_total{{model_name="echo"}} 2.0' in lines
+    assert not any(line.startswith(("mmserve_", "vllm_", "vllm:requests_shed")) for line in lines)
+
+
 def test_the_access_log_can_be_turned_off() -> None:
     settings = config({"access_log": False})
     with json_log() as stream, threaded(EchoEngine(), settings) as address, Client(address, timeout=20) as client:

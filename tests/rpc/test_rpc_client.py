@@ -33,7 +33,8 @@ PNG = b"\x89PNG and so on"
 
 def test_public_names() -> None:
     events = ["Admitted", "CommittedToken", "ConstraintStats", "Delta", "Event", "Finished", "Snapshot"]
-    events += ["StageTimes", "Usage"]
+    events += ["Alternative", "Draft", "DraftAlternative", "DraftPosition"]
+    events += ["Call", "StageTimes", "Tool", "ToolCall", "ToolCallDelta", "Usage"]
     inputs = ["Hole", "ImagePart", "Message", "Options", "TLS", "Template", "TextPart", "VideoPart", "VideoSampling"]
     recompute = ["Adaptive", "DkvDecode", "DkvGreedy"]
     commit = ["Confident", "EarlyCommit", "Edit", "EntropyBound", "Factor", "Learned", "Ngram", "Threshold"]
@@ -50,7 +51,11 @@ def test_public_names() -> None:
     others = ["AsyncClient", "Client", "Measured", "ModelInfo", "Pair", "Result", "Tuning"]
     video = ["Alert", "Alerts", "Asked", "AsyncAlerts", "AsyncQuestion", "AsyncVideoSession", "PushFailed", "Question"]
     video += ["Moment", "SessionOptions", "Statistics", "VideoSession"]
-    assert sorted(sdk.__all__) == sorted([*events, *inputs, *recompute, *commit, *reuse, *errors, *others, *video])
+    decisions = ["Answered", "Choice", "Decisions", "Score", "YesNo"]
+    caches = ["CacheEntry", "Listing", "Warmed"]
+    assert sorted(sdk.__all__) == sorted(
+        [*caches, *decisions, *events, *inputs, *recompute, *commit, *reuse, *errors, *others, *video]
+    )
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -119,6 +124,7 @@ def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> No
             top_k=3,
             min_p=0.125,
             repetition_penalty=1.5,
+            logit_bias={3: -1.5},
             tokens=True,
             seed=2**64 - 1,
             stop="end",
@@ -134,6 +140,7 @@ def test_every_option_reaches_the_engine(address: str, engine: EchoEngine) -> No
     s = first.sampling
     assert (s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.stop) == (5, 0.5, 0.25, 3, 2**64 - 1, ("end",))
     assert (s.min_p, s.repetition_penalty, first.streaming.tokens) == (0.125, 1.5, True)
+    assert s.logit_bias == {3: -1.5} and second.sampling.logit_bias == {}
     assert (second.sampling.min_p, second.sampling.repetition_penalty, second.streaming.tokens) == (0.0, 1.0, False)
     assert (first.diffusion.steps, first.diffusion.block_length, first.diffusion.cfg_scale) == (4, 2, 1.5)
     assert second.diffusion.cfg_scale == 0

@@ -310,6 +310,13 @@ def test_policies_that_no_engine_knows() -> None:
 def test_the_sampling_fields_and_tokens() -> None:
     request = build(sampling={"min_p": 0.25, "repetition_penalty": 1.5}, stream={"tokens": True})
     assert request.sampling == Sampling(min_p=0.25, repetition_penalty=1.5)
+    changed = build(sampling={"frequency_penalty": -0.5, "presence_penalty": 2.0, "logit_bias": {7: 1.5}})
+    assert changed.sampling == Sampling(frequency_penalty=-0.5, presence_penalty=2.0, logit_bias={7: 1.5})
+    assert wrong(sampling={"frequency_penalty": 2.5, "logit_bias": {7: 101.0}}) == [
+        "sampling.frequency_penalty",
+        "sampling.logit_bias",
+    ]
+    assert wrong(sampling={"logit_bias": dict.fromkeys(range(1025), 0.5)}) == ["sampling.logit_bias"]
     assert request.streaming == Streaming(tokens=True)
     for edge in ({"min_p": 0.0}, {"min_p": 1.0}, {"repetition_penalty": 0.01}, {"repetition_penalty": 100.0}):
         assert build(sampling=edge).sampling == Sampling(**edge)

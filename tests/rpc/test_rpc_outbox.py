@@ -9,9 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmserve.core.events import Admitted, Delta, Event, Failed, Finished, Snapshot, StageTimes, Usage
+from mmserve.core.events import (
+    Admitted,
+    Delta,
+    Draft,
+    DraftPosition,
+    Event,
+    Failed,
+    Finished,
+    Snapshot,
+    StageTimes,
+    Usage,
+)
 from mmserve.errors import Cancelled
-from mmserve.rpc.stream import Outbox, coalesce
+from mmserve.rpc.stream import DRAFTS, Outbox, coalesce
 
 END = Finished("end", "done", Usage(1, 0, 1), 1, 1, StageTimes())
 
@@ -74,6 +85,38 @@ def test_any_interleaving_of_samples_gives_each_its_text_and_its_last_snapshot(s
         own = [e for e in sent if e.sample == sample]  # type: ignore[union-attr]
         assert "".join(e.text for e in own if isinstance(e, Delta)) == texts[sample]
         assert [e.committed for e in own if isinstance(e, Snapshot)][-1:] == [shots[sample]][: bool(shots[sample])]
+
+
+def draft(number: int, sample: int) -> Draft:
+    """A draft that changes one of five positions."""
+    return Draft(((number % 5, number, f"{number}", "draft", 0.5, ()),), 5, number, sample)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from("rrrd-")), max_size=120))
+def test_however_slow_a_client_is_its_drafts_are_few_and_add_up_to_the_canvas(script: list[tuple]) -> None:
+    """``r`` is a draft, ``d`` a delta, ``-`` the client taking one event."""
+    unsent: list[Event] = []
+    sent: list[Event] = []
+    canvases: list[dict[int, DraftPosition]] = [{}, {}]
+    text = ["", ""]
+    for number, (sample, kind) in enumerate(script, 1):
+        if kind == "r":
+            made = draft(number, sample)
+            canvases[sample] |= {at.index: at for at in made.positions}
+            coalesce(unsent, made)
+        elif kind == "d":
+            text[sample] += "x"
+            coalesce(unsent, Delta("x", sample))
+        elif unsent:
+            sent.append(unsent.pop(0))
+        for one in range(2):
+            assert sum(isinstance(e, Draft) and e.sample == one for e in unsent) <= DRAFTS
+    for sample in range(2):
+        own = [e for e in sent + unsent if e.sample == sample]  # type: ignore[union-attr]
+        drafts = [e for e in own if isinstance(e, Draft)]
+        assert {at.index: at for e in drafts for at in e.positions} == canvases[sample]
+        assert [e.forwards for e in drafts] == sorted(e.forwards for e in drafts)
+        assert "".join(e.text for e in own if isinstance(e, Delta)) == text[sample]
 
 
 def test_the_last_sample_or_a_failure_ends_the_outbox(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
 from clips import clip
 from echo_server import EchoEngine, served, threaded
-from video_client import PATIENCE, Raw, ask, image, sdk, video_engine, video_server, wait_for
+from video_client import PATIENCE, Raw, ask, image, registries, sdk, video_engine, video_server, wait_for
 
 from mmserve.config import Config
 from mmserve.engine import Engine
@@ -312,8 +311,8 @@ def test_alerts_say_when_a_standing_question_turns_true(raw: Raw) -> None:
 
 
 def test_a_client_that_vanishes_leaves_nothing() -> None:
-    with video_server({"resume_seconds": 0.3}) as (address, engine):
-        raw = Raw.opened(address)
+    with registries() as made, video_server({"resume_seconds": 0.3}) as (address, engine):
+        raw, [registry] = Raw.opened(address), made
         raw.send(push_image=image(0))
         slow = ask("slow")
         slow.request.sampling.max_new_tokens = 150
@@ -322,7 +321,7 @@ def test_a_client_that_vanishes_leaves_nothing() -> None:
         handle = raw.handle
         raw.cut()
         wait_for("the end of its question", lambda: not engine.stats().live)
-        time.sleep(0.3 + 0.25 + 0.25)  # resume_seconds, the pause of the sweep, and some more
+        wait_for("the end of its session", lambda: not len(registry))
         with pytest.raises(NotFound):
             raise Raw.resumed(address, handle).failure()
 

@@ -24,6 +24,7 @@ from mmserve.reference.scenes import png
 from mmserve.v1 import generation_pb2 as gen
 from mmserve.v1 import video_pb2 as pb
 from mmserve.v1 import video_pb2_grpc
+from mmserve.video.registry import Registry
 from mmserve.wire.status import from_rpc_error
 
 #: Seconds that no healthy run comes near.
@@ -184,6 +185,23 @@ class Raw:
         except grpc.RpcError as error:
             self.error = from_rpc_error(error)
         self.ended.set()
+
+
+@contextlib.contextmanager
+def registries() -> Iterator[list[Registry]]:
+    """The registries of sessions of servers that begin meanwhile."""
+    made: list[Registry] = []
+    begin = Registry.__init__
+
+    def noting(self: Registry, *args: Any, **options: Any) -> None:
+        made.append(self)
+        begin(self, *args, **options)
+
+    Registry.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        Registry.__init__ = begin  # type: ignore[method-assign]
 
 
 def sdk(address: str, **options: Any) -> Client:

@@ -26,7 +26,7 @@ FLOORS = (
     ("client",),
     ("tenants",),
     ("config",),
-    ("prune", "schedule", "observe", "transfer"),
+    ("prune", "schedule", "observe", "tools", "transfer", "tiers"),
     ("models",),
     ("kv",),
     ("constraint",),
@@ -38,7 +38,11 @@ FLOORS = (
         "decoders",
         "capabilities",
         "defaults",
+        "kept",
         "live",
+        "migration",
+        "needs",
+        "prefixes",
         "request_state",
         "waiting",
         "worker",
@@ -48,9 +52,10 @@ FLOORS = (
     ("rpc", "settle"),
     ("http",),
     ("assembly", "check"),
+    ("cluster",),
     ("reference",),
-    ("tune", "train_filter"),
-    ("bench", "cli", "__main__"),
+    ("tune", "calibrate", "train_filter", "export"),
+    ("bench", "plan", "cli", "__main__"),
 )
 
 

@@ -13,6 +13,8 @@ from mmserve.cli.benchmarks import BENCHMARKS
 
 #: Read by ``read_config``, which every benchmark with a model or a server calls.
 CONFIGURATION = {"config", "model", "companion", "set"}
+#: Read by ``reached``, which says how to be let in by a running server.
+SERVER = {"server", "token_file", "token", "tls", "tls_ca", "tls_cert", "tls_key"}
 #: Read by the command line itself.
 COMMON = {"command", "name", "json", "verbose"}
 
@@ -26,11 +28,14 @@ def source(module: str) -> str:
 def read_by(module: str) -> set[str]:
     """Names of options that a benchmark's module, and those of its own that it imports, read."""
     text = source(module)
-    sections = re.findall(r"mmserve\.bench\.video_\w+", text) if module.endswith(".video") else []
+    own = module.rpartition(".")[2]  # of a benchmark in sections, these are named after it
+    sections = re.findall(rf"mmserve\.bench\.{own}_\w+", text) if own in ("video", "serve", "cluster") else []
     texts = [text, *map(source, sorted(set(sections)))]
     names = {name for each in texts for name in re.findall(r"\barguments\.(\w+)", each)}
     if any("measured_policies" in each for each in texts):
         names |= {"recompute", "commit"}
+    if any("reached(" in each for each in texts):
+        names |= SERVER
     return names - CONFIGURATION
 
 

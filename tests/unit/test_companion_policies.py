@@ -83,7 +83,7 @@ def test_candidates_one_behind_the_other() -> None:
     whole = proposal(canvas)
     halves = whole.where(np.arange(6) < 2).and_then(whole.where(np.arange(6) >= 2))
     for name in Candidates.__dataclass_fields__:
-        assert (getattr(halves, name) == getattr(whole, name)).all()
+        assert np.array_equal(getattr(halves, name), getattr(whole, name)), name
 
 
 def test_the_loop_knows_them_by_what_they_have() -> None:

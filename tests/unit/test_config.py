@@ -32,7 +32,6 @@ COUNTS = [
     "max_running",
     "max_pending_per_stage",
     "page_size",
-    "max_tokens",
     "encode_batch",
     "max_samples",
 ]
@@ -81,6 +80,7 @@ configs = st.builds(
         stages=st.sampled_from(["threads", "inline"]),
         torch_threads=st.integers(0, 64),
         pages=st.integers(0, 1 << 20),
+        max_tokens=st.integers(0, 1 << 40),
         **dict.fromkeys(COUNTS, sizes),
     ),
     media=st.builds(MediaConfig, max_pixels=sizes, max_images=st.integers(1, 99)),
@@ -229,7 +229,7 @@ def test_the_example_has_every_key_with_its_default() -> None:
         assert set(data[table]) == {f.name for f in dataclasses.fields(kind)}, table
 
 
-@pytest.mark.parametrize("key", ["torch_threads", "pages"])
+@pytest.mark.parametrize("key", ["torch_threads", "pages", "max_tokens"])
 def test_a_negative_number_where_zero_means_auto_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[engine\] {key}"):
         from_mapping({"engine": {key: -1}})
@@ -261,14 +261,24 @@ def test_a_config_without_a_model_is_refused() -> None:
 def test_resolve_leaves_no_auto_and_changes_nothing_that_is_set(config: Config, cores: int) -> None:
     engine = config.engine
     resolved = resolve(engine, cores=cores)
-    auto = ("torch_threads", "pages", "prefill_tokens", "decode_tokens")
+    auto = ("torch_threads", "pages", "max_tokens", "prefill_tokens", "decode_tokens")
     assert dataclasses.replace(resolved, **{key: getattr(engine, key) for key in auto}) == engine
     for key in auto:
         assert getattr(resolved, key) >= 1
         assert getattr(engine, key) in (0, getattr(resolved, key))
     assert resolve(resolved, cores=cores) == resolved
     if not engine.pages:
-        assert resolved.pages * engine.page_size >= engine.max_running * engine.max_tokens
+        assert resolved.pages * engine.page_size >= engine.max_running * resolved.max_tokens
+
+
+@given(configs, st.integers(1, 1 << 20), st.integers(0, 1 << 20))
+def test_requests_are_as_long_as_the_model_and_memory_allow(config: Config, positions: int, room: int) -> None:
+    engine = dataclasses.replace(config.engine, max_tokens=0, pages=0)
+    resolved = resolve(engine, positions=positions, room=room)
+    assert 1 <= resolved.pages <= max(1, room)
+    assert resolved.max_tokens == min(positions, resolved.pages * engine.page_size)
+    asked = resolve(dataclasses.replace(engine, max_tokens=positions, pages=room + 1), positions=7, room=3)
+    assert (asked.max_tokens, asked.pages) == (positions, room + 1)
 
 
 @pytest.mark.parametrize(("stages", "workers"), [("threads", 3), ("inline", 1)])

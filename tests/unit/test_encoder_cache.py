@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
 from harness import eventually
 
 from mmserve.config import EncoderCacheConfig
-from mmserve.encode import disk
-from mmserve.encode.cache import EncoderCache, Entry, TensorCache
-from mmserve.encode.disk import DiskCache
-from mmserve.encode.keys import digest, settings_digest, weights_digest
 from mmserve.errors import ConfigError
+from mmserve.tiers import disk
+from mmserve.tiers.caches import Caches
+from mmserve.tiers.disk import DiskCache
+from mmserve.tiers.keys import digest, settings_digest, weights_digest
+from mmserve.tiers.memory import Entry, TensorCache
 
 SIZE = 400  # bytes of a value
 
@@ -328,26 +326,6 @@ def test_what_others_keep_in_the_folder_is_neither_counted_nor_touched(tmp_path:
     assert tier.get(key(9)) is None and (tmp_path / f"{key(8).hex()}.safetensors").is_dir()
 
 
-def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
-    """Until its process ends, however it does; in the same process it can be opened again."""
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    theirs.mkdir()
-    DiskCache(mine, 1000)
-    DiskCache(mine, 2000)
-    take = "import fcntl, os, sys\n"
-    take += "for folder in sys.argv[1:]:\n try:\n  opened = os.open(folder, os.O_RDONLY)\n"
-    take += "  fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)\n  print('taken', flush=True)\n"
-    take += " except BlockingIOError:\n  print('refused', flush=True)\nsys.stdin.read()"
-    command = [sys.executable, "-c", take, str(mine), str(theirs)]
-    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert [other.stdout.readline() for _ in range(2)] == ["refused\n", "taken\n"]
-        with pytest.raises(ConfigError, match=r"cannot be used: another server uses it; give each server a folder"):
-            DiskCache(theirs, 1000)
-        other.kill()
-    DiskCache(theirs, 1000)
-
-
 def test_a_file_that_changes_once_it_is_read_changes_nothing_in_memory(tmp_path: Path) -> None:
     """Of a mapped file the tensors would, and what is cut off would end the process."""
     tier, ones = DiskCache(tmp_path, 1 << 20), torch.ones(50_000)
@@ -419,7 +397,7 @@ def test_types_and_empty_tensors_come_back(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ConfigError, match=r"disk_folder .*file cannot be used"):
-        EncoderCache.of(EncoderCacheConfig(disk_folder=str(tmp_path / "file")))
+        Caches.of(EncoderCacheConfig(disk_folder=str(tmp_path / "file")))
     folder = tmp_path / "gone"
     maker = stored(folder)
     folder.rmdir()

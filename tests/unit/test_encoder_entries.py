@@ -20,10 +20,10 @@ from tokenizers import normalizers
 from mmserve.config import EncoderCacheConfig, MediaConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, ImagePart, Message, Part, Request, TextPart, VideoPart, Vision
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
+from mmserve.tiers.caches import Caches
 
 #: A model, its limits and a request: all that an entry may depend on.
 Case = tuple[LoadedModel, MediaConfig, Request]
@@ -136,7 +136,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def encode(case: Case, cache: EncoderCache) -> Encoded:
+def encode(case: Case, cache: Caches) -> Encoded:
     model, limits, request = case
     [encoded] = Encoder(model, limits, max_tokens=200, cache=cache).encode([request])
     return encoded
@@ -154,10 +154,10 @@ def told(encoded: Encoded) -> tuple[object, ...]:
 def test_nobody_gets_an_entry_of_another(token_bytes: int) -> None:
     """Every case with every other before it, twice, in an order that is drawn; also where few entries have room."""
     asked = cases()
-    expected = {name: told(encode(case, EncoderCache.of(EncoderCacheConfig()))) for name, case in asked.items()}
+    expected = {name: told(encode(case, Caches.of(EncoderCacheConfig()))) for name, case in asked.items()}
     same = {name for name, tokens in expected.items() if tokens == expected["base"]}
     assert same - {"nudge"} == {"base", *(f"file {name}" for name in SAME)}, "the others would be seen to be others"
-    cache = EncoderCache.of(EncoderCacheConfig(token_bytes=token_bytes, pixel_bytes=token_bytes))
+    cache = Caches.of(EncoderCacheConfig(token_bytes=token_bytes, pixel_bytes=token_bytes))
     order = [*asked, *asked]
     random.Random(0).shuffle(order)
     for name in order:
@@ -179,7 +179,7 @@ def test_nobody_gets_an_entry_of_another(token_bytes: int) -> None:
     ],
 )
 def test_what_one_server_may_see_another_still_refuses(limits: MediaConfig, why: str) -> None:
-    model, cache = video_model(), EncoderCache.of(EncoderCacheConfig())
+    model, cache = video_model(), Caches.of(EncoderCacheConfig())
     encode((model, MediaConfig(), of(BASE)), cache)
     with pytest.raises(InvalidArgument, match=why):
         encode((model, limits, of(BASE)), cache)
@@ -187,7 +187,7 @@ def test_what_one_server_may_see_another_still_refuses(limits: MediaConfig, why:
 
 def test_bytes_that_are_a_picture_are_no_clip() -> None:
     """One file under both names, in either order: what was found as the one is not taken for the other."""
-    model, cache, film = video_model(), EncoderCache.of(EncoderCacheConfig()), clip(frames=3)
+    model, cache, film = video_model(), Caches.of(EncoderCacheConfig()), clip(frames=3)
     encode((model, MediaConfig(), showing(ImagePart(BASE))), cache)
     encode((model, MediaConfig(), showing(VideoPart(film))), cache)
     for parts in (VideoPart(BASE), ImagePart(film)):

@@ -24,7 +24,6 @@ from mmserve.core.encoded import Encoded
 from mmserve.core.request import Amount, Message, Request, TextPart, VideoPart, VideoSampling, Vision
 from mmserve.encode import encoder
 from mmserve.encode.arriving import Arriving
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.decoding import DecodePool, Decoders, InPlace
 from mmserve.encode.encoder import Encoder
 from mmserve.encode.slow_fast import compacted
@@ -33,6 +32,7 @@ from mmserve.errors import InvalidArgument
 from mmserve.models.base import LoadedModel
 from mmserve.models.picture import Grid, Picture
 from mmserve.prune.base import Look
+from mmserve.tiers.caches import Caches
 
 FILE = clip(frames=60, rate=10)  # six seconds
 TIMED = {"stride": 2, "mode": "average", "time": "{seconds}s:"}  # a label and one token a frame
@@ -44,7 +44,7 @@ def request_of(sampling: VideoSampling | None, file: bytes = FILE, **changes: An
 
 
 def encoded(
-    model: LoadedModel, request: Request, *, cache: EncoderCache | None = None, decoders: Decoders | None = None
+    model: LoadedModel, request: Request, *, cache: Caches | None = None, decoders: Decoders | None = None
 ) -> Encoded:
     [found] = Encoder(model, MediaConfig(), max_tokens=1024, cache=cache, decoders=decoders).encode([request])
     return found
@@ -159,7 +159,7 @@ def test_no_sampling_gets_the_entry_of_another() -> None:
     model = video_model(**{**TIMED, "stride": 1})
     alone = [encoded(model, request_of(sampling)) for sampling in SAMPLINGS]
     for order in (range(len(SAMPLINGS)), reversed(range(len(SAMPLINGS)))):
-        cache = EncoderCache.of(EncoderCacheConfig())
+        cache = Caches.of(EncoderCacheConfig())
         for i in (*order, *range(len(SAMPLINGS))):
             found, expected = encoded(model, request_of(SAMPLINGS[i]), cache=cache), alone[i]
             assert np.array_equal(found.ids, expected.ids)

@@ -26,7 +26,6 @@ from mmserve.core.request import Amount, ImagePart, Message, Part, Policy, Reque
 from mmserve.decode.extensions.image_reuse.checks import reused
 from mmserve.decode.extensions.image_reuse.reuse import ImageKVReuse, in_one_go
 from mmserve.decode.forward import Pass, forward
-from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import embedded
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import InvalidArgument
@@ -38,7 +37,8 @@ from mmserve.kv.reuse.lego_link import LegoLink
 from mmserve.kv.reuse.random_reuse import RandomReuse
 from mmserve.kv.store import KVStore
 from mmserve.models.base import Attention, LoadedModel
-from mmserve.models.rotary import Llama3Scaling
+from mmserve.models.rope_scaling import Llama3Scaling
+from mmserve.tiers.memory import TensorCache
 
 PAGE = 8
 #: What is different from the tiny model's plain rotary embedding.

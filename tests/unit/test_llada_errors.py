@@ -22,12 +22,12 @@ from mmserve.reference.tokenizer import EOS, EOT
     [
         (
             {"model_type": "gpt2"},
-            r"unknown model_type 'gpt2'; known are .*'llada', 'llada2_moe', 'llama', .*'llava_llada'",
+            r"unknown model_type 'gpt2'; known are .*'llada', 'llada2_moe', 'llada_moe', 'llama', .*'llava_llada'",
         ),
         ({"model_type": ...}, "no model_type"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; it can be 'silu'"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type = 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope_type = 'ntk'"),
         ({"hidden_size": ...}, "has no hidden_size"),
         ({"hidden_size": "32"}, "hidden_size must be a positive number, not '32'"),
         ({"hidden_size": True}, "hidden_size must be a positive number"),

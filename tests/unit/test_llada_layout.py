@@ -24,15 +24,17 @@ from llada_checkpoints import (
 )
 
 from mmserve.errors import ConfigError
+from mmserve.models.chat import CHAT_TEMPLATE, TOOLS_TEMPLATE
 from mmserve.models.checkpoint import Checkpoint, write_json
-from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.decoder import Decoder
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import HUGGING_FACE, LLADA, Layout, config_json, decoder_tensors
 from mmserve.reference.data import pixels_of
 from mmserve.reference.export import export
 from mmserve.reference.model import VISUAL_TOKENS, ReferenceModel
-from mmserve.reference.tokenizer import BOS, CHAT_TEMPLATE, EOT, HEADER, HEADER_END, SPECIALS, train_tokenizer
+from mmserve.reference.tokenizer import BOS, EOT, HEADER, HEADER_END, SPECIALS, train_tokenizer
 from mmserve.reference.train import VOCAB_MULTIPLE
 
 SHAPES = {"mha": (4, 4), "gqa": (4, 2)}
@@ -90,8 +92,8 @@ def test_dtypes(tmp_path: Path) -> None:
         logits = our_logits(model, model.decoder.embed(ids()))
         assert logits.dtype == dtype and logits.isfinite().all()
     assert load(tmp_path, dtype="auto").dtype == torch.float32  # on a CPU
-    with pytest.raises(ConfigError, match="dtype 'int4' is not known; it can be 'auto', 'float32'"):
-        load(tmp_path, dtype="int4")
+    with pytest.raises(ConfigError, match="dtype 'int3' is not known; it can be 'auto', 'float32'"):
+        load(tmp_path, dtype="int3")
 
 
 def test_tokens_of_llada_v(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_the_trained_model_exports_to_an_ordinary_checkpoint(tmp_path: Path) -> 
     spec = model.spec
     assert (spec.mask_id, spec.image_id, spec.end_ids) == (mask, placeholder, {eos, eot})
     assert spec.banned_ids == tuple(sorted((bos, mask, header, header_end, placeholder, clip)))
-    assert model.tokenizer.chat_template == CHAT_TEMPLATE
+    assert model.tokenizer.chat_template == TOOLS_TEMPLATE
     card = (tmp_path / "out" / "MODEL_CARD.md").read_text()
     assert "7 steps in 1 minutes (cpu abacus, torch 2.0). It began with the weights of the run below." in card
     assert "5 steps in 10 minutes.\n\n- steps: 9" in card and "right" not in card

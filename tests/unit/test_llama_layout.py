@@ -13,9 +13,10 @@ from PIL import Image
 
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.models.base import Attention
-from mmserve.models.chat import CHAT_TEMPLATE, VICUNA_TEMPLATE, prompt_ids
+from mmserve.models.chat import CHAT_TEMPLATE, TOOLS_TEMPLATE, VICUNA_TEMPLATE, prompt_ids
 from mmserve.models.checkpoint import write_checkpoint, write_json
-from mmserve.models.decoder import Decoder, DecoderConfig
+from mmserve.models.decoder import Decoder
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.dimensions import decoder_config
 from mmserve.models.keys import Keys
 from mmserve.models.layouts import (
@@ -186,7 +187,7 @@ def test_without_a_template_header_tokens_mean_llama_3(tmp_path: Path) -> None:
 
 def test_a_checkpoint_s_own_template_is_kept(tmp_path: Path) -> None:
     Sighted(tmp_path)
-    assert load(tmp_path).tokenizer.chat_template == CHAT_TEMPLATE
+    assert load(tmp_path).tokenizer.chat_template == TOOLS_TEMPLATE
     own = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }}\n{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(own)
     assert load(tmp_path).tokenizer.chat_template.endswith(own)
@@ -271,8 +272,10 @@ def test_what_was_loaded_exports_to_the_same_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_type = 'yarn' is not supported; it can be 'default'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type = 'linear' is not supported; it can be 'default'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 8.0}}, "rope_type = 'ntk' is not supported; it can be 'default'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "has no factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0, "x"]}}, "short_factor must be a list of positive"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "1 factors for 4 frequencies"),
         ({"rope_scaling": "llama3"}, "rope_scaling must be an object, not 'llama3'"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4.0}}, "low_freq_factor must be below high_freq_factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),

@@ -25,8 +25,9 @@ from mmserve.decode.sampler import candidates
 from mmserve.kv.pool import PagePool
 from mmserve.kv.store import KVStore
 from mmserve.models.base import LoadedModel
-from mmserve.models.decoder import Decoder, DecoderConfig
-from mmserve.models.packed import PackedLinear, linears, pack, packs
+from mmserve.models.decoder import Decoder
+from mmserve.models.decoder_config import DecoderConfig
+from mmserve.models.packed import PackedLinear, has_few_rows, linears, pack, packs
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -223,3 +224,36 @@ def test_pages_are_handed_out_in_runs_where_there_are_any() -> None:
     pool.release(taken[5])
     assert pool.allocate(3) == (1, 10, 11), "no run is left"
     assert pool.allocate(0) == ()
+
+
+@pytest.mark.skipif(not packs(torch.float32, CPU), reason="nothing is packed here")
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_have_the_bits_of_many_whichever_way_they_go(bias: bool, threads: None) -> None:
+    """On one thread a loop takes them, on two oneDNN; a pass runs fewer rows where all layers have the loop."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    packed = PackedLinear(nn.Linear(96, 200, bias=bias).requires_grad_(False))
+    x = torch.randn(64, 96)
+    whole = packed(x)
+    few = [packed(x[:rows]) for rows in range(1, 8)]
+    torch.set_num_threads(2)
+    for rows, made in enumerate(few, start=1):
+        assert torch.equal(made, whole[:rows])
+    assert all(torch.equal(packed(x[:rows]), whole[:rows]) for rows in range(4, 8))
+    assert has_few_rows(packed) == packed.has_few_rows
+    assert not has_few_rows(nn.Sequential(packed, nn.Linear(200, 8)))
+
+
+def test_a_pass_runs_few_rows_only_where_they_take_less_time(threads: None) -> None:
+    torch.set_num_threads(1)
+    decoder = Decoder(
+        DecoderConfig(
+            vocab_size=40, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16
+        )
+    ).requires_grad_(False)
+    assert decoder.fewest_rows == 4
+    pack(decoder)
+    decoder.set_row_floor(1)
+    assert decoder.fewest_rows == (1 if has_few_rows(decoder) else 4)
+    torch.set_num_threads(2)
+    assert decoder.fewest_rows == 4

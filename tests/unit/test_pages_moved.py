@@ -13,7 +13,7 @@ from mmserve_kernels.kv_quant import dequantize
 from mmserve.errors import TransferError
 from mmserve.kv.quantized import QuantizedStore
 from mmserve.kv.store import KVStore
-from mmserve.models.decoder import DecoderConfig
+from mmserve.models.decoder_config import DecoderConfig
 
 PAGE, FROM, TO = 4, np.array([5, 1, 8]), np.array([2, 3, 0])
 MODEL = tiny_model(vision=False)

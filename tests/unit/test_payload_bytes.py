@@ -108,7 +108,7 @@ def test_other_versions_and_kinds_are_refused() -> None:
     with pytest.raises(TransferError, match="fields"):
         Kinds({Note: 1}, ()).decode(old)  # a part that is not known
     with pytest.raises(TransferError, match="layout version"):
-        PAYLOADS.decode(old[:4] + b"\x02\x00" + old[6:])
+        PAYLOADS.decode(old[:4] + b"\x01\x00" + old[6:])
     with pytest.raises(TransferError, match="not the bytes"):
         PAYLOADS.decode(b"PK" + old[2:])
 

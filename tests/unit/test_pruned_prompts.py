@@ -29,7 +29,6 @@ from mmserve.core.request import Amount, ImagePart, Message, Part, Request, Text
 from mmserve.decode.forward import forward
 from mmserve.decode.loop import DiffusionDecoder
 from mmserve.decode.parts import Parts
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError, InvalidArgument
 from mmserve.kv.prefix import page_keys
@@ -43,6 +42,7 @@ from mmserve.models.picture import CannotPrepare
 from mmserve.models.towers import PaddedProcessor
 from mmserve.models.vision import LlavaVision, NewlineProjector
 from mmserve.prune import pruners_for
+from mmserve.tiers.caches import Caches
 
 FILE = clip(frames=12, rate=4)
 
@@ -55,7 +55,7 @@ def show(*parts: Part, name: str = "r") -> Request:
     return replace(ask(name, max_new_tokens=6), messages=(Message("user", (*parts, TextPart("what?"))),))
 
 
-def encoder(model: LoadedModel, cache: EncoderCache | None = None, **limits: Any) -> Encoder:
+def encoder(model: LoadedModel, cache: Caches | None = None, **limits: Any) -> Encoder:
     return Encoder(model, MediaConfig(**limits), max_tokens=600, cache=cache)
 
 
@@ -296,7 +296,7 @@ def test_a_second_request_runs_no_tower() -> None:
 def test_what_differs_in_anything_has_an_entry_of_its_own() -> None:
     """Same pixels in two files, one pixel, another pruner, amount or seed, other processor settings: all shared by one
     cache, each right."""
-    cache = EncoderCache.of(EncoderCacheConfig())
+    cache = Caches.of(EncoderCacheConfig())
     one = picture(1)
     model = tiny_model(vision=True)
     other_settings = tiny_model(vision=True)
@@ -330,7 +330,7 @@ def test_what_differs_in_anything_has_an_entry_of_its_own() -> None:
 
 
 def test_other_limits_are_not_slipped_past() -> None:
-    cache = EncoderCache.of(EncoderCacheConfig())
+    cache = Caches.of(EncoderCacheConfig())
     model = tiny_model(vision=True)
     encoder(model, cache).encode([show(ImagePart(picture(1)))])
     with pytest.raises(InvalidArgument, match="the limit is 1000 in all"):
@@ -374,9 +374,9 @@ def test_clips_come_from_disk_after_a_restart(tmp_path: Path) -> None:
     settings = EncoderCacheConfig(disk_folder=str(tmp_path))
     model = video_model(stride=1, time="{seconds}s:")
     tower, request = Tower(model), pruned(show(VideoPart(FILE), ImagePart(picture(1))), "visionzip")
-    [first] = encoder(model, EncoderCache.of(settings)).encode([request])
+    [first] = encoder(model, Caches.of(settings)).encode([request])
     seen = tower.pictures
-    after = EncoderCache.of(settings)
+    after = Caches.of(settings)
     [again] = encoder(model, after).encode([request])
     assert seen == 4 + 1 == tower.pictures and after.tokens.stats().disk_hits == 2
     assert np.array_equal(first.ids, again.ids) and torch.equal(features(first), features(again))

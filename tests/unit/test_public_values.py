@@ -19,6 +19,7 @@ from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, REQUEST, SAMPLING, 
 from mmserve.core.policies import CLASSES, KINDS, policy_names
 from mmserve.core.request import VideoSampling
 from mmserve.core.session import FrameSampling, Memory
+from mmserve.core.tools import ToolChoice
 from mmserve.core.tuning import QUALITIES
 from mmserve.core.values import Value, values
 from mmserve.decode.commit import COMMIT
@@ -81,8 +82,12 @@ MESSAGES: list[tuple[Any, dict[str, Value]]] = [
 @pytest.mark.parametrize(("message", "declared"), MESSAGES, ids=lambda v: getattr(v, "__name__", ""))
 def test_a_messages_numbers_are_those_declared(message: Any, declared: dict[str, Value]) -> None:
     chosen = {"quality", "min_quality"}  # of what policies are chosen for
-    there = {f.name for f in message.DESCRIPTOR.fields if f.message_type is None} - chosen
+    there = {f.name for f in message.DESCRIPTOR.fields if f.message_type is None or is_map(f)} - chosen
     assert there == set(declared)
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def comments(text: str) -> dict[tuple[str, str], str]:
@@ -125,7 +130,8 @@ def test_enums_of_messages_have_the_names_that_the_code_has() -> None:
     assert set(enums.SCHEMA_OPTIONS.values()) == set(SchemaOption)
     assert set(enums.QUALITIES.values()) == set(QUALITIES)
     assert set(enums.OVERLOADS.values()) == {"block", "drop_oldest", "thin"}
-    assert set(enums.ROLES.values()) == {"system", "user", "assistant"}
+    assert set(enums.ROLES.values()) == {"system", "user", "assistant", "tool"}
+    assert set(enums.TOOL_CHOICES.values()) == set(ToolChoice)
 
 
 def test_every_option_of_the_sdk_is_declared_and_every_declared_one_is_an_option() -> None:
@@ -143,8 +149,12 @@ ELSEWHERE = {
     "messages.parts.text": "the prompt",
     "messages.parts.image.data": "--image FILE",
     "messages.parts.image.media_id": "--image ID",
+    "messages.parts.image.url": "--image URL",
     "messages.parts.video.data": "--video FILE",
     "messages.parts.video.media_id": "--video ID",
+    "messages.parts.video.url": "--video URL",
+    "messages.tool_call_id": "--chat",
+    "required_tool": "--tool-choice NAME",
     "diffusion.min_quality": "--quality X",
     "constraint.json_schema": "--schema",
     "constraint.lark": "--grammar",
@@ -156,6 +166,7 @@ ELSEWHERE = {
     "constraint.schema_options": "--schema-option",
     "stream.deltas": "",  # one answer is printed when it is whole
     "stream.snapshots": "",  # shown on a terminal
+    "stream.drafts": "",  # for viewers: the playground shows them
 }
 #: Messages that one option reads as a whole, and what each of its fields is there.
 WHOLE = {
@@ -163,6 +174,8 @@ WHOLE = {
     "KvReduction": "--kv-reduction",
     "ImageReuse": "--image-reuse",
     "Template": "--template",
+    "Tool": "--tools",
+    "ToolCall": "--chat",
 }
 
 
@@ -172,7 +185,7 @@ def fields(message: Descriptor, path: str = "") -> Iterator[tuple[str, FieldDesc
         name = f"{path}{field.name}"
         inner, of = field.message_type, field.containing_oneof
         policy = of is not None and of.name in ("recompute", "commit", "pruner")
-        if inner is None or inner.name in WHOLE or policy:
+        if inner is None or inner.name in WHOLE or policy or is_map(field):
             yield name, field
         else:
             yield from fields(inner, f"{name}.")

@@ -91,9 +91,13 @@ def test_a_tokenizer_of_vocabulary_and_merges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported; it can be False"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\] are not"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false, not 'yes'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types names 2 layers, and num_hidden_layers is",
+        ),
+        ({"layer_types": ["chunked_attention"] * 3}, r"layer_types \['chunked_attention'\] are not supported"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_type = 'proportional' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"num_hidden_layers": 4}, r"no tensor model\.layers\.3\.input_layernorm\.weight"),
     ],

@@ -14,17 +14,17 @@ from clips import clip
 from foreseen import check_foreseen
 from helpers import ask, picture
 from llama_checkpoints import edit
-from qwen_vl_checkpoints import FRAMES, KINDS, Qwen, served_rows
+from qwen_vl_checkpoints import FRAMES, KINDS, THIRD, Qwen, served_rows, transpose_experts
 
 from mmserve.config import EncoderCacheConfig, MediaConfig, ModelConfig
 from mmserve.core.encoded import Encoded
 from mmserve.core.request import ImagePart, Message, Part, Request, TextPart, VideoPart
-from mmserve.encode.cache import EncoderCache
 from mmserve.encode.encoder import Encoder
 from mmserve.errors import ConfigError
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.checkpoint import read_json, write_json
 from mmserve.models.registry import load_model
+from mmserve.tiers.caches import Caches
 
 FILE = clip(frames=20, rate=4)
 WIDE, TALL, SMALL = (picture(i, size) for i, size in enumerate(((40, 30), (20, 48), (9, 11))))
@@ -72,7 +72,7 @@ def test_what_they_are(both: tuple[Qwen, LoadedModel]) -> None:
     assert spec.banned_ids == tuple(sorted(i for i in (spec.image_id, spec.video_id) if i is not None))
     assert made.oracle.config.text_config.eos_token_id in spec.end_ids
     assert model.position_axes == 3
-    assert model.width == 32 * (3 if made.kind == "qwen3_vl" else 1)
+    assert model.width == 32 * (3 if made.kind in THIRD else 1)
     check_foreseen(model)
 
 
@@ -84,6 +84,19 @@ def test_keys_as_transformers_5_writes_them(both: tuple[Qwen, LoadedModel], tmp_
     again = load_model(ModelConfig(path=str(tmp_path / "new"), dtype="float32", device="cpu"))
     assert again.decoder.config == model.decoder.config
     assert replace(again.spec, name="") == replace(model.spec, name="")
+
+
+def test_experts_as_transformers_5_saves_them(tmp_path: Path) -> None:
+    made = Qwen(tmp_path, "qwen3_vl_moe")
+    published = made.load().decoder.state_dict()
+    transpose_experts(tmp_path)
+    saved = made.load().decoder.state_dict()
+    assert published.keys() == saved.keys() and any(".experts." in name for name in saved)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
+    text = read_json(tmp_path / "config.json")["text_config"]
+    edit(tmp_path / "config.json", text_config={**text, "moe_intermediate_size": 24})
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj has shape \[6, 40, 32\], expected \[6, 32, 48\]"):
+        made.load()
 
 
 def test_the_processor_s_chat_template_goes_first(both: tuple[Qwen, LoadedModel], tmp_path: Path) -> None:
@@ -124,14 +137,14 @@ def test_entries_without_their_places_are_made_anew(
     both: tuple[Qwen, LoadedModel], tmp_path: Path, poison: Callable[[Any], Any]
 ) -> None:
     _made, model = both
-    request, cache = show(ImagePart(WIDE)), EncoderCache.of(EncoderCacheConfig(disk_folder=str(tmp_path)))
+    request, cache = show(ImagePart(WIDE)), Caches.of(EncoderCacheConfig(disk_folder=str(tmp_path)))
     encoder = Encoder(model, MediaConfig(), max_tokens=400, cache=cache)
     [first] = encoder.encode([request])
     [kept] = cache.tokens._kept.values()
     kept.entry = poison(kept.entry)
     [again] = encoder.encode([request])
     restarted = Encoder(
-        model, MediaConfig(), max_tokens=400, cache=EncoderCache.of(EncoderCacheConfig(disk_folder=str(tmp_path)))
+        model, MediaConfig(), max_tokens=400, cache=Caches.of(EncoderCacheConfig(disk_folder=str(tmp_path)))
     )
     [after] = restarted.encode([request])
     assert first.places is not None and again.places is not None and after.places is not None

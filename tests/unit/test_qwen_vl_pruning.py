@@ -11,10 +11,11 @@ import pytest
 import torch
 from clips import clip
 from helpers import ask, picture
-from qwen_vl_checkpoints import KINDS, Qwen, served_rows
+from qwen_vl_checkpoints import KINDS, THIRD, Qwen, served_rows
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from mmserve.config import MediaConfig
 from mmserve.core.encoded import Encoded
@@ -30,6 +31,7 @@ MODELING: dict[str, Any] = {
     "qwen2_vl": modeling_qwen2_vl,
     "qwen2_5_vl": modeling_qwen2_5_vl,
     "qwen3_vl": modeling_qwen3_vl,
+    "qwen3_vl_moe": modeling_qwen3_vl_moe,
 }
 PARTS: Sequence[Part] = (
     TextPart("a"),
@@ -84,7 +86,7 @@ def masked_logits(made: Qwen, inputs: dict[str, Any], full: Encoded, left: Encod
     seen |= torch.eye(len(x), dtype=torch.bool)
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     deep = {}
-    if made.kind == "qwen3_vl":
+    if made.kind in THIRD:
         layers = list(features[visual, 32:].split(32, dim=1))
         deep = {"visual_pos_masks": visual[None], "deepstack_visual_embeds": layers}
     hidden = oracle.language_model(inputs_embeds=x[None], position_ids=positions, attention_mask=mask, **deep)

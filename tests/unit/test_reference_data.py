@@ -12,9 +12,10 @@ import torch
 from mmserve.reference import scenes
 from mmserve.reference.arithmetic import final_answer
 from mmserve.reference.clips import Actor, Clip, h264
-from mmserve.reference.data import BLOCK, ROWS, collate, draw, frame_times
+from mmserve.reference.data import BLOCK, CLIPS, ROWS, WITHOUT_MEDIA, collate, draw, frame_times
 from mmserve.reference.items import TEST_SEEDS, TRAIN_SEEDS
 from mmserve.reference.model import FRAME_TOKENS, FRAMES, VISUAL_TOKENS
+from mmserve.reference.recipe import MIXES
 from mmserve.reference.scenes import COLORS, KINDS, Shape
 from mmserve.reference.tasks import SUBJECTS, TASKS, correct, sample
 from mmserve.reference.tokenizer import EOT, MASK, SPECIALS, token_id, train_tokenizer
@@ -164,25 +165,26 @@ def test_the_tokenizer_holds_every_byte_splits_digits_and_knows_its_special_toke
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_loss_counts_answer_tokens_and_nothing_else(kind, tokenizer):
-    mix = "streaming" if kind in ("stream", "watch") else "broad"
+    mix = "broad" if kind in MIXES["broad"] else "deciding"
     samples, canvas = next(
-        (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2, mix=mix) for step in range(200)) if k == kind
+        (s[:4], c) for k, s, c in (draw(step, 0, looking=False, scale=0.2, mix=mix) for step in range(400)) if k == kind
     )
     batch = collate(kind, samples, canvas, tokenizer)
     assert torch.allclose(batch.share.sum(1), torch.ones(len(samples)))
     for row, (_thing, questions) in enumerate(samples):
         answered = batch.ids[row][batch.share[row] > 0]
         kept = [t for t in answered.tolist() if t != tokenizer.eos_token_id]
-        assert tokenizer.decode(kept) == "".join(q.answer + EOT for q in questions)
+        filled = [decision.answers[right] for q in questions for decision, right in q.decisions]
+        assert tokenizer.decode(kept) == ("".join(filled) or "".join(q.answer + EOT for q in questions))
     assert not (batch.share > 0)[~batch.seen].any()
     assert not (batch.share > 0)[batch.visual_at].any()
-    each = dict.fromkeys(("image", "listing", "json", "watch"), VISUAL_TOKENS)
+    each = dict.fromkeys(("image", "listing", "json", "watch", "decisions"), VISUAL_TOKENS)
     each |= dict.fromkeys(("pair", "cells"), 2 * VISUAL_TOKENS)
-    each |= dict.fromkeys(("video", "narration"), FRAMES * FRAME_TOKENS)
+    each |= dict.fromkeys(("video", "narration", "decisions_video"), FRAMES * FRAME_TOKENS)
     if kind == "stream":
         each[kind] = len(samples[0][0].whole) * FRAME_TOKENS
     assert (batch.visual_at.sum(1) == each.get(kind, 0)).all()
-    shown = {"pair": 2, "cells": 2, "video": FRAMES, "narration": FRAMES, "text": 0, "stream": 0}
+    shown = {"pair": 2, "cells": 2} | dict.fromkeys(CLIPS, FRAMES) | dict.fromkeys((*WITHOUT_MEDIA, "stream"), 0)
     pictures = shown.get(kind, 1) * len(samples)
     assert (0 if batch.pixels is None else len(batch.pixels)) == pictures
 

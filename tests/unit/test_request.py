@@ -23,6 +23,8 @@ LIFE = [
     Stage.FINISHED,
 ]
 WAITING = [s for s in Stage if s not in RUNNING | TERMINAL]
+#: What follows where another engine ran the stages between.
+ELSEWHERE = {(Stage.QUEUED, Stage.ENCODED), (Stage.QUEUED, Stage.ARRIVED), (Stage.ARRIVED, Stage.PREFILLED)}
 
 
 @pytest.mark.parametrize("media", [[], [Stage.LOADING, Stage.LOADED]], ids=["text", "media"])
@@ -63,7 +65,7 @@ def test_every_walk_meets_a_waiting_stage_between_two_running_ones(wishes: list[
             walk.append(advance(walk[-1], wish))
     for before, after in pairwise(walk):
         assert not (before in RUNNING and after in RUNNING)
-        assert not (before in WAITING and after in WAITING)
+        assert not (before in WAITING and after in WAITING) or (before, after) in ELSEWHERE
     assert sum(stage in TERMINAL for stage in walk) <= 1
 
 

@@ -11,7 +11,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qw
 from mmserve.core.canvas import Canvas
 from mmserve.encode.places import axis_places
 from mmserve.kv.prefix import page_keys
-from mmserve.models.decoder import Decoder, DecoderConfig, DeepRows, dense_attention
+from mmserve.models.decoder import Decoder, DeepRows, dense_attention
+from mmserve.models.decoder_config import DecoderConfig
 from mmserve.models.rotary import frequency_axes, rotary_table
 
 PLACES = torch.tensor([[0, 1, 2, 2, 2, 2, 5], [0, 1, 2, 2, 3, 3, 5], [0, 1, 2, 3, 2, 3, 5]])

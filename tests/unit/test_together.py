@@ -19,6 +19,7 @@ from mmserve.decode.logits import by_slices, slice_rows
 from mmserve.decode.sampler import Shared, candidates, judged_mask
 from mmserve.decode.together import Member, share
 from mmserve.models.base import ModelSpec
+from mmserve.models.packed import FEWEST_ROWS
 
 BANNED = (3, 70)
 VOCABULARY = 40_003
@@ -31,7 +32,7 @@ class Head:
         torch.manual_seed(0)
         self.config = SimpleNamespace(vocab_size=VOCABULARY)
         self._linear = nn.Linear(24, VOCABULARY, bias=False)
-        self.products = 0
+        self.products, self.fewest_rows = 0, FEWEST_ROWS
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

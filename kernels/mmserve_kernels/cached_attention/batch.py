@@ -15,6 +15,16 @@ from mmserve_kernels.cached_attention.pieces import Piece, pieces, triangle
 
 
 @dataclass(frozen=True, eq=False)
+class LoneRows:
+    """Where each of R rows looks (int64): its first ``lengths [R]`` positions, on the pages from ``starts [R]`` of
+    ``pages`` on."""
+
+    pages: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Ragged:
     """Which rows of a batch are whose, and where each request's keys and values lie.
 
@@ -49,6 +59,18 @@ class Ragged:
     def piece_rows(self) -> list[int]:
         """Rows of each piece."""
         return [piece.rows for piece in self.pieces]
+
+    @cached_property
+    def lone_rows(self) -> LoneRows | None:
+        """Where each row looks, if each is a piece by itself whose sight is known; None where that is not so."""
+        if len(self.pieces) < len(self.slots) or not all(p.rows == 1 and p.reach for p in self.pieces):
+            return None
+        tables = [self.page_tables[piece.request].numpy() for piece in self.pieces]
+        return LoneRows(
+            np.concatenate(tables),
+            np.cumsum([0, *(len(table) for table in tables[:-1])]),
+            np.array([piece.reach for piece in self.pieces]),
+        )
 
     @cached_property
     def triangle(self) -> tuple[int, int, int]:

@@ -7,14 +7,17 @@ L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmserve_kernels.cached_attention.batch import FixedBatch, Ragged
+from mmserve_kernels.cached_attention.batch import FixedBatch, LoneRows, Ragged
 from mmserve_kernels.cached_attention.pieces import ALL, Piece
+from mmserve_kernels.cached_attention.rows import attend_rows
+from mmserve_kernels.cached_attention.windowed import windowed_attention
 from mmserve_kernels.kv_quant import QuantizedPages, dequantize
 
 #: Most bytes of one request's keys, or of its values, that are read once in the order in which they lie before a
@@ -38,26 +41,35 @@ def cached_attention(
     ragged: Ragged | FixedBatch,
     *,
     lse_TH: Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
     Each request is computed by itself, so its result does not depend on who else is in the batch. On a CPU, a row's
     bits do not depend either on which of its request's rows are run with it, if there are ``FLOOR`` of them (times the
-    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one after another are
-    read where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp
-    of each row's scaled scores. Rows that see nothing are zeros. Over a ``FixedBatch`` nothing is asked of the device:
-    such a call can be recorded and run again.
+    query heads that share a key/value head) and ``pieces`` does not cut them. Pages that lie one after another are read
+    where they are, others are gathered first. ``lse_TH`` (fp32, if given) is filled with the natural log-sum-exp of
+    each row's scaled scores. ``window`` and ``cap`` are as in the reference. Rows that see nothing are zeros. Over a
+    ``FixedBatch`` nothing is asked of the device: such a call can be recorded and run again.
     """
     if isinstance(ragged, FixedBatch):
-        return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH)
+        return _fixed(q_THK, k_PSGK, v_PSGK, ragged, lse_TH, window, cap)
     if not ragged.pieces:
         return torch.empty_like(q_THK)
     share = q_THK.shape[1] // k_PSGK.shape[2]
+    if window or cap:
+        read = _reader(k_PSGK, v_PSGK, ragged, q_THK.dtype, share)
+        return windowed_attention(
+            q_THK, ragged, read, _products, window=window, cap=cap, page=k_PSGK.shape[1], lse_TH=lse_TH
+        )
+    if share < FLOOR and lse_TH is None and isinstance(k_PSGK, Tensor) and isinstance(v_PSGK, Tensor):
+        lone = ragged.lone_rows if _in_place(q_THK, k_PSGK, v_PSGK) else None
+        if lone is not None:
+            return attend_rows(q_THK.float(), k_PSGK, v_PSGK, lone).to(q_THK.dtype)
     attend = _attends(q_THK, k_PSGK, v_PSGK, ragged, share, lse_TH)
     if len(ragged.pieces) == 1 and share == 1:
         return attend(ragged.pieces[0], 0, q_THK.transpose(0, 1).unsqueeze(0)).transpose(1, 2).reshape(q_THK.shape)
-    if len(ragged.pieces) == len(q_THK) and max(ragged.piece_rows) == 1 and lse_TH is None:
-        return _single_rows(q_THK, k_PSGK.shape[2], ragged.pieces, attend)
     out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     start = 0
     # Views of all pieces in one call, and each result to its place while it is near: of many small requests, a
@@ -68,19 +80,6 @@ def cached_attention(
         out_1GRUK.copy_(made.view(out_1GRUK.shape))
         start += piece.rows
     return out_THK
-
-
-def _single_rows(
-    q_THK: Tensor, groups: int, pieces: Sequence[Piece], attend: Callable[[Piece, int, Tensor], Tensor]
-) -> Tensor:
-    """Attention ``[T, H, K]`` of pieces of one row each: a step of next-token decoding.
-
-    Results are joined in one call, not copied to their places one by one: 16 requests of some 90 positions, 6 layers of
-    6 heads of 48, took 5.0 ms of processor time, not 5.7, and 4 took 1.7, not 1.8.
-    """
-    own = q_THK.unflatten(1, (groups, -1)).unsqueeze(1).unbind(0)
-    made = [attend(piece, row, q_1GUK) for row, (piece, q_1GUK) in enumerate(zip(pieces, own, strict=True))]
-    return torch.cat(made).reshape(q_THK.shape)
 
 
 def _by_group(x_THK: Tensor, share: int) -> Tensor:
@@ -119,6 +118,8 @@ def _attends(
             lse_TH[here] = _log_sum_exp(q_THK[here], k_1GLK[0].transpose(0, 1), mask)
         if not width:
             return torch.zeros_like(q_1GMK)
+        if rows == 1 and piece.reach and share < FLOOR and q_1GMK.device.type == "cpu":
+            return _lone(q_1GMK, k_1GLK.narrow(2, 0, piece.reach), v_1GLK.narrow(2, 0, piece.reach))
         if mask is not None and share > 1:
             mask = mask.repeat_interleave(share, 0)
         return _products(q_1GMK, k_1GLK, v_1GLK, mask)
@@ -126,19 +127,29 @@ def _attends(
     return attend
 
 
+def _in_place(q_THK: Tensor, *pages: Tensor) -> bool:
+    """Whether single rows can be attended to over ``pages`` as they are."""
+    kind = q_THK.dtype
+    if not q_THK.is_cpu or kind not in (torch.float32, torch.bfloat16):
+        return False
+    return all(x.dtype == kind and x.is_contiguous() for x in pages)
+
+
+def _lone(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor) -> Tensor:
+    """Attention ``[1, G, M, K]`` of a single row over all L positions, as one page of them."""
+    length = k_1GLK.shape[2]
+    k_1LGK, v_1LGK = (x.float().transpose(1, 2).contiguous() for x in (k_1GLK, v_1GLK))
+    whole = LoneRows(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([length]))
+    return attend_rows(q_1GMK.float().flatten(1, 2), k_1LGK, v_1LGK, whole).view(q_1GMK.shape).to(q_1GMK.dtype)
+
+
 def _products(q_1GMK: Tensor, k_1GLK: Tensor, v_1GLK: Tensor, mask_ML: Tensor | None) -> Tensor:
     """SDPA in which a row's bits do not depend on which others are beside it, if there are ``FLOOR`` at least.
 
     A CPU takes 32 rows at a time, or 64, or 256 (torch's ``FlashAttentionKernel.cpp``). Where the last of them would be
-    too few, they are among 16 in a call of their own. One row alone stays one: four take half as long again (fp32, 8
-    heads of 32, 512 positions: 66 us, not 45). In bf16 and fp16 it is computed in fp32: over 500 positions such a row
-    of bf16 took 79 us, not 233; two rows would take 113, and take 86.
+    too few, they are among 16 in a call of their own.
     """
     rows = q_1GMK.shape[2]
-    if rows == 1 and q_1GMK.dtype != torch.float32 and q_1GMK.device.type == "cpu":
-        q, k, v = (x.float() for x in (q_1GMK, k_1GLK, v_1GLK))
-        mask = None if mask_ML is None else mask_ML.float()
-        return F.scaled_dot_product_attention(q, k, v, mask).to(q_1GMK.dtype)
     last = rows % (32 if rows < 192 else 64 if rows < 768 else 256)
     if not 0 < last < FLOOR or rows == last or q_1GMK.device.type != "cpu":
         return F.scaled_dot_product_attention(q_1GMK, k_1GLK, v_1GLK, mask_ML)
@@ -157,6 +168,8 @@ def _fixed(
     v_PSGK: Tensor | QuantizedPages,
     batch: FixedBatch,
     lse_TH: Tensor | None,
+    window: int,
+    cap: float,
 ) -> Tensor:
     """Attention ``[T, H, K]`` over all pages of all tables, masked, a row at a time: what it is, not how to do it."""
     requests, pages = batch.page_tables.shape
@@ -164,7 +177,10 @@ def _fixed(
     length = pages * k_PSGK.shape[1]
     rows = torch.arange(len(q_THK), device=q_THK.device)
     own = torch.searchsorted(batch.row_counts.cumsum(0), rows, right=True).clamp_max(requests - 1)
-    seen_TL = torch.arange(length, device=q_THK.device) < batch.kv_limit[:, None]
+    at_L = torch.arange(length, device=q_THK.device)
+    seen_TL = at_L < batch.kv_limit[:, None]
+    if window:
+        seen_TL = seen_TL & (at_L >= batch.kv_limit[:, None] - window)
     k_TLGK, v_TLGK = (
         _gathered(x, batch.page_tables.flatten(), requests * length)[0]
         .transpose(0, 1)
@@ -175,6 +191,7 @@ def _fixed(
     )
     q_TGUK = q_THK.float().unflatten(1, (groups, -1))
     scores = torch.einsum("tguk,tlgk->tgul", q_TGUK, k_TLGK) * q_THK.shape[-1] ** -0.5
+    scores = torch.tanh(scores / cap) * cap if cap else scores
     scores = scores.masked_fill(~seen_TL[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)
     if lse_TH is not None:

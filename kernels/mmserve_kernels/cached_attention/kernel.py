@@ -60,7 +60,7 @@ def _attend(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr,
     K_KIND: tl.constexpr, K_PER: tl.constexpr, K_KEPT: tl.constexpr,
     V_KIND: tl.constexpr, V_PER: tl.constexpr, V_KEPT: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, HAS_LSE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over one split or all of them. ``scale``: of the scores, in powers of two."""
@@ -81,6 +81,10 @@ def _attend(
     if HAS_LIMIT:
         limit = tl.minimum(limit, tl.load(limit_ptr + first_row + row, mask=live, other=0).to(tl.int32))
     last = tl.max(limit, 0)
+    begin = 0
+    if WINDOW:  # whole blocks to the left of what the first row sees are left out: they would add exact zeros
+        least = tl.min(tl.where(live, limit, length), 0)
+        begin = tl.maximum(least - WINDOW, 0) // BLOCK_N * BLOCK_N
 
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -89,7 +93,7 @@ def _attend(
         acc_s = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         top_s = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total_s = tl.zeros((BLOCK_M,), tl.float32)
-        for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
+        for start in range(tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, last), BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
             seen = n < last
             page = tl.load(table_ptr + request * table_width + n // PAGE, mask=seen, other=0).to(tl.int64)
@@ -103,7 +107,14 @@ def _attend(
                 GROUPS, K, V_KIND, V_PER, V_KEPT,
             ).to(q.dtype)  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = tl.where(n[None, :] < limit[:, None], scores, float("-inf"))
+            if CAP != 0:
+                ln2: tl.constexpr = 0.6931471805599453
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is exact at both ends
+                scores = (CAP / ln2) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
+            seen_here = n[None, :] < limit[:, None]
+            if WINDOW:
+                seen_here = seen_here & (n[None, :] >= limit[:, None] - WINDOW)
+            scores = tl.where(seen_here, scores, float("-inf"))
             highest = tl.maximum(top_s, tl.max(scores, 1))
             safe = tl.where(highest == float("-inf"), 0.0, highest)
             weights = tl.exp2(scores - safe[:, None])
@@ -159,6 +170,8 @@ def cached_attention(
     ragged: Ragged | FixedBatch,
     *,
     lse_TH: Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """See ``reference.cached_attention``."""
     heads, head_size = q_THK.shape[1:]
@@ -193,7 +206,7 @@ def cached_attention(
             q_THK, _codes(k_PSGK), _codes(v_PSGK), out, out if lse_TH is None else lse_TH, partial, stats,
             plan.programs, plan.table, plan.table if ragged.kv_limit is None else ragged.kv_limit.contiguous(),
             plan.table.shape[1], head_size**-0.5 / math.log(2), *_parts(k_PSGK), *_parts(v_PSGK),
-            **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None,
+            **_kinds(k_PSGK, v_PSGK), PAGE=page, HAS_LIMIT=ragged.kv_limit is not None, WINDOW=window, CAP=cap,
             BLOCK_N=sizes.block_n, SPLIT=sizes.split, num_warps=sizes.num_warps, num_stages=sizes.num_stages, **shared,
         )  # fmt: skip
     if len(plan.folds):
@@ -224,7 +237,10 @@ def _kinds(k: Tensor | QuantizedPages, v: Tensor | QuantizedPages) -> dict[str, 
 
 
 def variants() -> Iterator[Variant]:
-    """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16."""
+    """Every tiling, with all that costs registers switched on, for 28 query heads over 4 and pages of 16.
+
+    Windows and caps are variants of their own, of plain pages and for NVIDIA: on gfx942 they spill (108 bytes).
+    """
     quantized = product(LEVELS, ("channel", "token"))
     choices = product(("bf16", "fp16", "fp32"), (64, 128, 256), (("plain", "none"), *quantized), ("cuda", "hip"))
     for name, head_size, (kind, keys_per), backend in choices:
@@ -238,6 +254,9 @@ def variants() -> Iterator[Variant]:
         launch = (sizes.num_warps, sizes.num_stages, backend)
         constants = shared | _settings(sizes, kind, keys_per)
         yield Variant(f"attend {label}", _attend, results | _types(name, kind), constants, *launch)
+        if kind == "plain" and backend == "cuda":
+            windowed = constants | {"WINDOW": 1024, "CAP": 50.0}
+            yield Variant(f"attend {label}, windowed", _attend, results | _types(name, kind), windowed, *launch)
         if kind == "plain":
             folds = {"folds_ptr": "*i32"}
             yield Variant(f"combine {label}", _combine, results | folds, shared | {"FOLDED": FOLDED}, backend=backend)
@@ -257,4 +276,5 @@ def _settings(sizes: Tiling, kind: str, keys_per: str) -> dict[str, Any]:
     """Constants of ``_attend``; keys have a range a channel (KIVI) or a token (the store's), values one a token."""
     ranges = {"K_KIND": kind, "K_PER": keys_per, "V_KIND": kind, "V_PER": "token"}
     kept = {"K_KEPT": kind != "plain", "V_KEPT": kind != "plain"}
-    return {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split} | ranges | kept
+    blocks = {"PAGE": 16, "HAS_LIMIT": True, "BLOCK_N": sizes.block_n, "SPLIT": sizes.split, "WINDOW": 0, "CAP": 0.0}
+    return blocks | ranges | kept

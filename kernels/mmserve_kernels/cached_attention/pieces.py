@@ -26,6 +26,11 @@ class Piece(NamedTuple):
     width: int
     sight: int
 
+    @property
+    def reach(self) -> int:
+        """How many positions the first row sees; 0 where that has to be looked up."""
+        return 0 if self.sight == LOOKED_UP else self.width if self.sight == ALL else self.sight
+
 
 def pieces(
     row_counts: Sequence[int], kv_lengths: Sequence[int], limits: np.ndarray | None, *, known: bool = True

@@ -22,12 +22,16 @@ def cached_attention(
     ragged: Ragged | FixedBatch,
     *,
     lse_TH: Tensor | None = None,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attention output ``[T, H, K]`` of rotated queries over the pages of their own request.
 
-    A row sees the positions of its request below its limit. ``lse_TH`` (fp32, if given) is filled with the natural
-    log-sum-exp of each row's scaled scores. Rows that see nothing, and rows of no request, are zeros, and their
-    log-sum-exp is -inf. Nothing is read of positions that a request does not have: what lies there may be no number.
+    A row sees the positions of its request below its limit; with a ``window``, the last so many of them only. A ``cap``
+    makes ``cap * tanh(score / cap)`` of scaled scores (Gemma 2, arXiv 2408.00118). 0 is none of either. ``lse_TH``
+    (fp32, if given) is filled with the natural log-sum-exp of each row's scaled scores. Rows that see nothing, and rows
+    of no request, are zeros, and their log-sum-exp is -inf. Nothing is read of positions that a request does not have:
+    what lies there may be no number.
     """
     out_THK = torch.zeros_like(q_THK, memory_format=torch.contiguous_format)
     if lse_TH is not None:
@@ -39,9 +43,13 @@ def cached_attention(
         q_GRUK = q_THK[here].float().unflatten(1, (k_PSGK.shape[2], -1)).transpose(0, 1)
         k_LGK, v_LGK = (_positions(x, pages, q_THK.dtype)[:length] for x in (k_PSGK, v_PSGK))
         scores_GRUL = torch.einsum("gruk,lgk->grul", q_GRUK, k_LGK) * q_THK.shape[-1] ** -0.5
-        if ragged.kv_limit is not None:
-            unseen_RL = torch.arange(length, device=q_THK.device) >= ragged.kv_limit[here, None]
-            scores_GRUL = scores_GRUL.masked_fill(unseen_RL[:, None], -torch.inf)
+        scores_GRUL = torch.tanh(scores_GRUL / cap) * cap if cap else scores_GRUL
+        at_L = torch.arange(length, device=q_THK.device)
+        limit_R = at_L.new_full((rows,), length) if ragged.kv_limit is None else ragged.kv_limit[here].clamp(max=length)
+        unseen_RL = at_L >= limit_R[:, None]
+        if window:
+            unseen_RL = unseen_RL | (at_L < limit_R[:, None] - window)
+        scores_GRUL = scores_GRUL.masked_fill(unseen_RL[:, None], -torch.inf)
         lse_GRU1 = scores_GRUL.logsumexp(-1, keepdim=True)
         weights_GRUL = (scores_GRUL - lse_GRU1).exp().where(lse_GRU1 > -torch.inf, 0.0)
         out_GRUK = torch.einsum("grul,lgk->gruk", weights_GRUL, v_LGK)

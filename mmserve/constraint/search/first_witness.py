@@ -79,19 +79,22 @@ def _through(
     at: Matcher, lexicon: Lexicon, tokens: list[int], choices: list[int], ahead: list[int] | None, work: Work
 ) -> bool:
     """Move ``at`` through a word whose text is not known, up to where ``ahead`` may follow, or the end."""
+    step: list[int] = []  # what is left of the latest one: what must follow the word may be part of it
     for steps in range(_STEPS):
         if at.accepting if ahead is None else steps and at.valid(ahead) == len(ahead):
             return True
-        step, chosen = onward(at, lexicon, tokens)
-        if not step or not work.spend(MASK):
-            return False
-        if chosen:
-            choices.append(len(tokens))
+        if not step:
+            step, chosen = onward(at, lexicon, tokens)
+            if not step or not work.spend(MASK):
+                return False
+            if chosen:
+                choices.append(len(tokens))
         try:
-            at.consume(step)
+            at.consume(step[:1])
         except ValueError:
             return False
-        tokens += step
+        tokens.append(step[0])
+        step = step[1:]
     return False
 
 

@@ -33,10 +33,11 @@ logger = logging.getLogger("mmserve.decode")
 #: Positions of a canvas that one search covers: this bounds its work independently of time.
 HORIZON = 256
 #: Seconds of processor time after which a search is given up nevertheless, since other requests wait meanwhile. Nearly
-#: all take less than a hundredth, some with few tokens left a quarter; a result should not depend on this.
-SECONDS = 0.5
+#: all take less than a hundredth, some with few tokens left a third, or two thirds where the processor is shared; a
+#: result should not depend on this.
+SECONDS = 2.0
 #: Given-up searches after which a request searches no more: the witness is its answer.
-PATIENCE = 4
+PATIENCE = 2
 
 A = TypeVar("A")
 

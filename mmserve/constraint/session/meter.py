@@ -27,6 +27,11 @@ class Meter:
     _open: float = 0.0  # seconds of the step under way
     _outcomes: set[Outcome] = field(default_factory=set)  # of its searches
 
+    @property
+    def seconds(self) -> float:
+        """Processor time of all steps so far."""
+        return sum(self._steps) + self._open
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """What happens within belongs to the step under way; it stays on one thread."""

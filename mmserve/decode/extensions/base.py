@@ -54,6 +54,11 @@ class RequestExtension:
         return 0
 
     @property
+    def seconds(self) -> float:
+        """Processor time that it took of the request's decode steps so far, where it measures that."""
+        return 0.0
+
+    @property
     def ends_whole(self) -> bool:
         """Whether an answer that fills its budget has come to its end there, and is not cut."""
         return False

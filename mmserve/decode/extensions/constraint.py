@@ -28,6 +28,10 @@ class Constraint(RequestExtension):
         return True
 
     @property
+    def seconds(self) -> float:
+        return self.session.stats.seconds
+
+    @property
     def ends_whole(self) -> bool:
         return True
 

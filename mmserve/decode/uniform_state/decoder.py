@@ -17,20 +17,23 @@ import torch
 from torch import Tensor
 
 from mmserve.constraint.session.session import Session
+from mmserve.core.candidates import Alternatives, Candidates
 from mmserve.core.canvas import Canvas
 from mmserve.core.encoded import Encoded
 from mmserve.core.payloads import CanvasPayload, PrefilledPayload
 from mmserve.core.request import Request
+from mmserve.decode.alternatives import alternatives
 from mmserve.decode.commit.scheduled import Scheduled
-from mmserve.decode.emit import advanced, answer_of, snapshot_of
+from mmserve.decode.drafts import draft_of, record_for
+from mmserve.decode.emit import advanced, answer_of, snapshot_of, step_of
 from mmserve.decode.forward import floor_of
 from mmserve.decode.policies import Offered, commit_policy
-from mmserve.decode.sampler import step_generator
+from mmserve.decode.sampler import described, step_generator
 from mmserve.decode.state import Answer, Stepped
 from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
 from mmserve.decode.uniform_state.handover import go_on, payload_of, prefilled_of
-from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler
+from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step
 from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas
@@ -95,6 +98,7 @@ class UniformStateDecoder:
             np.zeros(prefilled.canvas.size, np.float32),
             prefilled.run,
             prefilled.constraint,
+            record=record_for(request.streaming, request.sampling.max_new_tokens),
         )
 
     def payload(self, state: CanvasPrefilled | CanvasDecoding) -> PrefilledPayload | CanvasPayload:
@@ -139,7 +143,8 @@ class UniformStateDecoder:
         step = d.sampler.step(logits, d.noise.to(logits.device), d.canvas.block_step - 1, generator)
         if d.constraint is not None:
             step = d.constraint.project(d.canvas, logits, step)
-        ended = d.came_to_rest(step)
+        ended, begun = d.came_to_rest(step), d.canvas.block_start
+        proposed = None if d.record is None else self._candidates(d, logits, step)
         if ended or d.canvas.block_step >= d.sampler.steps:
             self._finish_canvas(d, logits, step.predicted_L if ended else step.last_L)
         else:
@@ -150,11 +155,21 @@ class UniformStateDecoder:
         if d.constraint is not None:
             d.constraint.check(d, reason)
         shown = snapshot_of(d, self.model, d.shown()) if d.request.streaming.snapshots else None
-        return Stepped(delta, shown, reason, rows=self.model.spec.block_length())
+        draft = None if proposed is None else draft_of(d, self.model, d.canvas, proposed)
+        committed = d.canvas.block_start - begun
+        report = step_of(d, begun, committed)
+        return Stepped(delta, shown, reason, None, self.model.spec.block_length(), committed, report, draft)
 
     def answer(self, d: CanvasDecoding) -> Answer:
         """As of ``Decoder.answer``."""
         return answer_of(d, self.model)
+
+    def _candidates(self, d: CanvasDecoding, logits_LV: Tensor, step: Step) -> Candidates:
+        """What the open canvas would be if it were final now, with alternatives."""
+        logits = logits_LV.float()
+        found = described(logits, d.canvas.block(), step.predicted_L)
+        count = d.request.streaming.alternatives
+        return replace(found, alternatives=Alternatives(*alternatives(logits, count, (), None))) if count else found
 
     def _sampler(self, request: Request) -> CanvasSampler:
         """What makes the request's steps: the scheduler that it names, or the model's own rule, with its own bound."""

@@ -23,6 +23,7 @@ def payload_of(model: CanvasModel, state: CanvasPrefilled | CanvasDecoding) -> P
         state.forwards,
         step=None if state.step is None else vars(state.step),
         still=state.still,
+        record=state.record,
     )
 
 
@@ -47,6 +48,6 @@ def go_on(d: CanvasDecoding, payload: CanvasPayload) -> CanvasDecoding:
     """``d``, whose prompt is read, where ``payload`` has it."""
     d.text = TextStream.restored(d.text.tokenizer, d.request.sampling.stop, payload.text)
     d.log_probabilities, d.forwards, d.still = payload.log_probabilities, payload.forwards, payload.still
-    d.recomputed = payload.prefilled.recomputed
+    d.recomputed, d.record = payload.prefilled.recomputed, payload.record
     d.step = None if payload.step is None else Step(**payload.step)
     return d

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmserve.core.canvas import Canvas
+from mmserve.core.canvas_record import CanvasRecord
 from mmserve.core.request import Request
 from mmserve.decode.extensions.base import RequestExtension
 from mmserve.decode.text import TextStream
@@ -52,6 +53,7 @@ class CanvasDecoding:
     still: int = 0  # steps in a row that predicted what the one before did
     forwards: int = 0
     edits: int = 0  # never: what is final stays
+    record: CanvasRecord | None = None  # as of ``Decoding``
 
     @property
     def extensions(self) -> tuple[RequestExtension, ...]:

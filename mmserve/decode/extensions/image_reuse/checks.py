@@ -8,6 +8,7 @@ from mmserve.core.tuning import ACCOMPANIED, DRAFTING
 from mmserve.errors import InvalidArgument, Unimplemented
 from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.models.base import Attention, CanvasModel, Model
+from mmserve.models.decoder_config import UNEVEN
 
 
 def reusable(encoded: Encoded) -> tuple[int, ...]:
@@ -32,6 +33,8 @@ def no_reuse(model: Model, *, reads_pages: bool) -> str:
         return "its network keeps its K/V to itself"
     if model.spec.attention is Attention.BLOCK_CAUSAL:
         return "its positions look no further than their block, and an image may stand across two"
+    if not model.decoder.config.plain_attention:
+        return UNEVEN
     return "" if reads_pages else "the server has [engine] sparse_* or kv_bits"
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from mmserve.core.encoded import Encoded, Span
-from mmserve.encode.cache import Entry, TensorCache
 from mmserve.encode.embedding import deep_rows, embedded
-from mmserve.encode.keys import digest
 from mmserve.errors import FailedPrecondition, InvalidArgument
 from mmserve.models.alone import kv_alone
 from mmserve.models.base import LoadedModel
 from mmserve.models.chat import prompt_ids
+from mmserve.tiers.keys import digest
+from mmserve.tiers.memory import Entry, TensorCache
 
 #: Of an entry of the cache: both ``[N, L, G, K]``, keys before rotation.
 _NAMES = ("keys", "values")

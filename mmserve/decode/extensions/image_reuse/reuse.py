@@ -24,7 +24,6 @@ from mmserve.decode.extensions.image_reuse.checks import reusable, reused
 from mmserve.decode.extensions.image_reuse.image_kv import ImageKV
 from mmserve.decode.extensions.image_reuse.selective import AskingRows, RowWatcher, SelectiveRecompute
 from mmserve.decode.forward import Pass
-from mmserve.encode.cache import TensorCache
 from mmserve.encode.embedding import deep_rows
 from mmserve.kv.reuse import Reuse, reuse_of
 from mmserve.kv.store import KVStore
@@ -32,6 +31,7 @@ from mmserve.models.alone import kv_alone
 from mmserve.models.attended import column_sums
 from mmserve.models.base import Attention, LoadedModel
 from mmserve.models.decoder import DecoderLayer
+from mmserve.tiers.memory import TensorCache
 
 
 @dataclass

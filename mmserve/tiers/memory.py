@@ -1,7 +1,7 @@
 """Tensors under the hash of all that they depend on: bounded in bytes, made once however many ask at a time.
 
 What a request uses is referenced for as long as it does, and only what is not can be dropped, least recently used
-first. A key is a whole SHA-256 (``encode/keys.py``), and what is found under one is used only if it has the shape that
+first. A key is a whole SHA-256, and what is found under one is used only if it has the shape that
 it must have; otherwise it is made anew. Nothing that goes wrong in here fails a request.
 """
 
@@ -12,16 +12,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
-from mmserve.config import EncoderCacheConfig
+from mmserve.core.cached import Block, Label
 from mmserve.core.stats import CacheStats
-from mmserve.encode.disk import DiskCache
+from mmserve.errors import ResourceExhausted
+from mmserve.tiers.disk import DiskCache
+from mmserve.tiers.writer import Writer
 
 Entry = Mapping[str, Tensor]
+#: What a value is, for listings: given its index and the value.
+Labels = Callable[[int, Entry], Label | None]
 #: How often who waits for another's value looks whether it is still wanted (seconds).
 _GLANCE = 0.05
 
@@ -31,6 +33,9 @@ class _Kept:
     entry: Entry
     size: int  # bytes
     references: int = 0
+    label: Label | None = None
+    hits: int = 0
+    pinned: bool = False
 
 
 @dataclass
@@ -46,6 +51,7 @@ class TensorCache:
 
     def __init__(self, capacity: int, disk: DiskCache | None = None) -> None:
         self.capacity, self._disk = capacity, disk
+        self._writer = None if disk is None else Writer(disk)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # the least recently used first
         self._making: dict[bytes, _Making] = {}
@@ -59,17 +65,18 @@ class TensorCache:
         make: Callable[[list[int]], Sequence[Entry]],
         fits: Callable[[int, Entry], bool],
         check: Callable[[], None] = lambda: None,
+        label: Labels = lambda _i, _entry: None,
     ) -> Iterator[list[Entry]]:
         """The value under each of ``keys``; none of them is dropped before the context ends, and none may be changed.
 
         ``make`` makes the values of the keys at these indices, which are missing; ``fits`` returns whether a value that
         was found is one that the key at this index can have. What ``make`` raises is raised here; other callers are
         unaffected: one that waits for the same value makes it. ``check`` is called while others' values are waited
-        for, and raises to end that.
+        for, and raises to end that. ``label``: what the value of the key at this index is.
         """
         held: list[bytes] = []
         try:
-            found = self._find(keys, make, fits, held, check)
+            found = self._find(keys, make, fits, held, check, label)
             yield [found[key] for key in keys]
         finally:
             with self._lock:
@@ -77,28 +84,44 @@ class TensorCache:
                     self._kept[key].references -= 1
 
     @contextmanager
-    def found(self, keys: Sequence[bytes], fits: Callable[[int, Entry], bool]) -> Iterator[list[Entry | None]]:
+    def found(
+        self,
+        keys: Sequence[bytes],
+        fits: Callable[[int, Entry], bool],
+        label: Labels = lambda _i, _entry: None,
+        *,
+        leading: bool = False,
+    ) -> Iterator[list[Entry | None]]:
         """What there is under ``keys``, in memory or on disk, held as by ``lease``; None where there is nothing.
 
-        A caller that continues with ``lease`` for what is missing is counted once for each key.
+        ``leading``: nothing is looked for after the first that is missing, and that one is counted as looked for.
+        Else a caller that continues with ``lease`` for what is missing is counted once for each key.
         """
         held: list[bytes] = []
+        taken: list[Entry | None] = []
         try:
-            yield [self._take(i, key, fits, held) for i, key in enumerate(keys)]
+            for i, key in enumerate(keys):
+                taken.append(self._take(i, key, fits, held, label))
+                if leading and taken[-1] is None:
+                    with self._lock:
+                        self._count["lookups"] += len(keys) - i
+                    taken += [None] * (len(keys) - i - 1)
+                    break
+            yield taken
         finally:
             with self._lock:
                 for key in held:
                     self._kept[key].references -= 1
 
-    def _take(self, i: int, key: bytes, fits: Callable[[int, Entry], bool], held: list[bytes]) -> Entry | None:
+    def _take(
+        self, i: int, key: bytes, fits: Callable[[int, Entry], bool], held: list[bytes], label: Labels
+    ) -> Entry | None:
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and fits(i, kept.entry):
                 self._count["lookups"] += 1
                 self._count["hits"] += 1
-                self._kept.move_to_end(key)
-                kept.references += 1
-                held.append(key)
+                self._use(key, kept, held)
                 return kept.entry
         stored = self._disk.get(key) if self._disk is not None and kept is None else None
         if stored is None or not fits(i, stored):
@@ -106,8 +129,81 @@ class TensorCache:
         with self._lock:
             self._count["lookups"] += 1
             self._count["disk_hits"] += 1
-        self._keep(key, stored, held)
+        self._keep(key, stored, held, label(i, stored), hits=1)
         return stored
+
+    def put(self, key: bytes, entry: Entry, label: Label) -> bool:
+        """Keep a value that was made elsewhere, in memory now and on disk soon; False where the disk keeps up with no
+        more, and it is kept in memory alone."""
+        held: list[bytes] = []
+        self._keep(key, entry, held, label)
+        with self._lock:
+            self._count["put"] += 1
+            for each in held:
+                self._kept[each].references -= 1
+        return self._writer is None or self._writer.put(key, entry, label)
+
+    def flush(self) -> None:
+        """Return once all that was put is on disk, or could not be written."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether there is a disk."""
+        return self._disk is not None
+
+    @property
+    def room(self) -> int:
+        """Bytes that it keeps at most, in its larger tier."""
+        return max(self.capacity, 0 if self._disk is None else self._disk.capacity)
+
+    def blocks(self) -> list[tuple[bytes, Block]]:
+        """What is there and has a label, tier by tier; slow where a disk has many files."""
+        with self._lock:
+            kept = list(self._kept.items())
+        found = [
+            (key, Block(each.label, "host", each.size, each.hits, each.pinned)) for key, each in kept if each.label
+        ]
+        stored = () if self._disk is None else self._disk.entries()
+        return found + [
+            (each.key, Block(each.label, "disk", each.size, 0, each.pinned)) for each in stored if each.label
+        ]
+
+    def pin(self, keys: Sequence[bytes], pinned: bool) -> int:
+        """Do not drop these for others, wherever they are, or do so again; how many of them are there.
+
+        Raises ``ResourceExhausted`` where a tier would hold more than its bound.
+        """
+        self.flush()
+        there = set[bytes]()
+        with self._lock:
+            mine = [key for key in keys if key in self._kept]
+            held = {key for key, kept in self._kept.items() if kept.pinned} | set(mine)
+            if pinned and sum(self._kept[key].size for key in held) > self.capacity:
+                raise ResourceExhausted("pinned values would take more memory than the cache may: unpin others")
+            for key in mine:
+                self._kept[key].pinned = pinned
+            there.update(mine)
+        if self._disk is not None:
+            there.update(key for key in keys if self._disk.pin(key, pinned))
+        return len(there)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Forget these; how many of them were there. What a request uses it goes on using."""
+        self.flush()
+        there = set[bytes]()
+        with self._lock:
+            for key in keys:
+                if key in self._kept:
+                    there.add(key)
+                    if not self._kept[key].references:
+                        self._drop(key)
+                    else:
+                        self._kept[key].pinned = False
+        if self._disk is not None:
+            there.update(key for key in keys if self._disk.drop(key))
+        return len(there)
 
     def peek(self, key: bytes) -> Entry | None:
         """What is kept in memory under ``key``, for a look at it now."""
@@ -128,6 +224,7 @@ class TensorCache:
         fits: Callable[[int, Entry], bool],
         held: list[bytes],
         check: Callable[[], None],
+        label: Labels,
     ) -> dict[bytes, Entry]:
         """All values. Others' are only waited for by who has none to make: no two can wait for each other."""
         index: dict[bytes, int] = {}
@@ -140,7 +237,7 @@ class TensorCache:
         while missing := [key for key in index if key not in found]:
             mine, others = self._claim(missing, index, fits, held, found)
             if mine:
-                found.update(self._make(mine, index, make, fits, held))
+                found.update(self._make(mine, index, make, fits, held, label))
             elif others:
                 key, making = others[0]
                 while not making.done.wait(_GLANCE):
@@ -180,9 +277,7 @@ class TensorCache:
                     kept = None
                 if kept is not None:
                     self._count["hits"] += 1
-                    self._kept.move_to_end(key)
-                    kept.references += 1
-                    held.append(key)
+                    self._use(key, kept, held)
                     found[key] = kept.entry
                 elif key in self._making:
                     others.append((key, self._making[key]))
@@ -198,6 +293,7 @@ class TensorCache:
         make: Callable[[list[int]], Sequence[Entry]],
         fits: Callable[[int, Entry], bool],
         held: list[bytes],
+        label: Labels,
     ) -> dict[bytes, Entry]:
         """Values of the claimed keys, from disk or made; in any case nothing waits for them any longer."""
         found: dict[bytes, Entry] = {}
@@ -212,11 +308,12 @@ class TensorCache:
                 self._count["disk_hits"] += len(found)
                 self._count["made"] += len(made)
             found |= made
+            labels = {key: label(index[key], entry) for key, entry in found.items()}
             for key, entry in found.items():
-                self._keep(key, entry, held)
+                self._keep(key, entry, held, labels[key])
             if self._disk is not None:
                 for key, entry in made.items():
-                    self._disk.put(key, entry)
+                    self._disk.put(key, entry, labels[key])
             return found
         finally:
             with self._lock:
@@ -225,13 +322,20 @@ class TensorCache:
                     making.entry = found.get(key)
                     making.done.set()
 
-    def _keep(self, key: bytes, entry: Entry, held: list[bytes]) -> None:
-        """Keep ``entry``, referenced, if what is not referenced makes room for it."""
+    def _use(self, key: bytes, kept: _Kept, held: list[bytes]) -> None:
+        """With the lock: reference a value that was found."""
+        self._kept.move_to_end(key)
+        kept.references += 1
+        kept.hits += 1
+        held.append(key)
+
+    def _keep(self, key: bytes, entry: Entry, held: list[bytes], label: Label | None = None, hits: int = 0) -> None:
+        """Keep ``entry``, referenced, if what is neither referenced nor pinned makes room for it."""
         size = sum(tensor.nbytes for tensor in entry.values())
         with self._lock:
             if key in self._kept:  # one that did not fit, and that is still in use
                 return
-            idle = [other for other, kept in self._kept.items() if not kept.references]
+            idle = [other for other, kept in self._kept.items() if not kept.references and not kept.pinned]
             if self._bytes + size - sum(self._kept[other].size for other in idle) > self.capacity:
                 return
             for other in idle:
@@ -239,25 +343,9 @@ class TensorCache:
                     break
                 self._drop(other)
                 self._count["evicted"] += 1
-            self._kept[key] = _Kept(entry, size, references=1)
+            self._kept[key] = _Kept(entry, size, 1, label, hits)
             self._bytes += size
             held.append(key)
 
     def _drop(self, key: bytes) -> None:
         self._bytes -= self._kept.pop(key).size
-
-
-@dataclass(frozen=True)
-class EncoderCache:
-    """What is kept of media, for all engines of a server: visual tokens, the pixels that they are made from, and what
-    decoders make of the tokens where these are alone."""
-
-    tokens: TensorCache
-    pixels: TensorCache
-    kv: TensorCache
-
-    @classmethod
-    def of(cls, config: EncoderCacheConfig) -> Self:
-        """Empty but for what an earlier server left on disk; raises ``ConfigError`` where the folder cannot be used."""
-        disk = DiskCache(Path(config.disk_folder), config.disk_bytes) if config.disk_folder else None
-        return cls(TensorCache(config.token_bytes, disk), TensorCache(config.pixel_bytes), TensorCache(config.kv_bytes))

@@ -1,4 +1,4 @@
-"""Keys of the encoder cache: SHA-256, never shortened, of everything that a value depends on.
+"""Keys of caches: SHA-256, never shortened, of everything that a value depends on.
 
 Media go in by their bytes, models by their weights, settings by their values, and so do the libraries' versions: a
 cache on disk may be older than they are.

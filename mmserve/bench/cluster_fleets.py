@@ -1,0 +1,133 @@
+"""Fleets of the bundled models, and requests to them, for the sections of ``mmserve bench cluster``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from mmserve.assembly import build_engines
+from mmserve.cluster.config import cluster_config
+from mmserve.cluster.coordinator import Coordinator
+from mmserve.cluster.fleet import Fleet
+from mmserve.config import Config, EngineConfig, ModelConfig
+from mmserve.core.events import Delta, Event, Failed, Finished
+from mmserve.core.progress import Progress
+from mmserve.core.request import Diffusion, ImagePart, Message, Policy, Request, Sampling, TextPart
+from mmserve.engine import Engine
+from mmserve.errors import MMServeError
+
+#: Seconds until a request that has not ended is counted as lost.
+PATIENCE = 600.0
+#: Pixels of a picture's side.
+SIDE = 72
+
+
+class Serves(Protocol):
+    """An engine, or a coordinator."""
+
+    def submit(self, request: Request, sink: Any) -> None:
+        """As of ``Engine.submit``."""
+
+
+class Answer:
+    """What came of one request; times are on the monotonic clock (seconds)."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.ended = 0.0
+        self.finished: Finished | None = None
+        self.error: MMServeError | None = None
+        self.endings = 0
+        self.text = ""
+        self.deltas: list[float] = []
+        self.over = threading.Event()
+
+    def sink(self, event: Event | Progress) -> None:
+        """Take an event."""
+        match event:
+            case Delta(text):
+                self.text += text
+                self.deltas.append(time.monotonic())
+            case Finished():
+                self.finished = event
+                self._end()
+            case Failed(error):
+                self.error = error
+                self._end()
+
+    def _end(self) -> None:
+        self.ended = time.monotonic()
+        self.endings += 1
+        self.over.set()
+
+
+def ask_all(engine: Serves, requests: Sequence[Request]) -> list[Answer]:
+    """Send all at once, and wait for their ends."""
+    answers = []
+    for request in requests:
+        answer = Answer()
+        engine.submit(request, answer.sink)
+        answers.append(answer)
+    end = time.monotonic() + PATIENCE
+    for answer in answers:
+        answer.over.wait(max(0.0, end - time.monotonic()))
+    return answers
+
+
+def config(path: str) -> Config:
+    """A bundled model on one thread, with room for every request of a section in its queue."""
+    engine = EngineConfig(torch_threads=1, max_queued=4096, max_wait_seconds=0.0)
+    return Config(models=(ModelConfig(path=path),), engine=engine)
+
+
+@contextmanager
+def fleet(path: str, roles: str, **changes: Any) -> Iterator[tuple[Fleet, Coordinator]]:
+    """Workers with these ``roles``, such as "e p d", and the coordinator of their model."""
+    workers = [{"roles": each} for each in roles.split()]
+    settings = {"switching": False, **changes}
+    made = Fleet(config(path), cluster_config({"cluster": settings, "workers": workers}))
+    try:
+        [coordinator] = made.start().values()
+        coordinator.start()
+        yield made, coordinator
+    finally:
+        made.stop()
+
+
+@contextmanager
+def one_process(path: str) -> Iterator[Engine]:
+    """The engine of the same model here."""
+    [engine] = build_engines(config(path)).values()
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def request(name: str, images: int, tokens: int, recompute: str, seed: int) -> Request:
+    """A question about so many pictures, each unlike all others."""
+    parts: list[ImagePart | TextPart] = [ImagePart(picture(seed * 64 + i)) for i in range(images)]
+    parts.append(TextPart(f"Tell me all about number {seed}."))
+    return Request(
+        id=name,
+        model="",
+        messages=(Message("user", tuple(parts)),),
+        sampling=Sampling(max_new_tokens=tokens, temperature=1.0, seed=seed),
+        diffusion=Diffusion(recompute=Policy(name=recompute)),
+    )
+
+
+def picture(seed: int) -> bytes:
+    """A PNG that no other seed gives."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (9, 9, 3), np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,67 @@
+"""How soon the first token of a request with eight images comes where one, and where two workers encode them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
+from statistics import median
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmserve.bench.cluster_fleets import Answer, ask_all, fleet, request
+from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.core.request import ImagePart, Message, Request
+
+_IMAGES, _TOKENS, _SIDE = 8, 4, 768
+#: Goal: the first token with two encode workers over that with one.
+_GOAL = 0.8
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each number of encode workers: medians over requests that come one at a time, the fleets in turn."""
+    path, recompute = "bundled-causal", "last"
+    with (
+        fleet(path, "e pd", spares=0) as (_one, single),
+        fleet(path, "e e pd", spares=0, shard_pixels=1) as (_two, double),
+    ):
+        times: dict[str, list[float]] = {"1 encode worker": [], "2 encode workers": []}
+        right = turns = 0
+        for turn in range(2 * arguments.repeats + 1):
+            asked = _large(request(f"sharded.{turn}", _IMAGES, _TOKENS, recompute, 1000 + turn), turn)
+            answers: list[Answer] = []
+            for coordinator in (single, double):
+                answers += ask_all(coordinator, [asked])
+            if turn:  # the first warms up
+                turns += 1
+                right += answers[0].finished is not None and answers[0].text == answers[1].text
+                for found, answer in zip(times.values(), answers, strict=True):
+                    found.append(1000 * ((answer.deltas or [answer.ended])[0] - answer.begun))
+            progress(f"turn {turn} of {2 * arguments.repeats}")
+    one, two = (median(found) for found in times.values())
+    rows = [{"measured": name, "first_token_ms": round(median(found), 1)} for name, found in times.items()]
+    measures = [
+        stated(f"first token of {_IMAGES} images, 1 encode worker, p50", one, "ms"),
+        stated(f"first token of {_IMAGES} images, 2 encode workers, p50", two, "ms"),
+        at_most("first token, 2 encode workers over 1", two / one, "ratio", _GOAL),
+        at_least("same answers", right / turns, "share", 1.0),
+    ]
+    return {"rows": rows, "measures": measures, "settings": {"images": _IMAGES, "side": _SIDE, "tokens": _TOKENS}}
+
+
+def _large(asked: Request, turn: int) -> Request:
+    """The request with images of so many pixels a side, none like another."""
+    rng = np.random.default_rng(turn)
+
+    def picture() -> bytes:
+        small = Image.fromarray(rng.integers(0, 256, (48, 48, 3), np.uint8))
+        buffer = BytesIO()
+        small.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+        return buffer.getvalue()
+
+    [message] = asked.messages
+    parts = tuple(ImagePart(picture()) if isinstance(part, ImagePart) else part for part in message.parts)
+    return replace(asked, messages=(Message(message.role, parts),))

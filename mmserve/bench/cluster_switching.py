@@ -1,0 +1,107 @@
+"""An encode-heavy load on 1e1p4d, with workers that change roles and without, beside what the simulator predicts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from statistics import mean, median
+from typing import Any
+
+from mmserve.bench.cluster_fleets import SIDE, Answer, ask_all, config, fleet, one_process, request
+from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.config import resolve
+from mmserve.plan.beside import Beside
+from mmserve.plan.layout import Batching, Layout
+from mmserve.plan.measure import StageBench, measured
+from mmserve.plan.served import GOAL, predicted
+from mmserve.plan.switching import RoleSwitching
+from mmserve.plan.workload import Kind
+
+_REQUESTS, _IMAGES, _TOKENS = 300, 6, 2
+_PATH, _RECOMPUTE, _ROLES, _LAYOUT = "bundled-causal", "last", "e p d d d d", "1e1p4d"
+#: Seconds between two changes of roles, at least; and of a look at what else the machine runs.
+_DECIDE, _LOOK = 1.0, 1.5
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The time of the same work both ways, in turns, and the simulator's from costs measured before and after."""
+    asked = [request(f"q{i}", _IMAGES, _TOKENS, _RECOMPUTE, i) for i in range(_REQUESTS)]
+    with one_process(_PATH) as engine:
+        answers = ask_all(engine, asked)
+    right, kind = [answer.text for answer in answers], _kind(answers)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    beside: dict[bool, list[float]] = {True: [], False: []}
+    same = switches = turns = 0
+    with closing(StageBench(config(_PATH))) as bench:
+        measured(bench, 1, progress)
+        for _ in range(max(1, arguments.repeats)):
+            for switching in (False, True):
+                with fleet(_PATH, _ROLES, switching=switching, decide_seconds=_DECIDE) as (_made, coordinator):
+                    ask_all(coordinator, [request("warm", 1, 2, _RECOMPUTE, 9_999)])
+                    before = _others()
+                    answers = ask_all(coordinator, asked)
+                    beside[switching] += [before, _others()]
+                    seconds = max(a.ended for a in answers) - min(a.begun for a in answers)
+                    switches += coordinator.switches
+                times[switching].append(seconds)
+                same += sum(a.finished is not None and a.text == text for a, text in zip(answers, right, strict=True))
+                turns += 1
+                progress(f"{'with' if switching else 'without'} switching: {seconds:.1f} s")
+        costs = measured(bench, 1, progress).costs  # of both: a machine does not stay as it is
+    settings = config(_PATH)
+    engine_settings, layout = resolve(settings.engine, device="cpu"), Layout.parse(_LAYOUT)
+    batching = Batching(
+        encode_batch=engine_settings.encode_batch,
+        prefill_tokens=engine_settings.prefill_tokens,
+        decode_tokens=engine_settings.decode_tokens,
+        max_running=engine_settings.max_running,
+        max_pending=engine_settings.max_pending_per_stage,
+    )
+    measures, rows = [], []
+    for switching, label in ((False, f"{_LAYOUT} as it is"), (True, f"{_LAYOUT} with switching")):
+        rule = RoleSwitching(every=_DECIDE) if switching else None
+        cores, loaders = os.cpu_count() or 1, settings.media.decode_workers
+        others = mean(beside[switching])
+        foreseen = predicted(costs, layout, batching, kind, _REQUESTS, cores, others, loaders, rule).makespan
+        took = median(times[switching])
+        rows.append({"switching": switching, "seconds": times[switching], "predicted_s": foreseen, "beside": others})
+        measures += [
+            stated(label, took, "s"),
+            stated(f"{label}, predicted", foreseen, "s"),
+            at_most(f"{label}, prediction off by", abs(foreseen / took - 1), "of the time", GOAL),
+        ]
+    measures += [
+        at_least("work done sooner by switching", median(times[False]) / median(times[True]), "x", 1.0),
+        stated("changes of roles a run", switches / max(1, arguments.repeats), "switches"),
+        at_least("same answers", same / (turns * _REQUESTS), "share", 1.0),
+    ]
+    return {
+        "rows": rows,
+        "measures": measures,
+        "settings": {"requests": _REQUESTS, "images": _IMAGES, "tokens": _TOKENS, "kind": str(kind)},
+    }
+
+
+def _others() -> float:
+    """Threads of other processes that want a core, while this fleet has nothing to do."""
+    with Beside() as seen:
+        time.sleep(_LOOK)
+    return seen.threads
+
+
+def _kind(answers: Sequence[Answer]) -> Kind:
+    """What a request is, from what became of all of them."""
+    finished = [answer.finished for answer in answers if answer.finished is not None]
+    usage = finished[0].usage
+    return Kind(
+        images=_IMAGES,
+        patches=usage.visual_tokens_before // _IMAGES,
+        megapixels=SIDE * SIDE / 1e6,
+        visual_tokens=usage.visual_tokens // _IMAGES,
+        text_tokens=usage.prompt_tokens - usage.visual_tokens,
+        output_tokens=_TOKENS,
+        steps=max(1, round(mean(each.forwards for each in finished) - 1)),  # the first forward is prefill
+    )

@@ -1,0 +1,142 @@
+"""States between two actors of one host: shared memory against Ray's object store, and receivers that are killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.cluster import prefork
+from mmserve.cluster.object_store import fetched, stored
+from mmserve.core.canvas import Canvas
+from mmserve.core.payloads import KVState, PrefilledPayload
+from mmserve.transfer.payloads import PAYLOADS
+from mmserve.transfer.shared_memory import Reader, Shelf, Ticket
+
+#: Bytes of K/V.
+_SIZES = {"64 kB": 64 << 10, "1 MB": 1 << 20, "8 MB": 8 << 20, "64 MB": 64 << 20}
+_KILLS = 100
+#: Receivers that start in advance.
+_READY = 2
+
+
+class _End:
+    """One end of a transfer, in an actor."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._shelf, self._reader = Shelf(), Reader()
+        self._payloads: dict[int, PrefilledPayload] = {}
+        self._pages: dict[int, torch.Tensor] = {}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def write(self, size: int, shared: bool) -> Any:
+        """A state of about ``size`` bytes: where it is."""
+        if size not in self._payloads:
+            canvas = Canvas.create(np.arange(5), new_tokens=3, block_length=2, mask_id=9)
+            held = {"keys": torch.rand(size // 256, 64)}
+            self._payloads[size] = PrefilledPayload(canvas, KVState(8, 4, held), 8)
+        packed = PAYLOADS.pack(self._payloads[size])
+        if shared:
+            return self._shelf.write(packed)
+        data = bytearray(packed.size)
+        packed.write(memoryview(data))
+        return [stored(data)]
+
+    def read(self, where: Any) -> float:
+        """Copy the state into pages of this process; the sum of a few of its numbers."""
+        if isinstance(where, Ticket):
+            memory = self._reader.take(where)
+            payload = PAYLOADS.decode(memory.read())
+            memory.close()
+        else:
+            payload = PAYLOADS.decode(fetched(where[0]))
+        keys = payload.kv.tensors["keys"]
+        pages = self._pages.setdefault(keys.shape[0], torch.zeros_like(keys))
+        pages.copy_(keys)
+        return float(pages[:4].sum())
+
+    def again(self, where: Any, times: int) -> int:
+        """Read so many times."""
+        for _ in range(times):
+            self.read(where)
+        return times
+
+    def drop(self, ticket: Ticket) -> int:
+        """Nobody reads it any more; what the shelf still offers."""
+        self._shelf.drop(ticket)
+        return len(self._shelf)
+
+    def descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts alone
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Times of a write and a read by two calls of Ray, and what is left after killed receivers."""
+    import ray
+
+    remote: Any = ray.remote
+    actor = remote(num_cpus=0, runtime_env={"py_executable": prefork.command()})(_End)
+    one, other = actor.remote(), actor.remote()
+    rows, measures = [], []
+    for label, size in _SIZES.items():
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(5 + 10 * max(1, arguments.repeats)):
+            for shared in (True, False):
+                begun = time.perf_counter()
+                where = ray.get(one.write.remote(size, shared))
+                ray.get(other.read.remote(where))
+                seconds = time.perf_counter() - begun
+                if shared:
+                    ray.get(one.drop.remote(where))
+                if turn >= 5:
+                    times[shared].append(1000 * seconds)
+        shared_ms, stored_ms = median(times[True]), median(times[False])
+        rows.append({"bytes": size, "shared_ms": round(shared_ms, 3), "object_store_ms": round(stored_ms, 3)})
+        progress(f"{label}: shared memory {shared_ms:.2f} ms, object store {stored_ms:.2f} ms")
+        name = f"{label} by shared memory, two calls included, p50"
+        measures.append(at_most(name, shared_ms, "ms", 5.0) if size == 8 << 20 else stated(name, shared_ms, "ms"))
+        measures.append(stated(f"{label} by Ray's object store, p50", stored_ms, "ms"))
+    measures += _kills(actor, one, progress)
+    return {"rows": rows, "measures": measures, "settings": {"repeats": arguments.repeats, "kills": _KILLS}}
+
+
+def _kills(actor: Any, one: Any, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Kill the receiver in the middle of a transfer, again and again."""
+    import ray
+
+    before, offered, served = ray.get(one.descriptors.remote()), 0, 0
+    ready = deque(actor.remote() for _ in range(_READY))
+    for turn in range(_KILLS):
+        receiver = ready.popleft()
+        ready.append(actor.remote())  # starts while those before it are used
+        pid = ray.get(receiver.pid.remote())
+        ticket = ray.get(one.write.remote(8 << 20, True))
+        ray.get(receiver.read.remote(ticket))
+        under_way = receiver.again.remote(ticket, 10_000)
+        time.sleep(0.002 * (turn % 10))
+        os.kill(pid, signal.SIGKILL)
+        try:
+            ray.get(under_way)
+        except ray.exceptions.RayError:
+            served += 1
+        offered = ray.get(one.drop.remote(ticket))
+        if turn % 10 == 9:
+            progress(f"{turn + 1} receivers killed in the middle of a transfer")
+    after = ray.get(one.descriptors.remote())
+    return [
+        at_least("receivers killed in mid-transfer whose sender lives on", served, "kills", _KILLS),
+        at_most("states that the sender still offers after them", offered, "states", 0),
+        at_most("file descriptors of the sender, more than before", after - before, "descriptors", 2),
+    ]

@@ -1,0 +1,226 @@
+"""What viewers and the HTTP front cost: ``mmserve bench http``, over real sockets to a server in a process of its own.
+
+``viewers``: sixteen clients that ask again as soon as they have their answer, all streamed; four of them with drafts of
+the canvas and four alternatives a token, and the same without, in turn. ``slow``: a viewer that reads nothing until
+another has its whole answer. ``front``: short requests one after another: the processor time of the thread that
+serves HTTP, and what the client waited beyond the engine's own time, which is the front's, the client's, and that of
+whatever else the machine runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mmserve.bench.measures import at_least, at_most, stated
+from mmserve.bench.served import ServedProcess
+from mmserve.errors import ConfigError
+from mmserve.reference.evaluate import item
+
+CLIENTS, VIEWERS, EACH = 16, 4, 1
+#: Goals: throughput with viewers over that without; the front's own milliseconds, and its share of a short request.
+LEAST_THROUGHPUT, MOST_OWN_MS, MOST_OWN_SHARE = 0.98, 1.0, 0.1
+TASKS = ("viewers", "slow", "front")
+_TOKENS, _SHORT_TOKENS, _LONG_TOKENS, _SHORT_REQUESTS = 64, 8, 256, 100
+_CHAT = "/v1/chat/completions"
+_PLAIN: dict[str, Any] = {"lowConfidence": {}, "noCache": {}}
+_DRAFTS = {"drafts": True, "alternatives": 4}
+#: Of the slow viewer: answers that do not end before the canvas does, and large drafts, of which most of it changes.
+_LARGE: dict[str, Any] = {
+    "temperature": 1,
+    "logit_bias": {"1": -100, "2": -100},
+    "mmserve": {"diffusion": {**_PLAIN, "blockLength": 256}, "stream": {"drafts": True, "alternatives": 20}},
+}
+_READ, _SLOW_BUFFER = 1 << 16, 4 << 10
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What came of one streamed request."""
+
+    drafts: int
+    text: str
+    forwards: int
+    engine_ms: float  # from the engine's taking it in to its end
+    seconds: float  # that the client waited
+
+
+def run(arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A measure for each figure of the tasks."""
+    tasks = arguments.tasks.split(",") if arguments.tasks else list(TASKS)
+    if unknown := set(tasks) - set(TASKS):
+        raise ConfigError(f"--tasks takes any of {', '.join(TASKS)}, not {', '.join(sorted(unknown))}")
+    measures: list[dict[str, Any]] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    changed = {**vars(arguments), "set": [*arguments.set, f"server.http_port={port}"]}
+    with ServedProcess(Namespace(**changed)) as served:
+        client = _Client(port)
+        asyncio.run(client.stream("What is 3 + 4?", _SHORT_TOKENS))  # warm-up
+        if "viewers" in tasks:
+            measures += asyncio.run(_viewers(client, served, arguments, progress))
+        if "slow" in tasks:
+            measures += asyncio.run(_slow(client, progress))
+        if "front" in tasks:
+            measures += asyncio.run(_front(client, served, arguments, progress))
+    settings = {"clients": CLIENTS, "viewers": VIEWERS, "rounds": arguments.repeats, "tokens": _TOKENS}
+    return {"measures": measures, "settings": settings}
+
+
+class _Client:
+    """Sends chat completions to ``port`` of this machine, each over a connection of its own."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def stream(
+        self,
+        prompt: str,
+        tokens: int,
+        *,
+        plain: bool = False,
+        drafts: bool = False,
+        large: bool = False,
+        buffer: int = 0,
+        first: Callable[[], Awaitable[Any]] | None = None,
+    ) -> Streamed:
+        """Ask for a stream, and read it to its end.
+
+        plain: one token a step, in one block. large: with large drafts. buffer: bytes that the client's socket holds,
+        0 = as it is. first: what is waited for before anything is read.
+        """
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        if buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=buffer or _READ)
+        began = time.monotonic()
+        body = _body(prompt, tokens, plain=plain, drafts=drafts)
+        writer.write(_request({**body, **_LARGE} if large else body))
+        await writer.drain()
+        if first is not None:
+            await first()
+        data = bytearray()
+        while part := await reader.read(_READ):
+            data += part
+        writer.close()
+        return _streamed(bytes(data), time.monotonic() - began)
+
+
+def _body(prompt: str, tokens: int, *, plain: bool, drafts: bool) -> dict[str, Any]:
+    own: dict[str, Any] = {"stream": _DRAFTS} if drafts else {}
+    if plain:
+        own["diffusion"] = {**_PLAIN, "blockLength": tokens}
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": "reference", "messages": messages, "max_tokens": tokens, "stream": True, "mmserve": own}
+
+
+def _request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+def _streamed(response: bytes, seconds: float) -> Streamed:
+    """Reads a response whose chunks hold whole events."""
+    head, _, rest = response.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        raise RuntimeError(f"the server refused a request: {response[:400]!r}")
+    drafts, text, own = 0, "", dict[str, Any]()
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        chunk, rest = rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+        for event in chunk.split(b"\n\n"):
+            if event.startswith(b"event: draft"):
+                drafts += 1
+            elif event.startswith(b"data: {"):
+                found = json.loads(event[6:])
+                text += found["choices"][0]["delta"].get("content") or ""
+                own = found.get("mmserve") or own
+    return Streamed(drafts, text, own["forwards"], own["times"]["total"], seconds)
+
+
+async def _viewers(
+    client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress
+) -> list[dict[str, Any]]:
+    prompts = [item("arithmetic", index, arguments.seed)[1].text for index in range(CLIENTS * EACH)]
+
+    async def asker(number: int, *, drafts: bool) -> int:
+        seen = 0
+        for prompt in prompts[number * EACH : (number + 1) * EACH]:
+            seen += (await client.stream(prompt, _TOKENS, plain=True, drafts=drafts and number < VIEWERS)).drafts
+        return seen
+
+    async def phase(*, drafts: bool) -> tuple[float, float, int]:
+        """Seconds, the server's processor seconds, and drafts that came."""
+        began, used = time.monotonic(), served.processor_seconds()
+        seen = await asyncio.gather(*(asker(number, drafts=drafts) for number in range(CLIENTS)))
+        return time.monotonic() - began, served.processor_seconds() - used, sum(seen)
+
+    await phase(drafts=True)
+    pairs = []
+    for repeat in range(arguments.repeats):
+        progress(f"viewers: round {repeat + 1} of {arguments.repeats}")
+        order = (False, True) if repeat % 2 else (True, False)
+        found = {drafts: await phase(drafts=drafts) for drafts in order}
+        pairs.append((found[False], found[True]))
+    throughput = [without[0] / with_them[0] for without, with_them in pairs]
+    processor = [without[1] / with_them[1] for without, with_them in pairs]
+    return [
+        at_least("throughput with 4 viewers", statistics.median(throughput), "of that without", LEAST_THROUGHPUT),
+        stated("work a processor second with 4 viewers", statistics.median(processor), "of that without"),
+        stated("requests a second without viewers", len(prompts) / statistics.median(a[0] for a, _b in pairs), "1/s"),
+        stated("drafts a request of a viewer", statistics.mean(b[2] for _a, b in pairs) / (VIEWERS * EACH), "drafts"),
+    ]
+
+
+async def _slow(client: _Client, progress: Progress) -> list[dict[str, Any]]:
+    progress("slow: a viewer that does not read")
+    done = asyncio.Event()
+
+    async def ask(**how: Any) -> Streamed:
+        return await client.stream("How many shapes are there?", _LONG_TOKENS, large=True, **how)
+
+    async def quick() -> Streamed:
+        found = await ask()
+        done.set()
+        return found
+
+    slow, fast = await asyncio.gather(ask(buffer=_SLOW_BUFFER, first=done.wait), quick())
+    return [
+        stated("drafts of a viewer that reads", fast.drafts / fast.forwards, "of the steps"),
+        at_most("drafts of one that does not", slow.drafts / slow.forwards, "of the steps", 0.9),
+        at_least("its text is that of the other", float(slow.text == fast.text), "1 = yes", 1),
+    ]
+
+
+async def _front(
+    client: _Client, served: ServedProcess, arguments: argparse.Namespace, progress: Progress
+) -> list[dict[str, Any]]:
+    progress(f"front: {_SHORT_REQUESTS} short requests")
+    used = served.loop_seconds()
+    found = [
+        await client.stream(item("arithmetic", index, arguments.seed)[1].text, _SHORT_TOKENS)
+        for index in range(_SHORT_REQUESTS)
+    ]
+    own = 1000 * (served.loop_seconds() - used) / len(found)
+    whole = 1000 * statistics.median(one.seconds for one in found)
+    beside = [1000 * one.seconds - one.engine_ms for one in found]
+    return [
+        at_most("the front, processor time a request", own, "ms, mean", MOST_OWN_MS),
+        at_most("the front, of a short request", own / whole, "of its time", MOST_OWN_SHARE),
+        stated("a short request", whole, "ms, p50"),
+        stated("front, client and machine beside the engine", statistics.median(beside), "ms, p50"),
+        stated("front, client and machine at their quickest", min(beside), "ms"),
+    ]

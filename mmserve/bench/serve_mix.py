@@ -1,0 +1,68 @@
+"""What a mixed load asks: questions of the bundled models' tasks, each with media of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from mmserve.bench.open_loop import Asked
+from mmserve.client import Options
+from mmserve.core.info import ModelInfo
+from mmserve.errors import ConfigError
+from mmserve.reference.evaluate import canvas, item, shown
+from mmserve.reference.tasks import correct
+
+#: The tasks of each kind of request, asked in turn.
+TASKS: dict[str, tuple[str, ...]] = {
+    "text": ("arithmetic",),
+    "image": ("count", "color", "what", "caption", "json"),
+    "video": ("direction", "order", "when"),
+}
+#: Kinds of a mix that is not given, by their weights.
+USUAL = {"text": 2.0, "image": 2.0, "video": 1.0}
+
+
+def mix_of(text: str, model: ModelInfo) -> dict[str, float]:
+    """The weights that ``text`` (``text=4,image=1``) names; without it, those of ``USUAL`` that ``model`` takes.
+
+    Raises ``ConfigError`` for kinds that there are not, or that the model does not take.
+    """
+    takes = {"text": True, "image": model.images, "video": model.videos}
+    if not text:
+        return {kind: weight for kind, weight in USUAL.items() if takes[kind]}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        kind, equals, weight = part.partition("=")
+        try:
+            found[kind] = float(weight) if equals else 1.0
+        except ValueError:
+            found[kind] = -1.0
+        if kind not in TASKS or not 0 <= found[kind] < float("inf"):
+            raise ConfigError(f"--mix takes KIND=WEIGHT of {', '.join(TASKS)}, separated by commas, not {part!r}")
+        if not takes[kind]:
+            raise ConfigError(f"--mix: the model {model.name!r} takes no {kind}")
+    if not sum(found.values()):
+        raise ConfigError(f"--mix: no kind of {text!r} has a weight above 0")
+    return found
+
+
+def requests(drawn: Sequence[str], seed: int, options: Options) -> list[Asked]:
+    """A request for each kind of ``drawn``, none of them like another; ``options`` are those of all."""
+    counts: Counter[str] = Counter()
+    made = []
+    for kind in drawn:
+        task = TASKS[kind][counts[kind] % len(TASKS[kind])]
+        thing, question = item(task, counts[kind], seed)
+        counts[kind] += 1
+        media = shown(task, thing)
+        own: Options = {"max_new_tokens": canvas(task), **options}
+        if media["videos"]:
+            own["videos"] = media["videos"]
+        made.append(Asked(kind, question.text, tuple(media["images"]), own, partial(correct, question)))
+    return made
+
+
+def weights_text(weights: Mapping[str, float]) -> str:
+    """``weights`` as ``mix_of`` reads them."""
+    return ",".join(f"{kind}={weight:g}" for kind, weight in weights.items())

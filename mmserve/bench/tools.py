@@ -1,0 +1,97 @@
+"""Tool calls of the bundled models: valid arguments, right tools, right arguments: ``mmserve bench tools``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema_rs
+
+from mmserve.assembly import BackgroundServer
+from mmserve.bench.measures import at_least
+from mmserve.cli.options import any_port, read_config
+from mmserve.client import Client, Tool
+from mmserve.reference.calls import CALLS
+from mmserve.reference.items import TEST_SEEDS, Question
+from mmserve.tools.formats import HERMES
+from mmserve.tools.parse import CallPiece, CallReader
+
+#: Tokens of an answer with one call, and with two.
+ROOM = {"call": 128, "two_calls": 224}
+#: Shares of the requests that must be valid, and right.
+VALID, RIGHT = 1.0, 0.95
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    task: str
+    called: int  # calls that were made
+    valid: int  # of them with arguments that their tool's schema takes
+    tools: bool  # whether the tools are the right ones, in order
+    arguments: bool  # and their arguments
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A row for each task, and the measures over all of them."""
+    tasks = tuple(ROOM)
+    outcomes: list[_Outcome] = []
+    with BackgroundServer(any_port(read_config(arguments))) as server, Client(server.address, timeout=3600) as client:
+        client.wait_ready()
+        model = client.describe()
+        items = [
+            CALLS.sample(tasks[i % len(tasks)], random.Random(TEST_SEEDS[arguments.seed * 100_003 + i]))[1]
+            for i in range(arguments.limit)
+        ]
+        with ThreadPoolExecutor(arguments.concurrent) as pool:
+            for outcome in pool.map(lambda item: _asked(client, item), items):
+                outcomes.append(outcome)
+                if len(outcomes) % 20 == 0:
+                    progress(f"{len(outcomes)} of {len(items)} requests")
+    rows = [_row(task, [o for o in outcomes if o.task == task]) for task in tasks]
+    total = _row("all", outcomes)
+    measures = [
+        at_least("calls with valid arguments", total["valid"], "share", VALID),
+        at_least("requests with the right tools and arguments", total["right"], "share", RIGHT),
+    ]
+    return {"rows": [*rows, total], "measures": measures, "settings": {"model": model.name, "seed": arguments.seed}}
+
+
+def _asked(client: Client, question: Question) -> _Outcome:
+    offered = [tool["function"] for tool in question.tools]
+    tools = [Tool(name=f["name"], description=f["description"], parameters=f["parameters"]) for f in offered]
+    result = client.generate(question.text, tools=tools, tool_choice="required", max_new_tokens=ROOM[question.task])
+    schemas = {function["name"]: function["parameters"] for function in offered}
+    made = [(call.name, json.loads(call.arguments)) for call in result.tool_calls]
+    expected = _expected(question.answer)
+    valid = sum(jsonschema_rs.is_valid(schemas[name], values) for name, values in made)
+    right = [name for name, _ in made] == [name for name, _ in expected]
+    return _Outcome(question.task, len(made), valid, right, made == expected)
+
+
+def _expected(answer: str) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls of an answer as the data has it."""
+    reader = CallReader(HERMES)
+    made: dict[int, tuple[str, str]] = {}
+    for piece in (*reader.feed(answer), *reader.end()):
+        if isinstance(piece, CallPiece):
+            name, arguments = made.get(piece.index, ("", ""))
+            made[piece.index] = name + piece.name, arguments + piece.arguments
+    return [(name, json.loads(arguments)) for name, arguments in made.values()]
+
+
+def _row(task: str, outcomes: list[_Outcome]) -> dict[str, Any]:
+    count = max(1, len(outcomes))
+    calls = sum(o.called for o in outcomes)
+    return {
+        "task": task,
+        "n": len(outcomes),
+        "calls": calls,
+        "valid": round(sum(o.valid for o in outcomes) / max(1, calls), 4),
+        "right_tools": round(sum(o.tools for o in outcomes) / count, 4),
+        "right": round(sum(o.arguments for o in outcomes) / count, 4),
+    }

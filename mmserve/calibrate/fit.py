@@ -1,0 +1,83 @@
+"""Temperature and bias of each kind of question, and how far probabilities are from the share that is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+from mmserve.core.decisions import Scaling
+
+#: Equal bins of the probability of the most probable answer, and the smallest probability that is told from 0.
+BINS = 15
+SMALLEST = 1e-12
+#: Fewest questions of a kind that a scaling is fitted to, and the range of its numbers.
+FEWEST, TEMPERATURES, MOST_BIAS = 20, (0.05, 20.0), 10.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One answered question: its kind, log-probabilities of its answers up to a constant, and the right one."""
+
+    kind: str
+    log_probabilities: tuple[float, ...]
+    right: int
+
+
+def fitted(judged: Sequence[Judged]) -> dict[str, Scaling]:
+    """The scaling of each kind that makes the right answers most likely (log loss); of kinds with ``FEWEST`` questions
+    or more."""
+    ordered = sorted(judged, key=lambda each: each.kind)
+    kinds = {kind: list(group) for kind, group in groupby(ordered, key=lambda each: each.kind)}
+    return {kind: _scaling(group) for kind, group in kinds.items() if len(group) >= FEWEST}
+
+
+def calibration_error(probabilities: Iterable[Sequence[float]], right: Iterable[int]) -> float:
+    """Expected calibration error: over ``BINS`` equal bins of the probability of the most probable answer, the distance
+    of its mean from the share of them that is right, weighted by how many there are (arXiv 1706.04599)."""
+    bins: dict[int, list[tuple[float, bool]]] = {}
+    count = 0
+    for row, index in zip(probabilities, right, strict=True):
+        highest = max(row)
+        bins.setdefault(min(BINS - 1, int(highest * BINS)), []).append((highest, row.index(highest) == index))
+        count += 1
+    distances = (abs(math.fsum(p for p, _ in held) - sum(hit for _, hit in held)) for held in bins.values())
+    return math.fsum(distances) / count if count else 0.0
+
+
+def unscaled(probabilities: Sequence[float], scaling: Scaling) -> tuple[float, ...]:
+    """Log-probabilities, up to a constant, of which ``scaling`` makes ``probabilities``."""
+    logs = [math.log(max(p, SMALLEST)) for p in probabilities]
+    logs[0] -= scaling.bias
+    return tuple(value * scaling.temperature for value in logs)
+
+
+def _scaling(judged: Sequence[Judged]) -> Scaling:
+    most = max(len(each.log_probabilities) for each in judged)
+    padded = [[*each.log_probabilities, *[-math.inf] * (most - len(each.log_probabilities))] for each in judged]
+    logs = torch.tensor(padded, dtype=torch.float64)
+    right = torch.tensor([each.right for each in judged])
+    numbers = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # log of the temperature, bias
+    first = torch.zeros(most, dtype=torch.float64)
+    first[0] = 1.0
+    optimizer = torch.optim.LBFGS([numbers], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        scores = logs / numbers[0].exp() + numbers[1] * first
+        # a little towards no change: what is right without exception would else be scaled without end
+        found = F.cross_entropy(scores, right) + 1e-4 * numbers.square().sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    logarithm, bias = numbers.detach().tolist()
+    temperature = math.exp(logarithm)
+    return Scaling(
+        temperature=min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1]),
+        bias=min(max(bias, -MOST_BIAS), MOST_BIAS),
+    )

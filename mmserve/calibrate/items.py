@@ -1,0 +1,138 @@
+"""Typed questions whose answers are known: those of a file, or about scenes that the bundled models never saw."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmserve.calibrate.fit import Judged, unscaled
+from mmserve.client import Choice, Client, Decisions, Score, YesNo
+from mmserve.core.decisions import CHOICE, SCORE, YES_NO, Calibration, Decision
+from mmserve.errors import ConfigError
+from mmserve.reference.decisions import DECISIONS, Answered, Described, draw_answered
+from mmserve.reference.items import TEST_SEEDS
+from mmserve.reference.scenes import Scene
+
+#: Questions of one prompt about a scene, in turn.
+ROUND = (4, 1, 8, 2, 12, 6)
+#: Of these one is about a scene that is told in words.
+TOLD = 5
+_KEYS = {"text", "images", "questions"}
+_QUESTION_KEYS = {"type", "text", "instructions", "options", "low", "high", "answer"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt: a context, and questions about it, each with the index of its right answer."""
+
+    text: str
+    images: tuple[bytes, ...]
+    questions: tuple[Decision, ...]
+    right: tuple[int, ...]
+
+
+def bundled_items(limit: int, seed: int) -> list[Item]:
+    """Prompts about fresh scenes with ``limit`` questions together, or a few more."""
+    made: list[Item] = []
+    asked = 0
+    while asked < limit:
+        number = len(made)
+        rng = random.Random(f"decisions {TEST_SEEDS[seed % len(TEST_SEEDS)]} {number}")
+        kind = "decisions_text" if number % TOLD == TOLD - 1 else "decisions"
+        thing = DECISIONS[kind](rng)
+        assert isinstance(thing, Scene | Described)
+        made.append(_item(thing, draw_answered(thing, ROUND[number % len(ROUND)], rng)))
+        asked += len(made[-1].questions)
+    return made
+
+
+def read_items(path: Path) -> list[Item]:
+    """The prompts in a file of JSON lines: ``text`` and ``images`` (paths, relative to the file's folder) are the
+    context, and ``questions`` have a ``type``, a ``text`` and an ``answer``, and ``options`` or ``low`` and ``high``.
+
+    ``ConfigError`` names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--questions: {path} cannot be read: {error}") from error
+    made = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            made.append(_read(json.loads(line), path.parent))
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"--questions: {path}, line {number}: {why}") from error
+    if not made:
+        raise ConfigError(f"--questions: {path} has no lines")
+    return made
+
+
+def ask(client: Client, item: Item, model: str, order: Sequence[int] | None = None) -> Decisions:
+    """The answers to the questions of ``item``, asked in ``order`` (default as they are), by their numbers."""
+    numbers = range(len(item.questions)) if order is None else order
+    questions = {str(number): typed(item.questions[number]) for number in numbers}
+    return client.decide(item.text, questions, list(item.images), model=model)
+
+
+def judged(
+    client: Client, items: Sequence[Item], model: str, calibration: Calibration, report: Callable[[str], None]
+) -> Iterator[Judged]:
+    """What the model says of each question, without the ``calibration`` that its server has."""
+    for index, item in enumerate(items):
+        if index % 20 == 0:
+            report(f"{index} of {len(items)} prompts")
+        for question, right, answer in zip(item.questions, item.right, ask(client, item, model), strict=True):
+            scaling = calibration.of(question.kind)
+            yield Judged(question.kind, unscaled(tuple(answer.probabilities.values()), scaling), right)
+
+
+def typed(question: Decision) -> YesNo | Choice | Score:
+    """``question`` as the SDK has it."""
+    if question.kind == YES_NO:
+        yes, no = question.options or ("", "")
+        return YesNo(question.text, yes, no, question.instructions)
+    if question.kind == CHOICE:
+        return Choice(question.text, question.options, question.instructions)
+    return Score(question.text, question.low, question.high, question.options, question.instructions)
+
+
+def _item(thing: Scene | Described, answered: Sequence[Answered]) -> Item:
+    text, images = (thing.text, ()) if isinstance(thing, Described) else ("", (thing.png(),))
+    return Item(text, images, tuple(a.decision for a in answered), tuple(a.right for a in answered))
+
+
+def _read(data: Any, folder: Path) -> Item:
+    if unknown := set(data) - _KEYS:
+        raise ValueError(f"it has the keys {', '.join(sorted(unknown))}, and known are {', '.join(sorted(_KEYS))}")
+    images = tuple((folder / name).read_bytes() for name in data.get("images", ()))
+    read = [_question(each) for each in data["questions"]]
+    if not read:
+        raise ValueError("questions must hold one at least")
+    return Item(str(data.get("text", "")), images, tuple(q for q, _r in read), tuple(r for _q, r in read))
+
+
+def _question(data: Any) -> tuple[Decision, int]:
+    if unknown := set(data) - _QUESTION_KEYS:
+        raise ValueError(f"a question has the keys {', '.join(sorted(unknown))}")
+    kind = data["type"]
+    if kind not in (YES_NO, CHOICE, SCORE):
+        raise ValueError(f"type must be {YES_NO}, {CHOICE} or {SCORE}, not {kind!r}")
+    made = Decision(
+        kind=kind,
+        text=str(data["text"]),
+        options=tuple(map(str, data.get("options", ()))),
+        low=int(data.get("low", 0)),
+        high=int(data.get("high", 9)),
+        instructions=str(data.get("instructions", "")),
+    )
+    answer = str(data["answer"])
+    if answer not in made.labels:
+        raise ValueError(f"answer must be one of {', '.join(made.labels)}, not {answer!r}")
+    return made, made.labels.index(answer)

@@ -1,0 +1,35 @@
+"""List, load or drop the adapters (LoRA) of a server's model."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve adapters``."""
+    add_server(parser)
+    add_config(parser)
+    add_json(parser)
+    parser.add_argument("--load", action="append", default=[], metavar="NAME", help="read it from adapter_folder")
+    parser.add_argument("--drop", action="append", default=[], metavar="NAME", help="serve it no longer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Drop and load what is asked for, then print what is there."""
+    with connected(arguments) as client:
+        model = asked_model(arguments)
+        for name in arguments.drop:
+            client.drop_adapter(name, model=model)
+        for name in arguments.load:
+            client.load_adapter(name, model=model)
+        found = client.adapters(model)
+    if arguments.json:
+        print_json({"adapters": [asdict(adapter) for adapter in found]})
+    elif not found:
+        print("no adapter is loaded")
+    for adapter in found if not arguments.json else ():
+        print(f"{adapter.name}: rank {adapter.rank}, {adapter.bytes / 1e6:.1f} MB, {adapter.digest}")
+    return 0

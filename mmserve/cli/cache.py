@@ -1,0 +1,72 @@
+"""List, pin, unpin or drop what a server keeps of prompts and images, or prefill a prompt ahead."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from mmserve.cli.options import add_config, add_json, add_server, asked_model, connected, print_json
+from mmserve.client import Client
+from mmserve.core.cached import KINDS, TIERS, CacheEntry
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve cache``."""
+    parser.add_argument("what", choices=("list", "pin", "unpin", "drop", "warm"), help="what to do")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="ID",
+        help="pin, unpin, drop: ids of entries, or how they begin; warm: the prompt",
+    )
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="warm: an image of the prompt")
+    parser.add_argument("--kind", choices=KINDS, help="list: entries of this kind alone")
+    parser.add_argument("--pin", action="store_true", help="warm: pin the prompt's entry, too")
+    add_server(parser)
+    add_config(parser)
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do one thing, and print what came of it."""
+    with connected(arguments) as client:
+        if arguments.what == "list":
+            return _list(arguments, client)
+        if arguments.what == "warm":
+            return _warm(arguments, client)
+        act = {"pin": client.cache.pin, "unpin": client.cache.unpin, "drop": client.cache.drop}[arguments.what]
+        entries = client.cache.list(asked_model(arguments)).entries
+        found = act(_chosen(entries, arguments.names))
+    print_json({"blocks": found}) if arguments.json else print(f"{arguments.what}: {found} blocks")
+    return 0 if found else 1
+
+
+def _list(arguments: argparse.Namespace, client: Client) -> int:
+    found = client.cache.list(asked_model(arguments), kind=arguments.kind)
+    if arguments.json:
+        print_json(asdict(found))
+        return 0
+    for each in found.entries:
+        sizes = ", ".join(f"{tier} {each.sizes[tier] / 1e6:.2f} MB" for tier in TIERS if each.sizes.get(tier))
+        notes = "".join([", pinned" * each.pinned, f", of {each.tenant}" if each.tenant else ""])
+        notes += f", on {', '.join(each.workers)}" if each.workers else ""
+        print(f"{each.id[:16]} {each.kind} of {each.model}: {each.tokens} tokens, {sizes}, {each.hits} hits{notes}")
+    total = ", ".join(f"{tier} {found.sizes[tier] / 1e6:.2f} MB" for tier in TIERS if found.sizes.get(tier))
+    print(f"{len(found.entries)} entries{f': {total}' if total else ''}")
+    return 0
+
+
+def _warm(arguments: argparse.Namespace, client: Client) -> int:
+    prompt, model = " ".join(arguments.names), asked_model(arguments)
+    done = client.cache.warm(prompt, arguments.image, pin=arguments.pin, model=model or None)
+    if arguments.json:
+        print_json(asdict(done))
+    else:
+        print(f"{done.id[:16] or 'nothing to share'}: {done.prompt_tokens} tokens, {done.cached_tokens} were there")
+    return 0
+
+
+def _chosen(entries: Sequence[CacheEntry], names: Sequence[str]) -> list[str]:
+    """The ids that begin like one of ``names``."""
+    return [entry.id for entry in entries if any(entry.id.startswith(name) for name in names)]

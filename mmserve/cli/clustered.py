@@ -1,0 +1,53 @@
+"""Engines whose stages are on the workers of a Ray cluster, for ``mmserve serve --cluster``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmserve.cluster import ray_actors
+from mmserve.cluster.config import load_cluster
+from mmserve.cluster.metrics import FleetMetrics
+from mmserve.config import Config
+from mmserve.errors import FailedPrecondition
+from mmserve.rpc.engines import EngineLike
+
+if TYPE_CHECKING:
+    from mmserve.rpc.server import Server
+
+
+class Clustered:
+    """Starts or joins the cluster that ``file`` names, at once: that must come before any object of gRPC."""
+
+    def __init__(self, settings: Config, file: Path) -> None:
+        self._settings, self._cluster = settings, load_cluster(file)
+        ray_actors.start(self._cluster)
+        from mmserve.cluster.fleet import Fleet  # imports torch
+
+        self._fleet = Fleet(settings, self._cluster)
+        self._impair: Callable[[bool], None] = lambda _lost: None
+
+    def attach(self, server: Server) -> None:
+        """Have ``server`` report the fleet's state; before ``engines``."""
+        server.metrics.registry.register(FleetMetrics(self._fleet))
+        self._impair = server.impair
+
+    def engines(self) -> Iterator[EngineLike]:
+        """Start the workers; the models come together, when all workers serve."""
+        yield from self._fleet.start(self._impair).values()
+
+    def replacements(self, settings: Config) -> Iterator[EngineLike]:
+        """Models of a cluster do not change while it serves: ``FailedPrecondition``."""
+        raise FailedPrecondition("a server with --cluster cannot load other models: start it anew")
+
+    def close(self) -> None:
+        """End the workers, and the cluster if it was started here."""
+        self._fleet.stop()
+        if not ray_actors.end():  # nor would the interpreter, which waits for Ray
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(1 if sys.exc_info()[0] else 0)

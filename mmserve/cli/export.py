@@ -1,0 +1,37 @@
+"""Write a model in another program's format: 'gguf', which llama.cpp reads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmserve.errors import ConfigError
+
+#: As ``mmserve.export.gguf.TYPES``, which loads torch.
+_TYPES = ("f32", "q8_0")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``mmserve export``."""
+    parser.add_argument("format", choices=("gguf",), help="format of the file")
+    parser.add_argument("--model", required=True, help="checkpoint directory of a text model, or 'hub:owner/name'")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument("--type", choices=_TYPES, default="f32", help="of the weights (default f32)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the model in fp32, and write it."""
+    from mmserve.config import ModelConfig
+    from mmserve.export.gguf import write_gguf
+    from mmserve.models.base import LoadedModel
+    from mmserve.models.registry import load_model
+
+    model = load_model(ModelConfig(path=arguments.model, dtype="float32", device="cpu"))
+    if not isinstance(model, LoadedModel):
+        raise ConfigError(f"{model.spec.architecture!r} is not written as GGUF")
+    try:
+        write_gguf(model, arguments.out, arguments.type)
+    except ModuleNotFoundError as error:
+        raise ConfigError("to write GGUF files, install mmserve[gguf]") from error
+    print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
+    return 0

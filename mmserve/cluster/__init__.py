@@ -1,0 +1,1 @@
+"""Stages on the workers of a Ray cluster: placement, routing, recovery and role switching."""

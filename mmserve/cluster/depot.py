@@ -1,0 +1,71 @@
+"""Where states are between two workers: their memory is held here, so that they outlive the worker that made them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from mmserve.cluster.messages import Parcel
+from mmserve.cluster.object_store import stored
+from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors
+
+#: Seconds for a worker to hand on the memory of a state, while nothing else of the front goes on.
+_PATIENCE = 1.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Shared memory that this process holds: ``here`` on its own shelf, ``origin`` where it was written."""
+
+    here: Ticket
+    origin: Ticket
+
+
+class SharedDepot:
+    """``Depot`` over shared memory on this host; states from other hosts stay references to Ray's object store.
+
+    ``host_of``: the host of a worker by its name; ``reuse``: has a worker write to the memory of a ticket of its own
+    again.
+    """
+
+    def __init__(self, host_of: Callable[[str], str], reuse: Callable[[Ticket], None]) -> None:
+        self._host_of, self._reuse = host_of, reuse
+        allow_descriptors()
+        self._shelf, self._reader = Shelf(), Reader(patience=_PATIENCE)
+        self._lock = threading.Lock()
+
+    def keep(self, parcel: Parcel) -> Parcel:
+        """As of ``Depot.keep``. A reference to Ray's store does not outlive the worker that made it."""
+        if not isinstance(parcel, Ticket):
+            return parcel
+        with self._lock:
+            return Kept(self._shelf.put(self._reader.take(parcel)), parcel)
+
+    def sent(self, parcel: Parcel, worker: str) -> Parcel:
+        """As of ``Depot.sent``: to another host the bytes go by Ray's object store."""
+        if not isinstance(parcel, Kept):
+            return parcel
+        if self._host_of(worker) == self._shelf.host:
+            return parcel.here
+        with self._lock, closing(self._reader.take(parcel.here)) as memory:
+            return stored(memory.read())
+
+    def drop(self, parcel: Parcel) -> None:
+        """As of ``Depot.drop``."""
+        if isinstance(parcel, Kept):
+            self._shelf.drop(parcel.here)
+            self._reuse(parcel.origin)
+        elif isinstance(parcel, Ticket):
+            self._reuse(parcel)
+
+    @property
+    def held(self) -> int:
+        """States that are kept here."""
+        return len(self._shelf)
+
+    def close(self) -> None:
+        """Forget all of them."""
+        self._reader.close()
+        self._shelf.close()

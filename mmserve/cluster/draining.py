@@ -1,0 +1,67 @@
+"""When a slow worker gets no work, when it gets some again, and when it is replaced: pure decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+#: Seconds that a worker must be slow without a break until anything is done.
+SUSTAINED = 2.0
+#: Seconds without work until a worker is looked at again.
+REST = 5.0
+#: Seconds within which a worker that was slow before is not tried once more.
+PROBATION = 60.0
+
+
+class Act(Enum):
+    """What is to be done with a worker."""
+
+    DRAIN = "gets no work, and what it has goes on elsewhere"
+    RETURN = "gets work again"
+    REPLACE = "is replaced"
+
+
+@dataclass
+class _Seen:
+    slow_since: float | None = None
+    drained_at: float | None = None
+    returned_at: float = float("-inf")
+
+
+class Draining:
+    """``factor``: times as slow as usual that count as slow; 0 = none do. Times are on one clock (seconds)."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._seen: dict[str, _Seen] = {}
+
+    def look(self, now: float, worker: str, slowness: float, *, spared: bool, replaceable: bool) -> Act | None:
+        """What is due for ``worker``, which takes ``slowness`` times as long as usual.
+
+        ``spared``: whether others do all that it does; ``replaceable``: whether a spare is ready.
+        """
+        if not self._factor:
+            return None
+        seen = self._seen.setdefault(worker, _Seen())
+        if seen.drained_at is not None:
+            if now - seen.drained_at < REST:
+                return None
+            if slowness >= self._factor / 2:
+                return Act.REPLACE
+            seen.slow_since, seen.drained_at, seen.returned_at = None, None, now
+            return Act.RETURN
+        if slowness < self._factor:
+            seen.slow_since = None
+            return None
+        if seen.slow_since is None:
+            seen.slow_since = now
+        if now - seen.slow_since < SUSTAINED:
+            return None
+        if spared and now - seen.returned_at > PROBATION:
+            seen.drained_at = now
+            return Act.DRAIN
+        return Act.REPLACE if spared or replaceable else None
+
+    def forget(self, worker: str) -> None:
+        """It has ended."""
+        self._seen.pop(worker, None)

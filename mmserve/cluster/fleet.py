@@ -1,0 +1,325 @@
+"""The workers of a cluster: started, watched, replaced when they end, and joined to their models' coordinators."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from mmserve.cluster import ray_actors
+from mmserve.cluster.config import ClusterConfig, WorkerSettings
+from mmserve.cluster.coordinator import Coordinator
+from mmserve.cluster.depot import SharedDepot
+from mmserve.cluster.draining import Act, Draining
+from mmserve.cluster.head import HeadWatch
+from mmserve.cluster.messages import Beat, Described, Item, Order
+from mmserve.cluster.pace import Pace
+from mmserve.cluster.spares import Loaded, Spares
+from mmserve.config import Config, ServerConfig
+from mmserve.core.request import RequestId
+from mmserve.errors import ConfigError, MMServeError
+from mmserve.transfer.shared_memory import Ticket, host_id
+
+logger = logging.getLogger("mmserve.cluster")
+
+#: Seconds between two looks at everything.
+_TICK = 0.1
+#: Seconds until a worker that ended while it began is started again; doubled each time, up to the second.
+_AGAIN, _AGAIN_MOST = 0.5, 30.0
+
+
+class Member:
+    """A worker at its place: the roles stay with the place when its process is replaced."""
+
+    def __init__(self, index: int, settings: WorkerSettings, save_every: int) -> None:
+        self.index, self.settings, self._save_every = index, settings, save_every
+        self.roles = settings.stages
+        self.threads = max(1, int(settings.cpus))  # of torch
+        self.name = f"{index}"
+        self.actor: ray_actors.Actor | None = None
+        self.described: Described | None = None  # while it serves
+        self.silent = 0.0  # seconds since it reported anything
+        self.begun = 0  # processes so far
+        self._free: list[int] = []  # memory that may be written again
+        self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
+
+    def take(self, orders: list[Order]) -> None:
+        """As of ``coordinator.Worker.take``."""
+        if self.actor is not None:
+            self.actor.take(orders)
+
+    def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
+        """As of ``coordinator.Worker.cancel``."""
+        if self.actor is not None:
+            self.actor.cancel(model, ids, error)
+
+    def serve(self, roles: Iterable[str]) -> None:
+        """As of ``coordinator.Worker.serve``."""
+        self.roles = frozenset(roles)
+        if self.actor is not None:
+            self.actor.serve(self.roles, self._save_every)
+
+    def drain(self) -> None:
+        """Run no stage until ``resume``: what it has goes on elsewhere."""
+        self._drained = self.roles
+        self.serve(())
+
+    def resume(self) -> None:
+        """Have the roles from before ``drain`` again, if that was called."""
+        if self._drained is not None:
+            roles, self._drained = self._drained, None
+            self.serve(roles)
+
+    @property
+    def drained(self) -> bool:
+        """Whether it has no role because it is slow."""
+        return self._drained is not None
+
+    def reuse(self, number: int) -> None:
+        """Note memory that may be written again."""
+        self._free.append(number)
+
+    def flush(self) -> None:
+        """Send what ``reuse`` noted."""
+        if self._free and self.actor is not None:
+            free, self._free = self._free, []
+            self.actor.reuse(free)
+
+
+class Fleet:
+    """All workers of a cluster. ``start`` after ``ray_actors.start``."""
+
+    def __init__(self, config: Config, cluster: ClusterConfig) -> None:
+        self._config, self._cluster = _for_workers(config), cluster
+        self._engine = config.engine
+        settings = cluster.cluster
+        self.members = [Member(i, worker, settings.save_every) for i, worker in enumerate(cluster.each)]
+        self.coordinators: dict[str, Coordinator] = {}
+        self.depot = SharedDepot(self._host_of, self._reuse)
+        self._here = host_id()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        kinds = {member.threads for member in self.members if not member.settings.gpus}
+        self._spares = Spares(kinds, settings.spares, self._spare)
+        self._pace, self._draining = Pace(), Draining(settings.slow_factor)
+        self._places: ray_actors.Places | None = None
+        self._head: HeadWatch | None = None
+        self.head_lost = False
+        self.lost = 0  # workers that ended, or were given up
+        self._failed: MMServeError | None = None
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, on_head: Callable[[bool], None] = lambda _lost: None) -> dict[str, Coordinator]:
+        """Start all workers and wait until they serve; the coordinator of each model, by name.
+
+        ``on_head`` is called with whether Ray's head is lost, each time that changes. Raises ``ConfigError`` where the
+        cluster has no room, or a model cannot be loaded.
+        """
+        self._places = ray_actors.Places(self._cluster)
+        for member in self.members:
+            self._thread(f"mmserve-worker-{member.name}", partial(self._keep, member))
+        self._thread("mmserve-fleet", self._watch)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or all(member.described for member in self.members))
+            if self._failed is not None:
+                raise self._failed
+        self._spares.start()
+
+        def changed(lost: bool) -> None:
+            self.head_lost = lost
+            on_head(lost)
+
+        self._head = HeadWatch(ray_actors.head(), changed)
+        self._head.start()
+        return self.coordinators
+
+    def stop(self) -> None:
+        """End all workers."""
+        self._stopping = True
+        if self._head is not None:
+            self._head.stop()
+        for member in self.members:
+            self._end(member)
+        self._spares.stop()
+        for thread in self._threads:
+            thread.join(10.0)
+        if self._places is not None and not self.head_lost:
+            self._places.close()
+        self.depot.close()
+
+    @property
+    def spares_ready(self) -> int:
+        """Spares that could take a place at once."""
+        return self._spares.ready
+
+    # --- one thread a member ---
+
+    def _keep(self, member: Member) -> None:
+        """Have a process at the place of ``member``, one after another."""
+        pause = _AGAIN
+        while not self._stopping:
+            try:
+                described = self._begin(member)
+            except MMServeError as error:
+                self._gone(member)
+                if isinstance(error, ConfigError):
+                    with self._changed:
+                        self._failed = error
+                        self._changed.notify_all()
+                logger.error("worker %s could not begin: %s", member.name, error)
+                time.sleep(pause)
+                pause = min(2 * pause, _AGAIN_MOST)
+                continue
+            pause = _AGAIN
+            self._joined(member, described)
+            assert member.actor is not None
+            for items in member.actor.events():
+                member.silent = 0.0
+                self._deliver(member, items)
+                if member.described is None:
+                    break  # it was given up
+            if not self._stopping:
+                logger.warning("worker %s (process %d) has ended; it is replaced", member.name, described.pid)
+            self._gone(member)
+
+    def _begin(self, member: Member) -> Described:
+        spare = self._spares.take(member.threads) if member.begun and not member.settings.gpus else None
+        if spare is None:
+            assert self._places is not None, "workers begin once there is room for them"
+            options = self._places.options(member.index, member.settings)
+            member.actor = actor = ray_actors.Actor(options)  # known at once, so that `stop` can end it
+            spare = self._load(actor, member.threads)
+        member.begun += 1
+        member.name = f"{member.index}" if member.begun == 1 else f"{member.index}.{member.begun}"
+        member.actor = spare.actor
+        member.serve(member.roles)
+        return spare.described
+
+    def _spare(self, threads: int) -> Loaded:
+        return self._load(ray_actors.Actor({"num_cpus": 0, **ray_actors.forked(self._cluster)}), threads)
+
+    def _load(self, actor: ray_actors.Actor, threads: int) -> Loaded:
+        transport = self._cluster.cluster.transport
+        shares = transport == "shared_memory" or (transport == "auto" and actor.host() == self._here)
+        config = replace(self._config, engine=replace(self._config.engine, torch_threads=threads))
+        return Loaded(actor, actor.load(config, shares=shares))
+
+    def _joined(self, member: Member, described: Described) -> None:
+        member.silent = 0.0
+        with self._lock:
+            for name, info in described.models.items():
+                if name not in self.coordinators:
+                    self.coordinators[name] = Coordinator(info, self._engine, self._cluster.cluster, self.depot)
+            member.described = described
+        logger.info("worker %s (process %d) serves %s", member.name, described.pid, ", ".join(sorted(member.roles)))
+        for coordinator in self.coordinators.values():
+            coordinator.joined(member)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _deliver(self, member: Member, items: Sequence[Item]) -> None:
+        by_model: dict[str, list[Item]] = defaultdict(list)
+        for item in items:
+            if isinstance(item, Beat):
+                with self._lock:
+                    self._pace.note(member.name, item.passes)
+                for model in item.stats:
+                    by_model[model].append(item)
+            else:
+                by_model[item.model].append(item)
+        for model, own in by_model.items():
+            self.coordinators[model].take(member.name, own)
+
+    def _gone(self, member: Member) -> None:
+        """``member`` does not serve any more; may be called again."""
+        with self._lock:
+            described, member.described, member.actor = member.described, None, None
+            self._pace.forget(member.name)
+            self._draining.forget(member.name)
+        member.resume()
+        if described is not None:
+            self.lost += not self._stopping
+            for coordinator in self.coordinators.values():
+                coordinator.left(member.name)
+
+    def _end(self, member: Member) -> None:
+        """End the process of ``member`` now, even if it is stopped."""
+        actor, described = member.actor, member.described
+        if described is not None and described.host == self._here:
+            with suppress(ProcessLookupError):
+                os.kill(described.pid, signal.SIGKILL)
+        if actor is not None:
+            actor.kill()
+
+    # --- beside them ---
+
+    def _watch(self) -> None:
+        before = looked = time.monotonic()
+        while not self._stopping:
+            time.sleep(_TICK)
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * _TICK), now  # where this process had to wait, so had the workers
+            for member in self.members:
+                member.flush()
+                member.silent += passed
+                if member.described is not None and member.silent > self._cluster.cluster.silent_seconds:
+                    logger.warning("worker %s has been silent for %.1f s: it is given up", member.name, member.silent)
+                    self._end(member)
+                    self._gone(member)
+                elif member.described is not None:
+                    self._mind(member, now)
+            for coordinator in list(self.coordinators.values()):
+                coordinator.tick(now)
+                if self._cluster.cluster.switching and now - looked >= 1.0:
+                    coordinator.switch(now)
+            if now - looked >= 1.0:
+                looked = now
+
+    def _mind(self, member: Member, now: float) -> None:
+        """Keep work from ``member`` where it is slow, and replace it where it stays so."""
+        others = [each for each in self.members if each is not member and each.described is not None]
+        spared = all(any(role in each.roles for each in others) for role in member.roles)
+        with self._lock:
+            slowness = self._pace.slowness(member.name)
+            act = self._draining.look(now, member.name, slowness, spared=spared, replaceable=self.spares_ready > 0)
+            if act is None:
+                return
+            self._pace.rest(member.name)
+        logger.warning("worker %s %s: its passes take %.1f times as long as usual", member.name, act.value, slowness)
+        if act is Act.DRAIN:
+            member.drain()
+        elif act is Act.RETURN:
+            member.resume()
+            for coordinator in self.coordinators.values():
+                coordinator.joined(member)
+        else:
+            self._end(member)
+            self._gone(member)
+
+    def _host_of(self, name: str) -> str:
+        for member in self.members:
+            if member.name == name and member.described is not None:
+                return member.described.host
+        return ""
+
+    def _reuse(self, ticket: Ticket) -> None:
+        for member in self.members:
+            if member.described is not None and member.described.shelf == ticket.address:
+                member.reuse(ticket.number)
+
+    def _thread(self, name: str, target: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
+
+
+def _for_workers(config: Config) -> Config:
+    """``config`` without what only the front needs, tokens above all."""
+    return replace(config, server=ServerConfig(otlp_endpoint=config.server.otlp_endpoint), tenants=())

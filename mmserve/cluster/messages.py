@@ -1,0 +1,108 @@
+"""What the coordinator and its workers send each other: plain data, which Ray carries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmserve.core.events import Event
+from mmserve.core.handover import Handover
+from mmserve.core.info import ModelInfo
+from mmserve.core.progress import Progress
+from mmserve.core.request import ImagePart, Message, Request, RequestId, VideoPart
+from mmserve.core.stats import Pass, Stats
+from mmserve.errors import MMServeError
+
+#: Where the bytes of a state are: shared memory of a process, or a reference to Ray's object store; None = there are
+#: none.
+Parcel = Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """Take a request in and go on with it: ``handover`` without its payload, which is in ``parcel``.
+
+    ``key``: the request that the client sent; ``sample``: which of its samples this is, None = all that are left.
+    ``left``: seconds until its deadline, since clocks of hosts differ.
+    """
+
+    model: str
+    key: RequestId
+    sample: int | None
+    handover: Handover
+    parcel: Parcel = None
+    left: float | None = None
+    shard: tuple[int, ...] = ()  # only these of its media are to be encoded, by their places among them
+    seen: tuple[Parcel, ...] = ()  # its media that others have encoded
+
+    def request(self) -> Request:
+        """The request, with its deadline on this host's clock."""
+        deadline = None if self.left is None else time.monotonic() + self.left
+        return replace(self.handover.request, deadline=deadline)
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An event of a request, for its client or its trace; ``sample`` as in ``Order``."""
+
+    model: str
+    key: RequestId
+    sample: int | None
+    event: Event | Progress
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The state of a request: it left its worker, or, where it ``stays``, it was saved."""
+
+    model: str
+    key: RequestId
+    sample: int | None
+    handover: Handover
+    parcel: Parcel
+    stays: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A worker could not take a request in, because its state did not come: it is where it was before."""
+
+    model: str
+    key: RequestId
+    sample: int | None
+    error: MMServeError
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker lives; what its engines hold and have counted, by model, and the passes since the last beat."""
+
+    stats: Mapping[str, Stats]
+    passes: tuple[Pass, ...] = ()
+
+
+Item = Happened | Moved | Refused | Beat
+
+
+@dataclass(frozen=True)
+class Described:
+    """A worker that is ready: its models, its host (as of ``host_id``), its process and the address of its shelf."""
+
+    models: Mapping[str, ModelInfo]
+    host: str
+    pid: int
+    shelf: str
+
+
+def without_media(request: Request) -> Request:
+    """``request`` for stages after encode, which have its visual tokens: files of media are left out."""
+    if all(not isinstance(part, ImagePart | VideoPart) for message in request.messages for part in message.parts):
+        return request
+    return replace(request, messages=tuple(map(_without_media, request.messages)))
+
+
+def _without_media(message: Message) -> Message:
+    parts = (replace(p, data=b"") if isinstance(p, ImagePart | VideoPart) else p for p in message.parts)
+    return replace(message, parts=tuple(parts))

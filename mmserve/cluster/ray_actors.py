@@ -1,0 +1,251 @@
+"""Ray as far as a fleet needs it: the cluster, its placement group, and the actor that a worker runs in.
+
+Nothing imports Ray before ``start``, which must come before any object of gRPC is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mmserve.cluster import prefork
+from mmserve.cluster.config import ClusterConfig, WorkerSettings
+from mmserve.cluster.messages import Described, Item, Order
+from mmserve.config import Config
+from mmserve.core.request import RequestId
+from mmserve.errors import ConfigError, MMServeError, Unavailable
+
+logger = logging.getLogger("mmserve.cluster")
+
+#: How often a local cluster is started: a raylet gives up when its helpers take more than 15 seconds.
+_ATTEMPTS = 3
+#: Settings of a local cluster: no processes for tasks, of which there are none; workers have the priority of any
+#: server (Ray's own is "nice" 15); and when the head ends, workers and the front outlive it for so many seconds.
+_LOCAL = {
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+}
+#: Seconds for Ray to end.
+_ENDING = 30.0
+#: Seconds until Ray has room for all workers.
+_PLACING = 20.0
+
+
+def start(config: ClusterConfig) -> None:
+    """Start a Ray cluster on this host, or join one. Raises ``ConfigError`` where that cannot be done."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    settings = config.cluster
+    if settings.address == "local":
+        for name, value in _LOCAL.items():  # read as Ray is imported
+            os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("stages on a cluster need Ray: pip install 'mmserve[ray]'") from error
+    if settings.address != "local":
+        try:
+            ray.init(address=settings.address, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"no Ray cluster at {settings.address!r}: {error}") from error
+        return
+    cpus = sum(worker.cpus for worker in config.each)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(1, int(-(-cpus // 1))),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=settings.object_store_mb << 20,
+            )
+        except Exception as error:
+            ray.shutdown()
+            if type(error) is not Exception:  # Ray has no type of its own for it
+                raise
+            if attempt == _ATTEMPTS:
+                raise ConfigError(f"Ray did not start on this host, {_ATTEMPTS} times: {error}") from error
+            logger.warning("Ray did not start on this host, as it happens to busy ones; once more: %s", error)
+        else:
+            return
+
+
+def end() -> bool:
+    """Leave the cluster; one that ``start`` has started ends. False where Ray does not come to an end, as without its
+    head it may not; its processes then end with this one."""
+    import ray
+
+    thread = threading.Thread(target=ray.shutdown, name="mmserve-ray-end", daemon=True)
+    thread.start()
+    thread.join(_ENDING)
+    return not thread.is_alive()
+
+
+def forked(config: ClusterConfig) -> dict[str, Any]:
+    """Options of actors without GPUs: on a local cluster, forks of a process that has everything imported."""
+    return {"runtime_env": {"py_executable": prefork.command()}} if config.cluster.address == "local" else {}
+
+
+def head() -> str:
+    """The address (host:port) of the cluster's head."""
+    import ray
+
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+class Places:
+    """Room for every worker on the cluster, reserved together: all of them or none."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self._forked = forked(config)
+        bundles: list[dict[str, float]] = []
+        for worker in config.each:
+            wanted = {"CPU": worker.cpus, "GPU": worker.gpus}
+            bundles.append({name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.01})
+        self._group: Any = placement_group(bundles, strategy=config.cluster.placement)
+        try:
+            ray.get(self._group.ready(), timeout=_PLACING)
+        except ray.exceptions.GetTimeoutError as error:
+            self.close()
+            raise ConfigError(
+                f"the Ray cluster has no room for {len(bundles)} workers ({config.cluster.placement}): it would need "
+                f"{bundles}, and has {ray.available_resources()}"
+            ) from error
+
+    def options(self, index: int, worker: WorkerSettings) -> dict[str, Any]:
+        """Options of the actor of worker number ``index``."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "num_cpus": worker.cpus,
+            "num_gpus": worker.gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            **({} if worker.gpus else self._forked),
+        }
+
+    def close(self) -> None:
+        """Give the room back; waits for the cluster's head."""
+        from ray.util import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
+class Actor:
+    """One actor of Ray with a worker in it. Calls do not wait, but for ``load`` and ``events``."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._handle: Any = _actor_class().options(**options).remote()
+
+    def load(self, config: Config, *, shares: bool) -> Described:
+        """As of ``Worker.load``. Raises what it raises, or ``Unavailable`` where the actor ends meanwhile."""
+        described: Described = self._waited(self._handle.load.remote(config, shares))
+        return described
+
+    def host(self) -> str:
+        """The host it runs on, as of ``host_id``."""
+        host: str = self._waited(self._handle.host.remote())
+        return host
+
+    def events(self) -> Iterator[list[Item]]:
+        """As of ``Worker.events``; ends where the actor does."""
+        import ray
+
+        try:
+            for reference in self._handle.events.remote():
+                yield ray.get(reference)
+        except ray.exceptions.RayError:
+            return
+
+    def take(self, orders: Sequence[Order]) -> None:
+        """As of ``Worker.take``."""
+        from mmserve.transfer.shared_memory import Ticket  # imports torch
+
+        if any(order.parcel is not None and not isinstance(order.parcel, Ticket) for order in orders):
+            self._handle.take.remote(list(orders))  # Ray must see references to its store
+        else:  # its own pickling takes as long as the rest of the call
+            self._handle.take.remote(pickle.dumps(list(orders), pickle.HIGHEST_PROTOCOL))
+
+    def cancel(self, model: str, ids: Sequence[RequestId], error: MMServeError) -> None:
+        """As of ``Worker.cancel``."""
+        self._handle.cancel.remote(model, list(ids), error)
+
+    def serve(self, roles: Iterable[str], save_every: int) -> None:
+        """As of ``Worker.serve``."""
+        self._handle.serve.remote(list(roles), save_every)
+
+    def reuse(self, numbers: Sequence[int]) -> None:
+        """As of ``Worker.reuse``."""
+        self._handle.reuse.remote(list(numbers))
+
+    def kill(self) -> None:
+        """End it now."""
+        import ray
+
+        ray.kill(self._handle)
+
+    def _waited(self, reference: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"a worker ended while it began: {type(error).__name__}") from error
+
+
+def _actor_class() -> Any:
+    import ray
+
+    class StageActor:
+        """``Worker`` in a process of its own; torch is imported when it is made."""
+
+        def __init__(self) -> None:
+            from mmserve.cluster.worker import Worker
+
+            self._worker = Worker()
+
+        @ray.method(concurrency_group="commands")
+        def host(self) -> str:
+            from mmserve.transfer.shared_memory import host_id
+
+            return host_id()
+
+        @ray.method(concurrency_group="commands")
+        def load(self, config: Config, shares: bool) -> Described:
+            return self._worker.load(config, shares=shares)
+
+        @ray.method(concurrency_group="commands")
+        def take(self, orders: list[Order] | bytes) -> None:
+            self._worker.take(pickle.loads(orders) if isinstance(orders, bytes) else orders)
+
+        @ray.method(concurrency_group="commands")
+        def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
+            self._worker.cancel(model, ids, error)
+
+        @ray.method(concurrency_group="commands")
+        def serve(self, roles: list[str], save_every: int) -> None:
+            self._worker.serve(roles, save_every)
+
+        @ray.method(concurrency_group="commands")
+        def reuse(self, numbers: list[int]) -> None:
+            self._worker.reuse(numbers)
+
+        @ray.method(concurrency_group="events", num_returns="streaming")
+        def events(self) -> Iterator[list[Item]]:
+            yield from self._worker.events()
+
+    remote: Any = ray.remote
+    return remote(max_restarts=0, max_task_retries=0, concurrency_groups={"commands": 1, "events": 1})(StageActor)

@@ -1,0 +1,87 @@
+"""When a worker changes its role: a pure decision from how much each stage has to do.
+
+The method is EPDServe's (arXiv 2501.05460): the demand of each stage is estimated all the time, and every few seconds
+the stage with the most takes a worker from the one with the least, which keeps at least one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmserve.core.handover import ROLES
+
+#: A stage must have so many times as much to do as the one that gives it a worker, afterwards,
+RATIO = 1.5
+#: and so much in itself (seconds),
+LEAST_SECONDS = 0.5
+#: in so many looks one after another.
+LOOKS = 2
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a stage has to do: ``requests`` that wait or run, each for ``seconds`` of one worker."""
+
+    requests: int
+    seconds: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of one worker."""
+        return self.requests * self.seconds
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Take the worker ``name`` from one stage to another."""
+
+    name: str
+    taken_from: str
+    given_to: str
+
+
+@dataclass
+class Switching:
+    """Decides once every ``every`` seconds at most; ``look`` is to be called about once a second."""
+
+    every: float
+    _wish: tuple[str, str] | None = None
+    _looks: int = 0
+    _last: float = field(default=float("-inf"))
+
+    def look(
+        self, now: float, demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]
+    ) -> Switch | None:
+        """The change of roles that is due at ``now`` (seconds), if one is.
+
+        ``workers``: the roles of each by its name, and how many requests it has in hand; those with several roles do
+        not change.
+        """
+        wish = _wish(demand, workers)
+        self._looks = self._looks + 1 if wish is not None and wish == self._wish else 1
+        self._wish = wish
+        if wish is None or self._looks < LOOKS or now - self._last < self.every:
+            return None
+        self._last, self._wish = now, None
+        donor, receiver = wish
+        own = [(busy, name) for name, (roles, busy) in workers.items() if roles == {donor}]
+        return Switch(min(own)[1], donor, receiver)
+
+
+def _wish(demand: Mapping[str, Demand], workers: Mapping[str, tuple[frozenset[str], int]]) -> tuple[str, str] | None:
+    """From which stage to which a worker should go."""
+    able = {role: sum(role in roles for roles, _busy in workers.values()) for role in ROLES}
+    alone = {role: sum(roles == {role} for roles, _busy in workers.values()) for role in ROLES}
+    if not all(able.values()):
+        return None  # a worker is being replaced
+    wait = {role: demand[role].total / able[role] for role in ROLES}
+    receiver = max(ROLES, key=lambda role: wait[role])
+    if wait[receiver] < LEAST_SECONDS or demand[receiver].requests <= able[receiver]:
+        return None  # one more worker would have nothing to do
+    donors = [role for role in ROLES if role != receiver and able[role] > 1 and alone[role]]
+    if not donors:
+        return None
+    later = {role: demand[role].total / (able[role] - 1) for role in donors}
+    donor = min(donors, key=lambda role: later[role])
+    return (donor, receiver) if wait[receiver] > RATIO * later[donor] else None

@@ -1,0 +1,184 @@
+"""A worker of a cluster: an engine for each model, limited to its roles, and what goes in and out of it.
+
+It runs in an actor of Ray (``fleet.py``), whose calls it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mmserve.assembly import build_engines
+from mmserve.cluster.messages import Beat, Described, Happened, Item, Moved, Order, Parcel, Refused, without_media
+from mmserve.cluster.object_store import fetched, stored
+from mmserve.config import Config
+from mmserve.core.events import Admitted, Event, Failed
+from mmserve.core.handover import Handover, Left, Saved
+from mmserve.core.progress import Progress
+from mmserve.core.request import RequestId
+from mmserve.core.stats import Pass
+from mmserve.engine import Engine
+from mmserve.errors import Internal, MMServeError, TransferError
+from mmserve.observe import traces
+from mmserve.transfer.payloads import PAYLOADS
+from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors, host_id
+
+logger = logging.getLogger("mmserve.cluster")
+
+#: Seconds between two signs of life.
+BEAT_SECONDS = 0.25
+#: Items that travel together, at most.
+_TOGETHER = 256
+
+
+class Worker:
+    """One process's engines. Calls come from threads of the actor: ``take``, ``cancel``, ``serve`` and ``reuse`` one
+    after another, ``events`` beside them."""
+
+    def __init__(self) -> None:
+        allow_descriptors()
+        self._engines: dict[str, Engine] = {}
+        self._shelf, self._reader = Shelf(), Reader()
+        self._outbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._tickets: dict[int, Ticket] = {}  # of states that this process wrote
+        self._shares = True
+        self._seeing = ThreadPoolExecutor(1, "mmserve-shards")
+        self._end_traces: Callable[[], None] = lambda: None
+
+    def load(self, config: Config, *, shares: bool) -> Described:
+        """Load the models; ``serve`` must follow. ``shares``: whether states go out by shared memory."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._end_traces = traces.configure(config.server.otlp_endpoint)
+        self._shares = shares
+        self._engines = build_engines(config)
+        for engine in self._engines.values():
+            engine.start()
+        infos = {name: engine.info for name, engine in self._engines.items()}
+        return Described(infos, host_id(), os.getpid(), self._shelf.address)
+
+    def take(self, orders: list[Order]) -> None:
+        """Take requests in; what goes wrong with one is reported by an item of its own."""
+        for order in orders:
+            if order.shard:
+                self._seeing.submit(self._see, order)
+                continue
+            try:
+                for parcel in order.seen:
+                    self._engines[order.model].stages.encoder.keep(order.request(), self._read(parcel))
+                handover = replace(order.handover, request=order.request(), payload=self._read(order.parcel))
+                self._engines[order.model].adopt(handover, self._sink(order))
+            except TransferError as error:
+                self._outbox.put(Refused(order.model, order.key, order.sample, error))
+            except MMServeError as error:
+                self._outbox.put(Happened(order.model, order.key, order.sample, Failed(error)))
+            except Exception as error:  # noqa: BLE001 - a bug with one request leaves the others alone
+                failed = Failed(Internal.logged(error, f"taking in request {order.key}", logger))
+                self._outbox.put(Happened(order.model, order.key, order.sample, failed))
+
+    def _see(self, order: Order) -> None:
+        """Encode some of a request's media for the worker that will have it; on a thread of its own."""
+        try:
+            engine = self._engines[order.model]
+            torch.set_num_threads(engine.config.torch_threads)
+            handover = replace(order.handover, payload=engine.stages.encoder.see(order.request(), order.shard))
+            self._outbox.put(self._moved(order, order.sample, handover, stays=False))
+        except MMServeError as error:
+            self._outbox.put(Refused(order.model, order.key, order.sample, error))
+        except Exception as error:  # noqa: BLE001 - a bug with one request leaves the others alone
+            failed = Internal.logged(error, f"encoding media of request {order.key}", logger)
+            self._outbox.put(Refused(order.model, order.key, order.sample, failed))
+
+    def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
+        """End requests, by the ids that they have here."""
+        for each in ids:
+            self._engines[model].cancel(each, error)
+
+    def serve(self, roles: Collection[str], save_every: int) -> None:
+        """Change the roles: what waits for another stage, and answers under way, leave. Without any, all of it does."""
+        for engine in self._engines.values():
+            engine.serve_roles(roles, save_every)
+            if "encode" in roles:
+                engine.warm()
+
+    def reuse(self, numbers: list[int]) -> None:
+        """Nobody reads these states any more: their memory may be written again."""
+        for number in numbers:
+            ticket = self._tickets.pop(number, None)
+            if ticket is not None:
+                self._shelf.drop(ticket)
+
+    def events(self) -> Iterator[list[Item]]:
+        """What happens, for ever: as many items at once as there are; none at all is a sign of life."""
+        beat, last = 0.0, time.monotonic()
+        while True:
+            if (now := time.monotonic()) >= beat:
+                yield [Beat({name: engine.stats() for name, engine in self._engines.items()}, self._passes(now - last))]
+                beat, last = now + BEAT_SECONDS, now
+            if items := self._next(max(0.0, beat - time.monotonic())):
+                yield items
+
+    def _passes(self, since: float) -> tuple[Pass, ...]:
+        """What the engines ran lately; and a beat counts as a pass, too, of so many seconds."""
+        found = [Pass("beat", 1, max(since, BEAT_SECONDS))]
+        for engine in self._engines.values():
+            with suppress(IndexError):
+                while True:
+                    found.append(engine.passes.popleft())
+        return tuple(found)
+
+    def _next(self, seconds: float) -> list[Item]:
+        """What there is, or comes within so many seconds."""
+        found: list[Item] = []
+        with suppress(queue.Empty):
+            found.append(self._outbox.get(timeout=seconds))
+            while len(found) < _TOGETHER:
+                found.append(self._outbox.get_nowait())
+        return found
+
+    def _sink(self, order: Order) -> Callable[[Event | Progress | Left | Saved], None]:
+        def take(event: Event | Progress | Left | Saved) -> None:
+            if isinstance(event, Admitted):
+                return  # the coordinator has admitted it
+            sample = getattr(event, "sample", None) if order.sample is None else order.sample
+            if isinstance(event, Left | Saved):
+                whole = order.sample is None and event.handover.request.sampling.n > 1
+                # At once: what stays is changed by its next step.
+                self._outbox.put(
+                    self._moved(order, None if whole else sample, event.handover, isinstance(event, Saved))
+                )
+            else:
+                self._outbox.put(Happened(order.model, order.key, sample, event))
+
+        return take
+
+    def _moved(self, order: Order, sample: int | None, handover: Handover, stays: bool) -> Moved:
+        plain = replace(handover, payload=None, request=without_media(handover.request))
+        parcel = None if handover.payload is None else self._written(handover)
+        return Moved(order.model, order.key, sample, plain, parcel, stays)
+
+    def _written(self, handover: Handover) -> Parcel:
+        packed = PAYLOADS.pack(handover.payload)
+        if self._shares:
+            ticket = self._shelf.write(packed)
+            self._tickets[ticket.number] = ticket
+            return ticket
+        data = bytearray(packed.size)
+        packed.write(memoryview(data))
+        return stored(data)
+
+    def _read(self, parcel: Parcel) -> Any:
+        if parcel is None:
+            return None
+        if isinstance(parcel, Ticket):
+            with closing(self._reader.take(parcel)) as memory:
+                return PAYLOADS.decode(memory.read())
+        return PAYLOADS.decode(fetched(parcel))

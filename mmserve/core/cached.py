@@ -1,0 +1,155 @@
+"""What a server's caches hold, as it is listed and managed: plain data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Self
+
+Kind = Literal["prefix", "visual"]
+Tier = Literal["pages", "host", "disk"]
+KINDS: tuple[Kind, ...] = ("prefix", "visual")
+TIERS: tuple[Tier, ...] = ("pages", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of a block beside its tensors: whose it is, and what for.
+
+    ``name`` (hex) names it to users: the key of a prompt's page, or of an image's visual tokens. ``parent``: the name
+    of the page before it; empty for a prompt's first page and for visual tokens. ``tenant``: the part of the caches
+    that it belongs to (``Tenant.cache``). ``tokens``: positions, or visual tokens, that it holds.
+    """
+
+    kind: Kind
+    model: str
+    tenant: str
+    tokens: int
+    name: str
+    parent: str = ""
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """The inverse of ``text``; raises ``ValueError`` or ``TypeError`` for anything else."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block in one tier: ``size`` bytes, found ``hits`` times by this process."""
+
+    label: Label
+    tier: Tier
+    size: int
+    hits: int = 0
+    pinned: bool = False
+    worker: str = ""  # that has it, where there are several
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A prompt's beginning, or the visual tokens of an image or clip, over all tiers.
+
+    ``id``: of a prefix, the name of its last page. ``tokens`` of the whole prefix. ``sizes``: bytes in each tier; pages
+    that several prefixes begin with count for each. ``hits``: of its last page, by this
+    process. ``pinned``: not dropped for others, in at least one tier. ``workers``: those that have its last page.
+    """
+
+    id: str
+    kind: Kind
+    model: str
+    tenant: str
+    tokens: int
+    sizes: Mapping[Tier, int]
+    hits: int = 0
+    pinned: bool = False
+    workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What caches hold: entries, the largest first, and the bytes of each tier, every block counted once."""
+
+    entries: tuple[CacheEntry, ...]
+    sizes: Mapping[Tier, int] = field(default_factory=dict)
+
+
+def listing(blocks: Iterable[Block]) -> Listing:
+    """``blocks`` put together to whole prefixes: one for each page that no other page follows."""
+    by_name = _by_name(blocks)
+    followed = {each[0].label.parent for each in by_name.values()}
+    found: list[CacheEntry] = []
+    sizes: Counter[Tier] = Counter()
+    for name, copies in by_name.items():
+        sizes.update(_sizes(copies))
+        if name in followed:
+            continue
+        total: Counter[Tier] = Counter()
+        tokens = 0
+        for each in chain(by_name, name):
+            total.update(_sizes(by_name[each]))
+            tokens += by_name[each][0].label.tokens
+        label, pinned = copies[0].label, any(copy.pinned for copy in copies)
+        workers = tuple(sorted({copy.worker for copy in copies} - {""}))
+        hits = sum(copy.hits for copy in copies)
+        found.append(
+            CacheEntry(name, label.kind, label.model, label.tenant, tokens, dict(total), hits, pinned, workers)
+        )
+    found.sort(key=lambda entry: (-sum(entry.sizes.values()), entry.id))
+    return Listing(tuple(found), dict(sizes))
+
+
+def named(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
+    """The names of the blocks that entries ``wanted`` consist of, each after its parent; unknown ones are left out."""
+    by_name = _by_name(blocks)
+    found: dict[str, None] = {}
+    for name in wanted:
+        if name in by_name:
+            found.update(dict.fromkeys(chain(by_name, name)))
+    return list(found)
+
+
+def alone(blocks: Iterable[Block], wanted: Sequence[str]) -> list[str]:
+    """The same without the blocks that other entries have, too: what is left of use to nobody once ``wanted`` go."""
+    by_name = _by_name(blocks)
+    children = Counter(each[0].label.parent for each in by_name.values())
+    found: dict[str, None] = {}
+    for name in wanted:
+        while name in by_name and name not in found and not children[name]:
+            found[name] = None
+            name = by_name[name][0].label.parent
+            children[name] -= 1
+    return list(found)
+
+
+def chain(by_name: Mapping[str, Sequence[Block]], name: str) -> list[str]:
+    """The names of a prefix's blocks as far as they are known, the first of them first."""
+    found: list[str] = []
+    while name in by_name:
+        found.append(name)
+        name = by_name[name][0].label.parent
+    return found[::-1]
+
+
+def _by_name(blocks: Iterable[Block]) -> dict[str, list[Block]]:
+    found: dict[str, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(block.label.name, []).append(block)
+    return found
+
+
+def _sizes(copies: Iterable[Block]) -> Counter[Tier]:
+    """Bytes by tier: workers' copies add up, but for the disk, which workers of a host share."""
+    total: Counter[Tier] = Counter()
+    for copy in copies:
+        if copy.tier == "disk":
+            total["disk"] = max(total["disk"], copy.size)
+        else:
+            total[copy.tier] += copy.size
+    return total

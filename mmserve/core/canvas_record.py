@@ -1,0 +1,76 @@
+"""What is known of each position of an answer after a step: what drafts show, and what final tokens are given with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmserve.core.candidates import Alternatives, Candidates
+from mmserve.core.canvas import GIVEN, MASKED, Canvas, among
+
+#: The states of a position, as ``DraftPosition.state`` names them, by their numbers in ``CanvasRecord.states``.
+STATES = ("masked", "draft", "committed", "edited", "pinned")
+_MASKED, _DRAFT, _COMMITTED, _EDITED, _PINNED = range(len(STATES))
+#: Changes of a probability below this are not shown, nor is another alternative that is less probable.
+SHOWN = 5e-3
+
+
+@dataclass(eq=False)
+class CanvasRecord:
+    """The first ``L`` positions of an answer, as the last step left them."""
+
+    states: np.ndarray  # uint8 [L]
+    tokens: np.ndarray  # int64 [L], 0 where masked
+    confidence: np.ndarray  # float32 [L], 0 where masked
+    alternatives: Alternatives  # [L, k]
+    sent: bool = False  # a draft has shown all positions
+
+    @classmethod
+    def nothing(cls, positions: int, alternatives: int) -> CanvasRecord:
+        """Before the first step, with so many alternatives for each position."""
+        states, tokens = np.zeros(positions, np.uint8), np.zeros(positions, np.int64)
+        return cls(states, tokens, np.zeros(positions, np.float32), Alternatives.none(positions, alternatives))
+
+    def take(
+        self, canvas: Canvas, candidates: Candidates, log_probabilities: np.ndarray, end_ids: Collection[int]
+    ) -> np.ndarray:
+        """Take in a step that made some of ``candidates`` final; ``canvas`` is as it is after that.
+
+        ``log_probabilities``: float32 ``[N]``, of the final tokens. Returns the positions (int64, ascending) that
+        changed; all of them the first time.
+        """
+        before = self.states.copy(), self.tokens.copy(), self.confidence.copy(), self._likely()
+        answer = slice(canvas.prompt_length, canvas.prompt_length + len(self.states))
+        committed_at, tokens = canvas.committed_at[answer], canvas.tokens[answer]
+        self._take_candidates(canvas, candidates, committed_at)
+        final = committed_at != MASKED
+        self.tokens[final] = tokens[final]
+        self.confidence[final] = np.exp(log_probabilities[answer][final])
+        replaced = (before[0] == _COMMITTED) & (before[1] != self.tokens) | (before[0] == _EDITED)
+        pinned = (committed_at == GIVEN) & ~among(tokens, end_ids)
+        self.states[final] = np.where(pinned, _PINNED, np.where(replaced, _EDITED, _COMMITTED))[final]
+        changed = (self.states != before[0]) | (self.tokens != before[1])
+        changed |= np.abs(self.confidence - before[2]) >= SHOWN
+        changed |= (self._likely() != before[3]).any(-1)
+        if not self.sent:
+            changed[:], self.sent = True, True
+        return np.flatnonzero(changed)
+
+    def _likely(self) -> np.ndarray:
+        """The alternatives that are worth showing: their tokens ``[L, k]``, -1 for the others."""
+        return np.where(self.alternatives.log_probabilities >= np.log(SHOWN), self.alternatives.tokens, -1)
+
+    def _take_candidates(self, canvas: Canvas, candidates: Candidates, committed_at: np.ndarray) -> None:
+        """Candidates of positions that are open, and the alternatives of those that this step made final."""
+        at = candidates.positions - canvas.prompt_length
+        inside = np.flatnonzero((at >= 0) & (at < len(self.states)))
+        at = at[inside]
+        new = (committed_at[at] == MASKED) | (committed_at[at] == canvas.step)
+        at, inside = at[new], inside[new]
+        self.states[at], self.tokens[at] = _DRAFT, candidates.tokens[inside]
+        self.confidence[at] = candidates.confidence[inside]
+        if candidates.alternatives is not None:
+            self.alternatives.tokens[at] = candidates.alternatives.tokens[inside]
+            self.alternatives.log_probabilities[at] = candidates.alternatives.log_probabilities[inside]

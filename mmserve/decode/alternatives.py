@@ -1,0 +1,112 @@
+"""The most probable tokens of each position, noted from a pass's logits while something else reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.core.candidates import Alternatives
+from mmserve.core.canvas import Canvas
+from mmserve.core.request import Sampling
+from mmserve.decode.logits import RowLogits
+from mmserve.decode.penalties import Penalties
+
+
+def alternatives(
+    logits_nV: Tensor, count: int, banned: tuple[int, ...], mask_id: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ``count`` most probable tokens of each row of ``logits_nV`` (fp32), as of ``Alternatives``.
+
+    Tokens of ``banned`` are none of them. ``mask_id``: a token that has its part in the distribution all the same, as
+    of ``sampler.candidates``. The logits are as they were afterwards.
+    """
+    columns = list(banned)
+    taken = logits_nV[:, columns]
+    logits_nV[:, columns] = -torch.inf  # and back: a copy of all takes as long as the search
+    top = logits_nV.topk(min(count, logits_nV.shape[-1]), -1)
+    if mask_id in columns:
+        logits_nV[:, mask_id] = taken[:, columns.index(mask_id)]
+    log_z = torch.logsumexp(logits_nV, -1)
+    logits_nV[:, columns] = taken
+    found = (top.values - log_z[:, None]).cpu().numpy()
+    tokens, missing = top.indices.cpu().numpy(), count - found.shape[1]
+    if missing:
+        tokens = np.pad(tokens, ((0, 0), (0, missing)))
+        found = np.pad(found, ((0, 0), (0, missing)), constant_values=-np.inf)
+    return tokens, found
+
+
+@dataclass
+class _Noted:
+    """What was noted so far: a row for each position of a pass."""
+
+    positions: np.ndarray  # int64 [n], ascending
+    found: Alternatives
+
+
+class NotingLogits:
+    """A request's rows, as ``RowLogits``, for ``positions`` (int64, ascending); what is read of them is noted first.
+
+    Penalties and biases of ``sampling`` are part of what is noted, as they are of log-probabilities.
+    """
+
+    def __init__(
+        self,
+        rows: RowLogits,
+        positions: np.ndarray,
+        canvas: Canvas,
+        sampling: Sampling,
+        count: int,
+        banned: tuple[int, ...],
+        mask_id: int | None,
+        noted: _Noted | None = None,
+    ) -> None:
+        self._rows, self._count = rows, count
+        self._all = noted or _Noted(positions, Alternatives.none(len(positions), count))
+        self._positions = positions
+        self._given = canvas, sampling, banned, mask_id
+
+    def only(self, rows: np.ndarray) -> NotingLogits:
+        """As of ``RowLogits``; what is noted of them is noted here."""
+        canvas, sampling, banned, mask_id = self._given
+        kept = self._positions[rows]
+        return NotingLogits(self._rows.only(rows), kept, canvas, sampling, self._count, banned, mask_id, self._all)
+
+    def slices(self) -> Iterator[Tensor]:
+        """As of ``RowLogits``."""
+        done = 0
+        for part in self._rows.slices():
+            self._note(part, self._positions[done : done + len(part)])
+            done += len(part)
+            yield part
+
+    def whole(self) -> Tensor:
+        """As of ``RowLogits``."""
+        made = self._rows.whole()
+        self._note(made, self._positions)
+        return made
+
+    def of(self, positions: np.ndarray) -> Alternatives:
+        """What was noted of ``positions`` (int64, ascending); nothing where they are none of the pass's."""
+        noted = self._all
+        at = np.searchsorted(noted.positions, positions).clip(max=max(0, len(noted.positions) - 1))
+        if not len(noted.positions):
+            return Alternatives.none(len(positions), self._count)
+        found = noted.found.where(at)
+        found.log_probabilities[noted.positions[at] != positions] = -np.inf
+        return found
+
+    def _note(self, part: Tensor, positions: np.ndarray) -> None:
+        canvas, sampling, banned, mask_id = self._given
+        logits = part.float()
+        penalties = Penalties.of(canvas, sampling, logits.shape[-1], logits.device)
+        if penalties is not None:
+            logits = logits.clone()
+            penalties.apply(logits)
+        at = np.searchsorted(self._all.positions, positions)
+        tokens, found = alternatives(logits, self._count, banned, mask_id)
+        self._all.found.tokens[at], self._all.found.log_probabilities[at] = tokens, found

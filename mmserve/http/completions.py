@@ -1,0 +1,173 @@
+"""Completions of a text, and of a gap in one: OpenAI's completions, and Mistral's fill-in-the-middle.
+
+A suffix is given from the start: a diffusion model's canvas holds it, and an autoregressive answer ends with it. The
+text before it has the room of ``max_tokens``.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from mmserve.core.events import CommittedToken, Delta, Draft, Event, Finished
+from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.http.api import Asked, Neutral, draft_line, own_fields, required, sse, take_neutral
+from mmserve.http.chat import NAMES as CHAT_NAMES
+from mmserve.http.chat import SAMPLING as CHAT_SAMPLING
+from mmserve.http.chat import take_bias, take_stream, usage
+from mmserve.http.constraints import constrain
+from mmserve.http.errors import openai_error
+from mmserve.http.fields import Fields, copy_fields, merge_own, stops
+from mmserve.v1 import generation_pb2 as pb
+
+SAMPLING = {name: path for name, path in CHAT_SAMPLING.items() if name != "max_completion_tokens"}
+NAMES = {
+    **CHAT_NAMES,
+    "sampling.max_new_tokens": "max_tokens",
+    "messages": "prompt",
+    "constraint": "suffix",
+    "stream.alternatives": "logprobs",
+}
+NEUTRAL: Neutral = {
+    "echo": ((False,), "is not supported"),
+    "best_of": ((1,), "is not supported; use n"),
+}
+LABELS = ("user",)
+#: OpenAI's default.
+DEFAULT_TOKENS = 16
+_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+class Completions:
+    """``/v1/completions``, and with ``fim`` ``/v1/fim/completions``, which answers as chat completions do."""
+
+    def __init__(self, *, fim: bool = False) -> None:
+        self._fim = fim
+
+    def read(self, body: dict[str, Any]) -> Asked:
+        """As of ``Api.read``."""
+        fields, found = Fields(body), pb.GenerateRequest(raw=True)
+        found.model = required(fields, "model", str, "is required; GET /v1/models lists the names")
+        found.messages.add(role=pb.ROLE_USER).parts.add(text=_prompt(fields))
+        copy_fields(fields, found, {**SAMPLING, **({"random_seed": "sampling.seed"} if self._fim else {})})
+        if not found.sampling.HasField("max_new_tokens"):
+            found.sampling.max_new_tokens = DEFAULT_TOKENS
+        found.sampling.stop.extend(stops(fields, "stop"))
+        take_bias(fields, found)
+        stream, usage_chunk = take_stream(fields, body, found)
+        found.stream.tokens = body.get("logprobs") is not None
+        copy_fields(fields, found, {"logprobs": "stream.alternatives"})
+        constrain(fields, found)
+        suffix = fields.take("suffix", str, "")
+        if suffix:
+            _pin(found, suffix)
+        merge_own(fields, found)
+        take_neutral(fields, NEUTRAL, LABELS)
+        fields.end()
+        return Asked(found, stream, _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim))
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """As of ``Api.error``."""
+        return openai_error(error, NAMES)
+
+    def error_line(self, error: MMServeError) -> str:
+        """As of ``Api.error_line``."""
+        return sse(self.error(error))
+
+
+def _prompt(fields: Fields) -> str:
+    given = fields.any("prompt")
+    if isinstance(given, list) and len(given) == 1:
+        [given] = given
+    if not isinstance(given, str) or not given:
+        raise InvalidArgument.of("prompt", "must be a text, and one alone")
+    return given
+
+
+def _pin(found: pb.GenerateRequest, suffix: str) -> None:
+    """Have the answer end with ``suffix``; the room of ``max_tokens`` is that of the text before it."""
+    if found.HasField("constraint"):
+        raise InvalidArgument.of("suffix", "cannot be combined with a constraint")
+    room = found.sampling.max_new_tokens
+    found.constraint.template.parts.add(hole=pb.Hole(max_tokens=room))
+    found.constraint.template.parts.add(text=suffix)
+    found.sampling.max_new_tokens = room + len(suffix.encode())  # at most a token a byte
+
+
+class _Reply:
+    """The answer to one completion."""
+
+    def __init__(self, asked: pb.GenerateRequest, suffix: str, *, usage_chunk: bool, fim: bool) -> None:
+        self._samples, self._logprobs = asked.sampling.n or 1, asked.stream.tokens
+        self._suffix, self._usage_chunk, self._fim = suffix, usage_chunk, fim
+        self._common = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+
+    def whole(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """As of ``Reply.whole``."""
+        choices = [self._choice(one, self._text(one), _REASONS[one.reason]) for one in finished]
+        own = {"usage": usage(finished), "mmserve": own_fields(finished)}
+        kind = "chat.completion" if self._fim else "text_completion"
+        return {**self._common, "object": kind, "choices": choices, **own}
+
+    async def lines(self, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+        """Chunks of text as it becomes final; all of it at the end where a suffix follows it."""
+        finished: list[Finished] = []
+        async for event in events:
+            if isinstance(event, Draft):
+                yield draft_line(event)
+            elif isinstance(event, Delta) and not self._suffix:
+                yield self._chunk(event.sample, event.text, None)
+            elif isinstance(event, Finished):
+                finished.append(event)
+                text = self._text(event) if self._suffix else ""
+                last = len(finished) == self._samples
+                own = {"mmserve": own_fields(finished)} if last else {}
+                line = self._chunk(event.sample, text, _REASONS[event.reason], event.tokens, **own)
+                yield line + (self._end(finished) if last else "")
+
+    def _end(self, finished: Sequence[Finished]) -> str:
+        """What follows the end of the last sample."""
+        done = "data: [DONE]\n\n"
+        if not self._usage_chunk:
+            return done
+        return sse({**self._common, "object": self._chunks, "choices": [], "usage": usage(finished)}) + done
+
+    @property
+    def _chunks(self) -> str:
+        return "chat.completion.chunk" if self._fim else "text_completion"
+
+    def _text(self, one: Finished) -> str:
+        """The text in front of the suffix; what a stop string left of it."""
+        return one.holes[0] if one.holes else one.text.removesuffix(self._suffix)
+
+    def _choice(self, one: Finished, text: str, reason: str) -> dict[str, Any]:
+        if self._fim:
+            return {"index": one.sample, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        logprobs = _logprobs(one.tokens) if self._logprobs else None
+        return {"index": one.sample, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _chunk(
+        self, sample: int, text: str, reason: str | None, tokens: tuple[CommittedToken, ...] = (), **own: Any
+    ) -> str:
+        choice: dict[str, Any] = {"index": sample, "finish_reason": reason}
+        if self._fim:
+            choice["delta"] = {"role": "assistant", "content": text}
+        else:
+            choice |= {"text": text, "logprobs": _logprobs(tokens) if tokens and self._logprobs else None}
+        usage_field = {"usage": None} if self._usage_chunk else {}
+        return sse({**self._common, "object": self._chunks, "choices": [choice], **usage_field, **own})
+
+
+def _logprobs(tokens: tuple[CommittedToken, ...]) -> dict[str, Any]:
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.log_probability for token in tokens],
+        "top_logprobs": [{other.text: other.log_probability for other in token.alternatives} for token in tokens],
+        "text_offset": offsets,
+    }

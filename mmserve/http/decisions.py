@@ -1,0 +1,300 @@
+"""Typed questions over HTTP: ``/v1/decisions`` and ``/v1/systemone``, with the fields that SGLang and vLLM take.
+
+Both read a context, images and questions into a ``DecideRequest``; they differ in names. Answers are by the questions'
+ids. An option or level with a description is shown to the model as both, and is named by the first alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mmserve.core.decisions import CHOICE, SCORE, YES_NO
+from mmserve.errors import InvalidArgument, MMServeError
+from mmserve.http.api import required
+from mmserve.http.errors import openai_error
+from mmserve.http.fields import Fields, typed
+from mmserve.http.media import image
+from mmserve.v1 import decision_pb2 as pb
+from mmserve.v1 import generation_pb2
+
+#: Version of the wording in which questions are asked (``core/decisions.py``).
+PROMPT_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Named:
+    """A question of a body: its id, its kind, and what its answers are called there."""
+
+    id: str
+    kind: str
+    names: tuple[str, ...]
+    legend: tuple[Any, ...] = ()  # of a score: its levels as the body has them
+
+
+@dataclass(frozen=True)
+class DecisionsAsked:
+    """A body that was read. ``temperature`` scales the probabilities of the answers, and not their mass."""
+
+    message: pb.DecideRequest
+    questions: tuple[Named, ...]
+    temperature: float = 1.0
+
+
+class DecisionApi(Protocol):
+    """One API of typed questions."""
+
+    def read(self, body: dict[str, Any]) -> DecisionsAsked:
+        """The request in ``body``; raises ``InvalidArgument`` with its wrong fields."""
+        ...
+
+    def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
+        """The JSON object that answers it."""
+        ...
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """The body of a response with ``error``."""
+        ...
+
+
+class DecisionsApi:
+    """``/v1/decisions``."""
+
+    def read(self, body: dict[str, Any]) -> DecisionsAsked:
+        """As of ``DecisionApi.read``."""
+        fields = Fields(body)
+        context = _text(fields, "input")
+        if not context.strip():
+            raise InvalidArgument.of("input", "is required")
+        message = _message(fields, context)
+        temperature = fields.take("temperature", float, 1.0)
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise InvalidArgument.of("temperature", "must be above 0")
+        version = fields.take("prompt_format_version", int, PROMPT_FORMAT)
+        if version != PROMPT_FORMAT:
+            raise InvalidArgument.of("prompt_format_version", f"must be {PROMPT_FORMAT}, not {version}")
+        if fields.take("return_prompt_token_ids", bool, False):
+            raise InvalidArgument.of("return_prompt_token_ids", "is not supported")
+        given = required(fields, "questions", list)
+        _no_template_options(fields)
+        fields.end()
+        named = []
+        for i, each in enumerate(given):
+            path = f"questions[{i}]"
+            own = Fields(typed(each, dict, path), path)
+            kind, name = required(own, "type", str), required(own, "id", str)
+            asked = message.questions.add(id=name, text=_text(own, "question"))
+            named.append(_decision(own, kind, name, asked))
+            own.end()
+        return DecisionsAsked(message, tuple(named), temperature)
+
+    def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
+        """As of ``DecisionApi.reply``."""
+        answers: dict[str, Any] = {}
+        for named, decision in zip(asked.questions, response.decisions, strict=True):
+            probabilities = _scaled([p.probability for p in decision.probabilities], asked.temperature)
+            answer: dict[str, Any] = {
+                "type": named.kind,
+                "probabilities": dict(zip(named.names, probabilities, strict=True)),
+                "label_mass": decision.mass,
+            }
+            if named.kind == CHOICE:
+                answer["choice"] = named.names[_best(probabilities)]
+            elif named.kind == SCORE:
+                answer["score"] = _mean(probabilities)
+            answers[named.id] = answer
+        tokens = response.usage.prompt_tokens
+        return {
+            "object": "decisions",
+            "model": response.model,
+            "prompt_format_version": PROMPT_FORMAT,
+            "answers": answers,
+            "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+            "mmserve": {"forwards": response.forwards},
+        }
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """As of ``DecisionApi.error``."""
+        return openai_error(error, {"messages": "input"})
+
+
+class SystemOneApi:
+    """``/v1/systemone``: questions by their ids, with ``criteria`` for what the answers are."""
+
+    def read(self, body: dict[str, Any]) -> DecisionsAsked:
+        """As of ``DecisionApi.read``."""
+        fields = Fields(body)
+        if "state" not in body:
+            raise InvalidArgument.of("state", "is required")
+        message = _message(fields, _text(fields, "state"))
+        for name in ("temperature", "prompt_format_version", "return_prompt_token_ids"):
+            if fields.any(name) is not None:
+                raise InvalidArgument.of(name, "is no field of this API; /v1/decisions has it")
+        given = required(fields, "questions", dict)
+        _no_template_options(fields)  # other fields are left: the published schema allows them
+        named = []
+        for name, each in given.items():
+            path = f"questions.{name}"[:200]
+            own = Fields(typed(each, dict, path), path)
+            kind = required(own, "type", str)
+            asked = message.questions.add(id=name, text=_text(own, "instructions"))
+            named.append(_by_criteria(own, kind, name, asked))
+            own.end()
+        return DecisionsAsked(message, tuple(named))
+
+    def reply(self, asked: DecisionsAsked, response: pb.DecideResponse) -> dict[str, Any]:
+        """As of ``DecisionApi.reply``."""
+        answers: dict[str, Any] = {}
+        for named, decision in zip(asked.questions, response.decisions, strict=True):
+            probabilities = [p.probability for p in decision.probabilities]
+            if named.kind == YES_NO:
+                answers[named.id] = {"type": "noul", "noul": probabilities[0], "x_label_mass": decision.mass}
+                continue
+            own: dict[str, Any] = {"type": named.kind}
+            if named.kind == CHOICE:
+                own["choice"], own["confidence"] = named.names[_best(probabilities)], _above_chance(probabilities)
+            else:
+                own["score"], own["confidence"] = _mean(probabilities), _concentration(probabilities)
+                own["legend"] = dict(zip(named.names, named.legend, strict=True))
+            own["probabilities"] = dict(zip(named.names, probabilities, strict=True))
+            answers[named.id] = {**own, "x_label_mass": decision.mass}
+        usage = {"input_tokens": response.usage.prompt_tokens, "output_tokens": 0}
+        return {"model": response.model, "answers": answers, "usage": usage}
+
+    def error(self, error: MMServeError) -> dict[str, Any]:
+        """As of ``DecisionApi.error``."""
+        return openai_error(error, {"messages": "state"})
+
+
+DECISION_APIS: dict[str, DecisionApi] = {"/v1/decisions": DecisionsApi(), "/v1/systemone": SystemOneApi()}
+
+
+def _message(fields: Fields, context: str) -> pb.DecideRequest:
+    """A request for the body's model with its images and ``context``."""
+    message = pb.DecideRequest(model=required(fields, "model", str, "is required; GET /v1/models lists the names"))
+    images = [_image(each, f"images[{i}]") for i, each in enumerate(fields.take("images", list, []))]
+    if images or context:
+        chat = message.messages.add(role=generation_pb2.ROLE_USER, parts=images)
+        if context:
+            chat.parts.add(text=context)
+    return message
+
+
+def _image(given: Any, path: str) -> generation_pb2.ContentPart:
+    """An image by its URL, alone or as of a chat's ``image_url`` part."""
+    if isinstance(given, str):
+        return image(given, path)
+    fields = Fields(typed(given, dict, path), path)
+    if (nested := fields.nested("image_url")) is not None:
+        fields.take("type", str)
+        fields.end()
+        fields = nested
+    url = required(fields, "url", str)
+    fields.take("detail", str)
+    fields.end()
+    return image(url, fields.path("url"))
+
+
+def _decision(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) -> Named:
+    """Put what follows the question's text of ``/v1/decisions`` into ``asked``."""
+    if kind == CHOICE:
+        names = []
+        for i, option in enumerate(required(fields, "options", list)):
+            own = Fields(typed(option, dict, fields.path(f"options[{i}]")), fields.path(f"options[{i}]"))
+            names.append(required(own, "name", str))
+            asked.choice.options.append(_described(names[-1], _text(own, "description")))
+            own.end()
+        asked.choice.SetInParent()
+        return Named(name, kind, tuple(names))
+    if kind == SCORE:
+        return _levels(required(fields, "levels", list), fields.path("levels"), name, asked)
+    if kind == YES_NO:
+        asked.yes_no.yes, asked.yes_no.no = _text(fields, "yes"), _text(fields, "no")
+        return Named(name, kind, ("yes", "no"))
+    raise InvalidArgument.of(fields.path("type"), f"must be one of {CHOICE!r}, {SCORE!r}, {YES_NO!r}")
+
+
+def _by_criteria(fields: Fields, kind: str, name: str, asked: pb.DecisionQuestion) -> Named:
+    """The same of ``/v1/systemone``, whose yes/no questions are ``noul``."""
+    if kind == "noul":
+        asked.yes_no.SetInParent()
+        if (meanings := fields.nested("criteria")) is not None:
+            asked.yes_no.yes, asked.yes_no.no = _text(meanings, "true"), _text(meanings, "false")
+            meanings.end()
+        if not asked.text.strip():
+            asked.text = "Is this so?" if asked.yes_no.yes or asked.yes_no.no else ""
+        return Named(name, YES_NO, ("yes", "no"))
+    if kind == CHOICE:
+        criteria = required(fields, "criteria", dict)
+        asked.choice.SetInParent()
+        asked.choice.options.extend(_described(option, _as_text(meaning)) for option, meaning in criteria.items())
+        asked.text = asked.text or "Which is it?"
+        return Named(name, kind, tuple(criteria))
+    if kind == SCORE:
+        asked.text = asked.text or "Which level is it?"
+        return _levels(required(fields, "criteria", list), fields.path("criteria"), name, asked)
+    raise InvalidArgument.of(fields.path("type"), f"must be one of 'noul', {CHOICE!r}, {SCORE!r}")
+
+
+def _levels(levels: Sequence[Any], path: str, name: str, asked: pb.DecisionQuestion) -> Named:
+    texts = [_as_text(level) for level in levels]
+    if not all(text.strip() for text in texts):
+        raise InvalidArgument.of(path, "must hold a text for each level")
+    asked.score.SetInParent()
+    asked.score.levels.extend(texts)
+    return Named(name, SCORE, tuple(str(level) for level in range(len(levels))), tuple(levels))
+
+
+def _described(name: str, meaning: str) -> str:
+    return f"{name} ({meaning})" if meaning else name
+
+
+def _text(fields: Fields, name: str) -> str:
+    return _as_text(fields.any(name))
+
+
+def _as_text(value: Any) -> str:
+    """A text as it is; any other JSON value as its JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _no_template_options(fields: Fields) -> None:
+    given: Mapping[str, Any] = fields.take("chat_template_kwargs", dict, {})
+    if given:
+        raise InvalidArgument.of("chat_template_kwargs", "must be empty: the model's chat template takes no options")
+
+
+def _scaled(probabilities: Sequence[float], temperature: float) -> list[float]:
+    if temperature == 1:
+        return list(probabilities)
+    highest = max(probabilities)
+    weights = [(p / highest) ** (1 / temperature) for p in probabilities]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def _best(probabilities: Sequence[float]) -> int:
+    return max(range(len(probabilities)), key=lambda i: probabilities[i])
+
+
+def _mean(probabilities: Sequence[float]) -> float:
+    return math.fsum(level * p for level, p in enumerate(probabilities))
+
+
+def _above_chance(probabilities: Sequence[float]) -> float:
+    """0 where all options are equally probable, 1 where one is certain."""
+    count = len(probabilities)
+    return max(0.0, (max(probabilities) - 1 / count) / (1 - 1 / count))
+
+
+def _concentration(probabilities: Sequence[float]) -> float:
+    """1 where one level is certain; 0 where the mean distance from the most probable one is that of equally probable
+    levels from their middle, or larger."""
+    count, best = len(probabilities), _best(probabilities)
+    distance = math.fsum(p * abs(level - best) for level, p in enumerate(probabilities))
+    even = math.fsum(abs(level - (count - 1) / 2) for level in range(count)) / count
+    return max(0.0, 1 - distance / even)

@@ -1,0 +1,359 @@
+"""Every field of every body as data: what it accepts, as a JSON schema, and what it does.
+
+``/openapi.json`` and the tables of docs/api.md are made of this. What the readers of bodies have in tables of their own
+(``SAMPLING``, ``NEUTRAL``, ``LABELS``) is taken from there, and a test compares the names with those that readers take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from mmserve.core.request import Sampling, Streaming
+from mmserve.core.values import Range, values
+from mmserve.http import chat, completions, messages, responses
+from mmserve.http.api import Neutral
+from mmserve.http.content import ROLES
+from mmserve.http.fields import OWN
+from mmserve.rpc.violations import MAX_BIASES, MAX_STOP_STRINGS
+from mmserve.v1 import generation_pb2 as pb
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field: the JSON schema of its values beside null, what it does, and a value that is accepted."""
+
+    schema: Schema
+    meaning: str
+    example: Any = None
+    required: bool = False
+
+
+_KINDS = {
+    FieldDescriptor.CPPTYPE_DOUBLE: "number",
+    FieldDescriptor.CPPTYPE_UINT32: "integer",
+    FieldDescriptor.CPPTYPE_UINT64: "integer",
+    FieldDescriptor.CPPTYPE_BOOL: "boolean",
+}
+_KNOWN = {f"sampling.{name}": v for name, v in values(Sampling).items()} | {
+    f"stream.{name}": v for name, v in values(Streaming).items()
+}
+
+
+def _bounds(accepted: Range | None) -> Schema:
+    if accepted is None:
+        return {}
+    low = {} if accepted.least is None else {"exclusiveMinimum" if accepted.above else "minimum": accepted.least}
+    return low | ({} if accepted.most is None else {"maximum": accepted.most})
+
+
+def _numbers(table: Mapping[str, str], examples: Mapping[str, Any]) -> dict[str, Field]:
+    """Fields of ``GenerateRequest`` (dotted paths) under the names of ``table``."""
+    found = {}
+    for name, path in table.items():
+        *outer, leaf = path.split(".")
+        message = pb.GenerateRequest.DESCRIPTOR
+        for part in outer:
+            message = message.fields_by_name[part].message_type
+        known = _KNOWN[path]
+        schema = {"type": _KINDS[message.fields_by_name[leaf].cpp_type], **_bounds(known.range)}
+        rule = f", {known.range.words}" if known.range else ""
+        meaning = f"{known.meaning}{rule}; default {known.default_words}"
+        found[name] = Field(schema, meaning, examples.get(name))
+    return found
+
+
+def _neutral(table: Neutral) -> dict[str, Field]:
+    """Fields that are accepted at a few values alone, or not at all."""
+    return {
+        name: Field({"enum": list(accepted)}, f"{_shown(accepted)}; otherwise: {why}", next(iter(accepted), None))
+        for name, (accepted, why) in table.items()
+    }
+
+
+def _shown(accepted: Iterable[Any]) -> str:
+    """Values as a table of the documentation has them."""
+    return " or ".join(f"`{json.dumps(value)}`" for value in accepted) or "null"
+
+
+def _labels(names: Iterable[str]) -> dict[str, Field]:
+    return {name: Field(_TEXT, _LABEL, "a") for name in names}
+
+
+_TEXT: Schema = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}
+_LABEL = "a label: accepted, and it changes no answer"
+_EXAMPLES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "seed": 7,
+    "random_seed": 7,
+    "n": 2,
+    "max_tokens": 4,
+    "max_completion_tokens": 4,
+    "max_output_tokens": 4,
+    "logprobs": 2,
+    "ignore_eos": True,
+}
+
+
+def _any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def _array(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+def _object(required: Iterable[str] = (), **properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def _part(kind: str, required: str, **properties: Schema) -> Schema:
+    return _object(["type", required], type={"const": kind}, **properties)
+
+
+_URL = {"type": "string", "description": "a data: URL, an http(s) URL of a host in [media] url_hosts, or a media id"}
+_ANY_PART = {"type": "object", "required": ["type"], "properties": {"type": _TEXT}}
+_CHAT_PARTS = _any_of(
+    _part("text", "text", text=_TEXT),
+    _part("image_url", "image_url", image_url=_object(["url"], url=_URL, detail={"const": "auto"})),
+    _part("video_url", "video_url", video_url=_object(["url"], url=_URL)),
+)
+_CHAT_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": _any_of(_TEXT, _array(_CHAT_PARTS), {"type": "null"}),
+        "tool_calls": _array(_OBJECT),
+        "tool_call_id": _TEXT,
+        "name": _TEXT,
+    },
+}
+_QUESTION = "Hi"
+_TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+_FORMAT = _any_of(
+    _object(["type"], type={"enum": ["text", "json_object"]}),
+    {"type": "object", "required": ["type"], "properties": {"type": {"const": "json_schema"}}},
+)
+_STREAM_OPTIONS = _object(
+    **{key: {"type": "boolean"} for key in ("include_usage", "include_obfuscation", "continuous_usage_stats")}
+)
+_CONSTRAINTS = {
+    "structured_outputs": Field(
+        _OBJECT, "as in vLLM: `json`, `json_object`, `regex`, `choice` or `grammar`", {"regex": "a"}
+    ),
+    "guided_json": Field(_any_of(_TEXT, _OBJECT, {"type": "boolean"}), "a JSON schema", {"type": "integer"}),
+    "guided_regex": Field(_TEXT, "a regular expression", "[ab]"),
+    "guided_choice": Field(_array(_TEXT), "the answer is one of these", ["a", "b"]),
+    "guided_grammar": Field(_TEXT, "with `::=` GBNF, otherwise Lark", 'start: "a"'),
+}
+_RESPONSE_FORMAT = {
+    "response_format": Field(
+        _FORMAT,
+        "`text`, `json_object` or `json_schema`; `strict: false` enforces the widest part that can be enforced and "
+        "checks the rest",
+        {"type": "json_object"},
+    )
+}
+_COMMON = {
+    "model": Field(_TEXT, "a name of `GET /v1/models`", "reference", required=True),
+    "stream": Field(
+        {"type": "boolean"},
+        "deltas are append-only: text of a diffusion model is sent once all text before it is final",
+        True,
+    ),
+    "mmserve": Field(
+        {"type": "object", "properties": {name: {} for name in OWN}, "additionalProperties": False},
+        "policies, pruner, K/V reduction, image reuse, constraint modes: fields of `GenerateRequest` in protobuf's "
+        'JSON form, as in `{"diffusion": {"threshold": {"confidence": 0.8}}}`',
+        {"diffusion": {"quality": "QUALITY_EXACT"}},
+    ),
+    **_CONSTRAINTS,
+    **_RESPONSE_FORMAT,
+}
+_STOPS = Field(
+    _any_of(_TEXT, _array(_TEXT, maxItems=MAX_STOP_STRINGS)),
+    f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first",
+    ["."],
+)
+_BIAS = Field(
+    {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    f"ids of the model's tokens to numbers in [-100, 100], at most {MAX_BIASES}; added to their logits",
+    {"7": -100},
+)
+_METADATA = Field(_OBJECT, _LABEL, {"a": "b"})
+_OPTIONS = Field(
+    _STREAM_OPTIONS,
+    "with `stream`: `include_usage` asks for a last chunk with the usage; `include_obfuscation` and vLLM's "
+    "`continuous_usage_stats` have no effect",
+)
+_TOOL_FIELDS = {
+    "tools": Field(_array(_OBJECT), "functions; see above. The server runs none of its own", [_TOOL]),
+    "tool_choice": Field(
+        _any_of({"enum": ["none", "auto", "required"]}, _OBJECT), "which tools are called; a name with its kind", "none"
+    ),
+    "parallel_tool_calls": Field({"type": "boolean"}, "several calls in an answer", False),
+}
+_ALTERNATIVES = "the most probable tokens of each position, at most 20"
+
+
+def _tools(tool: Any, **changed: Field) -> dict[str, Field]:
+    return {**_TOOL_FIELDS, "tools": Field(_array(_OBJECT), _TOOL_FIELDS["tools"].meaning, [tool]), **changed}
+
+
+_NESTED = {"type": "function", "function": _TOOL}
+_FLAT = {"type": "function", **_TOOL}
+_CHAT_FIELDS = {
+    **_COMMON,
+    "messages": Field(
+        _array(_CHAT_MESSAGE, minItems=1),
+        "the last is the user's, or a tool's result. Parts: text; images and videos as a `data:` URL (base64), an http "
+        "or https URL of a host that `[media] url_hosts` lists, or the media id of an upload over gRPC",
+        [{"role": "user", "content": _QUESTION}],
+        required=True,
+    ),
+    **_numbers(chat.SAMPLING, _EXAMPLES),
+    "stop": _STOPS,
+    "logit_bias": _BIAS,
+    "stream_options": _OPTIONS,
+    "logprobs": Field(
+        {"type": "boolean"},
+        "of the chosen tokens, before temperature; in a stream with the last chunk of a choice",
+        True,
+    ),
+    "top_logprobs": Field({"type": "integer", "minimum": 0, "maximum": 20}, f"{_ALTERNATIVES}, with `logprobs`", 0),
+    **_tools(_NESTED),
+    **_neutral(chat.NEUTRAL),
+    **_labels(chat.LABELS),
+    "metadata": _METADATA,
+}
+_COMPLETION_FIELDS = {
+    **_COMMON,
+    "prompt": Field(_any_of(_TEXT, _array(_TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
+    "suffix": Field(_TEXT, "the text after the gap; `max_tokens` is the gap's room", "b"),
+    **_numbers(completions.SAMPLING, _EXAMPLES),
+    "stop": _STOPS,
+    "logit_bias": _BIAS,
+    "stream_options": _OPTIONS,
+    **_numbers({"logprobs": "stream.alternatives"}, _EXAMPLES),
+    **_neutral(completions.NEUTRAL),
+    **_labels(completions.LABELS),
+}
+_MESSAGE_FIELDS = {
+    **_COMMON,
+    "system": Field(
+        _any_of(_TEXT, _array(_part("text", "text", text=_TEXT, cache_control=_OBJECT))), "text", "Be brief."
+    ),
+    "messages": Field(
+        _array(
+            _object(
+                ["role", "content"], role={"enum": ["user", "assistant"]}, content=_any_of(_TEXT, _array(_ANY_PART))
+            )
+        ),
+        _CHAT_FIELDS["messages"].meaning,
+        [{"role": "user", "content": _QUESTION}],
+        required=True,
+    ),
+    **_numbers(messages.SAMPLING, _EXAMPLES),
+    "max_tokens": replace(_numbers(messages.SAMPLING, _EXAMPLES)["max_tokens"], required=True),
+    "stop_sequences": _STOPS,
+    "output_config": Field(_object(format=_FORMAT), "`format`: as `response_format`", {"format": {"type": "text"}}),
+    "tools": Field(
+        _array(_OBJECT), _TOOL_FIELDS["tools"].meaning, [{"name": "f", "input_schema": _TOOL["parameters"]}]
+    ),
+    "tool_choice": Field(_OBJECT, "`auto`, `any`, `tool` or `none` as its `type`", {"type": "none"}),
+    **_neutral(messages.NEUTRAL),
+    "metadata": Field(_object(user_id=_TEXT), _LABEL, {"user_id": "a"}),
+    "cache_control": Field(_OBJECT, _LABEL, {"type": "ephemeral"}),
+}
+_RESPONSE_FIELDS = {
+    **_COMMON,
+    "input": Field(
+        _any_of(_TEXT, _array(_OBJECT)),
+        "a text, or messages as above, calls of functions and their results; other kinds of items are refused",
+        _QUESTION,
+        required=True,
+    ),
+    "instructions": Field(_TEXT, "a text before all messages", "Be brief."),
+    **_numbers(responses.SAMPLING, _EXAMPLES),
+    "stream_options": Field(_object(include_obfuscation={"type": "boolean"}), "accepted, without effect", {}),
+    "text": Field(
+        _object(format=_FORMAT, verbosity={"const": "medium"}),
+        "`format`: as `response_format`",
+        {"format": {"type": "text"}},
+    ),
+    **_tools(_FLAT),
+    "top_logprobs": Field(
+        {"type": "integer", "minimum": 0, "maximum": 20},
+        f"{_ALTERNATIVES}, and the chosen one's; in a stream with the end of the text; none beside calls",
+        2,
+    ),
+    "include": Field(_array({"const": responses.LOGPROBS}), f"`{responses.LOGPROBS}` alone", [responses.LOGPROBS]),
+    **_neutral(responses.NEUTRAL),
+    **_labels(responses.LABELS),
+    "metadata": _METADATA,
+}
+_DECISION_QUESTIONS = _array({"type": "object", "required": ["type"], "properties": {"type": _TEXT}})
+_TEMPLATE_OPTIONS = Field({"type": "object", "maxProperties": 0}, "empty: chat templates take no options here", {})
+_IMAGES = Field(_array(_any_of(_URL, _OBJECT)), "images of the context, as URLs", [])
+_ANY_JSON: Schema = {}
+
+#: Path to the fields of its body, by name.
+BODIES: dict[str, dict[str, Field]] = {
+    "/v1/chat/completions": _CHAT_FIELDS,
+    "/v1/completions": _COMPLETION_FIELDS,
+    "/v1/fim/completions": {**_COMPLETION_FIELDS, **_numbers({"random_seed": "sampling.seed"}, _EXAMPLES)},
+    "/v1/responses": _RESPONSE_FIELDS,
+    "/v1/messages": _MESSAGE_FIELDS,
+    "/v1/constraints": {
+        "model": _COMMON["model"],
+        **_RESPONSE_FORMAT,
+        **_CONSTRAINTS,
+        "max_tokens": Field({"type": "integer", "minimum": 1}, "the room of the answer", 16),
+        "answer": Field(_TEXT, "an answer to judge by the schema", "{}"),
+    },
+    "/v1/decisions": {
+        "model": _COMMON["model"],
+        "input": Field(_ANY_JSON, "the context: a text, or any JSON", "A scene.", required=True),
+        "questions": Field(
+            _DECISION_QUESTIONS,
+            "`yes_no`, `choice` or `score`, each with an `id`",
+            [{"id": "a", "type": "yes_no", "question": "Is it?"}],
+            required=True,
+        ),
+        "images": _IMAGES,
+        "temperature": Field({"type": "number", "exclusiveMinimum": 0}, "scales the probabilities of answers", 0.5),
+        "prompt_format_version": Field({"const": 1}, "1", 1),
+        "return_prompt_token_ids": Field({"const": False}, "`false`", False),
+        "chat_template_kwargs": _TEMPLATE_OPTIONS,
+    },
+    "/v1/systemone": {
+        "model": _COMMON["model"],
+        "state": Field(_ANY_JSON, "the context: a text, or any JSON", "A scene.", required=True),
+        "questions": Field(
+            {"type": "object", "additionalProperties": {"type": "object", "required": ["type"]}},
+            "`noul`, `choice` or `score`, by their ids",
+            {"a": {"type": "noul", "instructions": "Is it?"}},
+            required=True,
+        ),
+        "images": _IMAGES,
+        "chat_template_kwargs": _TEMPLATE_OPTIONS,
+        **{
+            name: Field({"type": "null"}, "null; `/v1/decisions` has it")
+            for name in ("temperature", "prompt_format_version", "return_prompt_token_ids")
+        },
+    },
+}

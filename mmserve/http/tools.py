@@ -1,0 +1,97 @@
+"""Tools in bodies: the three ways in which APIs describe tools, and name those that must be called."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mmserve.errors import InvalidArgument
+from mmserve.http.fields import Fields, typed
+from mmserve.v1 import generation_pb2 as pb
+
+_CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
+
+
+def take_chat_tools(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Take ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat completions into ``found``."""
+    for each in _each(fields):
+        _of_kind(each, "function")
+        function = each.nested("function") or Fields({}, each.path("function"))
+        _add(function, found, "parameters")
+        function.end()
+        each.end()
+    _choose(fields, found, nested=True)
+
+
+def take_response_tools(fields: Fields, found: pb.GenerateRequest) -> None:
+    """The same of Responses, whose functions are not nested."""
+    for each in _each(fields):
+        _of_kind(each, "function")
+        _add(each, found, "parameters")
+        each.end()
+    _choose(fields, found, nested=False)
+
+
+def take_message_tools(fields: Fields, found: pb.GenerateRequest) -> None:
+    """Take ``tools`` and ``tool_choice`` of Anthropic's messages into ``found``."""
+    for each in _each(fields):
+        _of_kind(each, "custom", default="custom")
+        each.take("cache_control", dict)
+        _add(each, found, "input_schema")
+        each.end()
+    choice = fields.nested("tool_choice")
+    if choice is None:
+        return
+    kind = choice.take("type", str, "")
+    parallel = not choice.take("disable_parallel_tool_use", bool, False)
+    if kind == "tool":
+        found.required_tool = choice.take("name", str, "")
+    elif kind in ("auto", "any", "none"):
+        found.tool_choice = _CHOICES["required" if kind == "any" else kind]
+    else:
+        raise InvalidArgument.of(choice.path("type"), "must be 'auto', 'any', 'tool' or 'none'")
+    choice.end()
+    if found.tools:
+        found.parallel_tool_calls = parallel
+    elif kind in ("auto", "none"):
+        found.ClearField("tool_use")
+
+
+def _each(fields: Fields) -> list[Fields]:
+    found = fields.take("tools", list, [])
+    return [Fields(typed(tool, dict, f"tools[{i}]"), f"tools[{i}]") for i, tool in enumerate(found)]
+
+
+def _of_kind(tool: Fields, kind: str, default: str = "") -> None:
+    if tool.take("type", str, default) != kind:
+        raise InvalidArgument.of(tool.path("type"), f"must be {kind!r}: the server runs no tools of its own")
+
+
+def _add(tool: Fields, found: pb.GenerateRequest, schema: str) -> None:
+    """Add a tool. Without ``strict``, what of its schema no grammar can enforce is left to the caller."""
+    parameters: Any = tool.take(schema, dict)
+    found.tools.add(
+        name=tool.take("name", str, ""),
+        description=tool.take("description", str, ""),
+        parameters_json_schema="" if parameters is None else json.dumps(parameters),
+        strict=tool.take("strict", bool, False),
+    )
+
+
+def _choose(fields: Fields, found: pb.GenerateRequest, *, nested: bool) -> None:
+    choice = fields.any("tool_choice")
+    parallel = fields.take("parallel_tool_calls", bool, True)
+    if isinstance(choice, dict):
+        given = Fields(choice, "tool_choice")
+        _of_kind(given, "function")
+        named = (given.nested("function") or Fields({}, "tool_choice.function")) if nested else given
+        found.required_tool = named.take("name", str, "")
+        named.end()
+        given.end()
+    elif choice in _CHOICES:
+        if found.tools or choice == "required":
+            found.tool_choice = _CHOICES[choice]
+    elif choice is not None:
+        raise InvalidArgument.of("tool_choice", "must be 'none', 'auto', 'required' or the name of a function")
+    if found.tools:
+        found.parallel_tool_calls = parallel

@@ -1,0 +1,151 @@
+"""Pages of prompts' beginnings beyond the page pool: copied out when the pool needs them, brought back for a hit.
+
+LMCache (arXiv 2510.09665) does the same for vLLM. Here an entry is one page: under a key that says all that its K/V
+depend on (``kv.prefix``), and what they were computed by (``fingerprint``). A copy has the bits that were computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmserve.config import EngineConfig
+from mmserve.core.cached import Block, Label
+from mmserve.errors import TransferError
+from mmserve.kv.store import KVStore, check_form
+from mmserve.tiers.keys import digest, settings_digest, software
+from mmserve.tiers.memory import Entry, TensorCache
+
+logger = logging.getLogger("mmserve.kv")
+
+#: Settings of the engine on which the bits of K/V may depend.
+_BITS = ("page_size", "prefill_tokens", "sparse_", "kv_")
+#: Pages that are copied at once (their bytes are in memory twice meanwhile).
+_AT_ONCE = 64
+
+
+def fingerprint(weights: bytes, engine: EngineConfig, store: KVStore) -> bytes:
+    """Of all that computes K/V: software, kernels, the device, settings of ``engine`` (resolved), and ``weights``
+    (``weights_digest`` of the decoder as it was loaded)."""
+    settings = {name: value for name, value in asdict(engine).items() if name.startswith(_BITS)}
+    settings["kernels"], settings["device"] = dict(store.kernels), _device(store.device)
+    return digest(software(), settings_digest(settings), weights)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@dataclass
+class Fetched:
+    """Pages that were found beyond the pool, by key; what caches hold for them is given back by ``close``."""
+
+    entries: dict[bytes, Entry] = field(default_factory=dict)
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """Give it back; may be called again."""
+        self.held.close()
+        self.entries = {}
+
+
+class PrefixTier:
+    """The pages of one model's ``store`` in ``cache``, which engines share. Methods are for any thread, but for
+    ``save`` and ``restore``: their pages must not change meanwhile."""
+
+    def __init__(self, store: KVStore, cache: TensorCache, made_by: bytes) -> None:
+        self.cache, self._store, self._made_by = cache, store, made_by
+        self.page_size = store.page_size
+        page = store.read_pages(np.zeros(1, np.int64))  # any
+        self._form = {name: (*tensor.shape, tensor.dtype) for name, tensor in page.items()}
+        self.page_bytes = sum(tensor.nbytes for tensor in page.values())
+
+    def save(self, pages: Sequence[tuple[int, Label]]) -> None:
+        """Keep copies of these pages; what goes wrong is logged, and loses nothing but them."""
+        for begin in range(0, len(pages), _AT_ONCE):
+            some = pages[begin : begin + _AT_ONCE]
+            try:
+                self._save(some)
+            except Exception as error:  # noqa: BLE001 - what cannot be kept fails no request
+                logger.warning("%d K/V pages are not kept: %s", len(some), error)
+
+    @torch.inference_mode()
+    def _save(self, pages: Sequence[tuple[int, Label]]) -> None:
+        held = self._store.read_pages(np.array([page for page, _label in pages], np.int64))
+        here = {name: tensor.cpu() for name, tensor in held.items()}
+        for i, (_page, label) in enumerate(pages):
+            entry = {name: tensor[i : i + 1].clone() for name, tensor in here.items()}
+            self.cache.put(self._key(bytes.fromhex(label.name)), entry, label)
+
+    def fetch(self, keys: Sequence[bytes], labels: Sequence[Label]) -> Fetched:
+        """The pages of the longest beginning of ``keys`` that are there; may read from disk."""
+        fetched = Fetched()
+        found = fetched.held.enter_context(
+            self.cache.found(
+                [self._key(key) for key in keys],
+                lambda _i, entry: self._fits(entry),
+                lambda i, _entry: labels[i],
+                leading=True,
+            )
+        )
+        fetched.entries = {key: entry for key, entry in zip(keys, found, strict=True) if entry is not None}
+        return fetched
+
+    @torch.inference_mode()
+    def restore(self, fetched: Fetched, pages: np.ndarray, keys: Sequence[bytes], unit: int) -> int:
+        """Fill the first of ``pages`` (int64) with those of ``keys``, as far as they are ``fetched`` or in memory, in
+        whole units of ``unit``; how many."""
+        found: list[Entry] = []
+        for key in keys:
+            entry = fetched.entries.get(key)
+            if entry is None:
+                entry = self.cache.peek(self._key(key))
+            if entry is None or not self._fits(entry):
+                break
+            found.append(entry)
+        count = len(found) - len(found) % unit
+        if not count:
+            return 0
+        try:
+            self._store.write_pages(pages[:count], {name: _joined(found[:count], name) for name in self._form})
+        except TransferError as error:
+            logger.warning("K/V pages that were kept do not fit: %s", error)
+            return 0
+        return count
+
+    def blocks(self) -> list[Block]:
+        """What of this model is kept."""
+        return [block for key, block in self.cache.blocks() if key == self._key_of(block.label)]
+
+    def pin(self, names: Sequence[str], pinned: bool) -> int:
+        """As of ``TensorCache.pin``, by names of blocks."""
+        return self.cache.pin([self._key(bytes.fromhex(name)) for name in names], pinned)
+
+    def drop(self, names: Sequence[str]) -> int:
+        """As of ``TensorCache.drop``, by names of blocks."""
+        return self.cache.drop([self._key(bytes.fromhex(name)) for name in names])
+
+    def _key(self, page: bytes) -> bytes:
+        return digest(self._made_by, page)
+
+    def _key_of(self, label: Label) -> bytes | None:
+        return self._key(bytes.fromhex(label.name)) if label.kind == "prefix" else None
+
+    def _fits(self, entry: Entry) -> bool:
+        try:
+            check_form(self._form, entry)
+        except TransferError:
+            return False
+        return True
+
+
+def _joined(entries: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+    return torch.cat([entry[name] for entry in entries])

@@ -1,0 +1,174 @@
+"""Requests that come to an engine from others and go to others, where stages are apart: at stage boundaries, and
+between two decode steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmserve.config import EngineConfig
+from mmserve.core.handover import NEXT_ROLE, ROLES, Handover, Left, Saved
+from mmserve.core.isolation import run_isolated
+from mmserve.core.payloads import CanvasPayload
+from mmserve.core.request import Stage
+from mmserve.errors import MMServeError, Unimplemented
+from mmserve.kv.pool import PagePool
+from mmserve.kv.table import PageTable
+from mmserve.live import LiveRequests, typed
+from mmserve.request_state import RequestState, Sink, open_group
+from mmserve.stages import Stages
+
+
+class Migration:
+    """For the engine's thread alone, but for what ``prefilling`` and ``decoding`` return.
+
+    ``roles``: the stages that this engine does. A request whose next stage is none of them leaves; a stage that is
+    begun ends here. ``save_every``: decode steps between two copies of a request's state (``Saved``); 0 = none.
+    """
+
+    def __init__(self, live: LiveRequests, stages: Stages, pool: PagePool, config: EngineConfig) -> None:
+        self.roles = frozenset(ROLES)
+        self.save_every = 0
+        self._live, self._stages, self._pool, self._config = live, stages, pool, config
+
+    # --- in ---
+
+    def state_of(self, handover: Handover, sink: Sink) -> RequestState:
+        """The first state here of a request that comes in; from any thread."""
+        state = open_group(handover.request, sink, time.monotonic() - handover.age)
+        state.usage, state.keys, state.looks = handover.usage, handover.keys, handover.looks
+        state.run.update(handover.run)
+        state.reached.update({name: state.group.arrived + after for name, after in handover.reached.items()})
+        return state
+
+    def arrive(self, state: RequestState, handover: Handover) -> None:
+        """Take in a request at the stage where it goes on."""
+        request, payload = state.request, handover.payload
+        self._live.by_id[request.id] = state
+        if payload is None:
+            return
+        if handover.stage is Stage.ENCODED:
+            self._stages.to_prefill.send(request.id, payload)
+            self._live.advance(state, Stage.ENCODED)
+        else:
+            self._stages.to_decode.send(request.id, payload)
+            self._live.advance(state, Stage.ARRIVED)
+        if (refusal := state.too_large(self._config)) is not None:
+            self._live.fail(state, refusal)
+
+    def open_arrived(self, states: Sequence[RequestState], now: float) -> bool:
+        """Give pages to those that wait for them, in order; whether some still wait: nobody else may take pages then.
+
+        ``now``: virtual time of decode.
+        """
+        arrived = [state for state in states if state.stage is Stage.ARRIVED]
+        room = self._config.max_running - sum(bool(state.pages.ids) for state in states)
+        for state in arrived:
+            count = state.pages_wanted(self._config.page_size)
+            if room < 1 or count > self._pool.free:
+                return True
+            room -= 1
+            state.pages = PageTable.take(self._pool, count, ())
+            self._stages.decoding.expect(state.request.id, state.pages)
+            state.turn = now
+            self._live.advance(state, Stage.PREFILLED)
+        return False
+
+    # --- out ---
+
+    def leaves(self, state: RequestState) -> bool:
+        """Whether ``state`` is at a boundary, and is to go on elsewhere."""
+        if state.stage is Stage.PREFILLED and state.packed is not None:
+            return not state.aborted  # decode here has nothing of it any more
+        role = NEXT_ROLE.get(state.stage)
+        begun = state.in_flight or state.prefilled is not None or state.final is not None
+        return role is not None and role not in self.roles and not begun and not state.aborted
+
+    def leave_waiting(self) -> None:
+        """After a change of roles: those that wait for a stage that is done elsewhere from now on leave.
+
+        Those in the middle of their answers leave after their next step.
+        """
+        for state in self._live:
+            if state.stage is not Stage.READY and self.leaves(state):
+                self.leave(state)
+
+    def leave(self, state: RequestState) -> None:
+        """Let a request go on elsewhere; it stays where its state cannot travel, as that of samples which learn from
+        each other."""
+        try:
+            payload = state.packed if state.packed is not None else self._pack(state)
+        except Unimplemented:
+            return
+        except Exception as error:  # noqa: BLE001 - a bug with one request's state ends that request only
+            self._live.fail(state, typed(error, state))
+            return
+        handover = self._handover(state, payload)
+        self._live.advance(state, Stage.LEFT)
+        self._live.release(state)
+        state.group.sink(Left(handover, state.sample))
+
+    def prefilling(self, states: list[RequestState], run: Callable[[], list[Any]]) -> list[Any]:
+        """``run`` a prefill batch on its worker's thread; what then leaves is packed there, too."""
+        outcomes = run()
+        if "decode" not in self.roles:
+            for i, state in enumerate(states):
+                if outcomes[i] is None:
+                    outcomes[i] = self._packed(state, self._stages.prefilled_payload)
+        return outcomes
+
+    def decoding(self, states: list[RequestState]) -> Callable[[Callable[[], list[Any]]], list[Any]]:
+        """What runs a decode batch on its worker's thread, and packs there what then leaves, or is saved."""
+        every, goes = self.save_every, "decode" not in self.roles
+        due = [goes or (every > 0 and state.steps % every == every - 1) for state in states]
+
+        def run(steps: Callable[[], list[Any]]) -> list[Any]:
+            outcomes = steps()
+            for state, outcome, packs in zip(states, outcomes, due, strict=True):
+                if packs and not isinstance(outcome, BaseException) and outcome.reason is None:
+                    self._packed(state, self._stages.live_payload)
+            return outcomes
+
+        return run
+
+    def stepped(self, state: RequestState) -> None:
+        """After a decode step that did not end the answer: report what was packed, or let the request go."""
+        state.steps += 1
+        if state.packed is None:
+            return
+        if self.leaves(state):
+            self.leave(state)
+        else:
+            state.group.sink(Saved(self._handover(state, state.packed), state.sample))
+        state.packed = None
+
+    def _packed(self, state: RequestState, pack: Callable[[str], Any]) -> MMServeError | BaseException | None:
+        """Set ``state.packed``; on a worker's thread. What went wrong, unless it is that the state cannot travel."""
+        [outcome] = run_isolated(lambda ids: [pack(ids[0])], [state.request.id])
+        if not isinstance(outcome, BaseException):
+            state.packed = outcome
+            return None
+        return None if isinstance(outcome, Unimplemented) else outcome
+
+    def _pack(self, state: RequestState) -> Any:
+        if state.stage is Stage.QUEUED:
+            return None
+        if state.stage is Stage.ENCODED:
+            return self._stages.encoded_payload(state.request.id)
+        return self._stages.prefilled_payload(state.request.id)
+
+    def _handover(self, state: RequestState, payload: Any) -> Handover:
+        arrived = state.group.arrived
+        return Handover(
+            state.request,
+            state.stage,
+            payload,
+            state.usage,
+            state.keys,
+            state.looks,
+            payload.text.sent if isinstance(payload, CanvasPayload) else 0,
+            time.monotonic() - arrived,
+            dict(state.run),
+            {name: at - arrived for name, at in state.reached.items()},
+        )

@@ -1,0 +1,117 @@
+"""The adapters of one model that requests may ask for: read, listed, dropped, bounded in memory."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from mmserve.core.info import AdapterInfo
+from mmserve.core.request import Request
+from mmserve.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
+from mmserve.models.base import LoadedModel, Model
+from mmserve.models.lora import Adapter, Stacks
+from mmserve.models.lora_files import adapter_bytes, read_adapter
+
+#: Names of adapters: they are names of folders, and come after a model's name and a colon.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Adapters:
+    """Adapters of ``model`` from subfolders of ``folder`` (empty = none can be loaded), ``most`` bytes of weights.
+
+    As many bytes again may hold the weights of the latest batches side by side. May be called from any thread.
+    """
+
+    def __init__(self, model: Model, *, folder: str = "", most: int = 0) -> None:
+        self._model, self._folder, self._most = model, folder, most
+        self._by_key: dict[str, Adapter] = {}
+        self._names: dict[str, str] = {}  # name to key
+        self._lock = threading.Lock()
+        self.stacks = Stacks(most)
+
+    def load(self, name: str) -> AdapterInfo:
+        """Read the adapter ``name``, in place of one of that name; requests under way go on with theirs.
+
+        Raises ``Unimplemented`` where the model takes none, ``NotFound``, ``InvalidArgument`` for what is wrong with
+        its files, ``ResourceExhausted`` where there is no room.
+        """
+        model = self._taking()
+        if not NAME.fullmatch(name):
+            raise InvalidArgument.of("adapter", f"must match {NAME.pattern}, not {name!r}")
+        folder = Path(self._folder).expanduser() / name
+        if not folder.is_dir():
+            raise NotFound(f"[engine] adapter_folder has no folder {name!r}")
+        try:
+            self._check_room(name, adapter_bytes(folder))
+            made = read_adapter(name, folder, model.decoder, model.dtype, model.device)
+        except ConfigError as error:
+            raise InvalidArgument.of("adapter", str(error)) from error
+        with self._lock:
+            self._check_room(name, made.bytes)
+            old = self._names.get(name)
+            if old is not None:
+                del self._by_key[old]
+            self._by_key[made.key], self._names[name] = made, made.key
+        self.stacks.forget()
+        return _info(made)
+
+    def drop(self, name: str) -> None:
+        """Serve ``name`` no longer; requests that decode with it go on. Raises ``NotFound``."""
+        with self._lock:
+            if name not in self._names:
+                raise self._unknown(name)
+            del self._by_key[self._names.pop(name)]
+        self.stacks.forget()
+
+    def listed(self) -> list[AdapterInfo]:
+        """Those that are loaded, by name."""
+        with self._lock:
+            return [_info(self._by_key[self._names[name]]) for name in sorted(self._names)]
+
+    def resolved(self, request: Request) -> Request:
+        """``request`` with the key of its adapter in place of its name: what is loaded under the name later is another.
+
+        Raises ``NotFound`` where there is none, ``Unimplemented`` where the model takes none.
+        """
+        if not request.adapter:
+            return request
+        self._taking()
+        with self._lock:
+            key = self._names.get(request.adapter)
+            if key is None and request.adapter not in self._by_key:  # a key comes with a request from another engine
+                raise self._unknown(request.adapter)
+        return replace(request, adapter=key or request.adapter)
+
+    def of(self, request: Request) -> Adapter | None:
+        """The adapter of a resolved request, None where it asks for none; raises ``NotFound`` where it was dropped."""
+        if not request.adapter:
+            return None
+        found = self._by_key.get(request.adapter)
+        if found is None:
+            raise NotFound(f"the adapter {request.adapter.rpartition(':')[0]!r} was dropped while the request waited")
+        return found
+
+    def _taking(self) -> LoadedModel:
+        if not isinstance(self._model, LoadedModel):
+            raise Unimplemented(f"model {self._model.spec.name!r} takes no adapters: its network is its own")
+        if not self._folder:
+            raise Unimplemented("this server takes no adapters: it has no [engine] adapter_folder")
+        return self._model
+
+    def _unknown(self, name: str) -> NotFound:
+        known = ", ".join(sorted(self._names)) or "none is loaded"
+        return NotFound(f"model {self._model.spec.name!r} has no adapter {name!r}; there is: {known}")
+
+    def _check_room(self, name: str, size: int) -> None:
+        held = sum(a.bytes for a in self._by_key.values() if a.name != name)
+        if held + size > self._most:
+            raise ResourceExhausted(
+                f"the adapters of {self._model.spec.name!r} would take {held + size} bytes, and [engine] adapter_bytes "
+                f"is {self._most}: drop one, or set it higher"
+            )
+
+
+def _info(adapter: Adapter) -> AdapterInfo:
+    return AdapterInfo(name=adapter.name, digest=adapter.key.rpartition(":")[2], rank=adapter.rank, bytes=adapter.bytes)

@@ -1,0 +1,134 @@
+"""An adapter as peft saves it: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmserve.errors import ConfigError
+from mmserve.models.checkpoint import ADAPTER, Weights, read_json
+from mmserve.models.decoder import Decoder
+from mmserve.models.keys import Keys
+from mmserve.models.lora import SITES, Adapter, Site, gives_same_bits_wide
+from mmserve.models.tensor_parts import Rows
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+#: Settings of peft that change what an adapter computes, and the values of them that are implemented.
+_SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "alpha_pattern": ({}, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "peft_type": ("LORA",),
+    "trainable_token_indices": (None,),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+}
+
+
+def adapter_bytes(folder: Path) -> int:
+    """Size of an adapter's weights as they are stored; raises ``ConfigError`` where there are none."""
+    try:
+        return (folder / WEIGHTS).stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{folder} has no {WEIGHTS}: {error.strerror}") from error
+
+
+def read_adapter(name: str, folder: Path, decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Adapter:
+    """The adapter in ``folder`` for ``decoder``, whose tensors have the names they were loaded by.
+
+    Raises ``ConfigError`` naming the setting, tensor or file that is wrong, and every tensor that is for no layer of
+    the decoder's attention and dense feed-forward.
+    """
+    config = read_json(folder / ADAPTER)
+    keys = Keys(config, folder / ADAPTER)
+    keys.check(_SWITCHES)
+    alpha = keys.number("lora_alpha", default=float(keys.integer("r", default=8)))
+    weights = Weights(folder, WEIGHTS)
+    modules = _modules(decoder)
+    layers: list[dict[str, Site]] = []
+    rank = 0
+    for index in range(decoder.config.num_layers):
+        sites: dict[str, Site] = {}
+        for site, parts in SITES.items():
+            found = [_pair(weights, modules.get(f"layers.{index}.{part}")) for part in parts]
+            shapes = [modules[f"layers.{index}.{part}"][1] for part in parts if f"layers.{index}.{part}" in modules]
+            if not any(found):
+                continue
+            ranks = [0 if pair is None else len(pair[0]) for pair in found]
+            rank = max(rank, *ranks)
+            joint = _joint(found, shapes, ranks, alpha, rslora=keys.flag("use_rslora"))
+            sites[site] = Site(joint.a_IR.to(device, dtype), joint.b_RO.to(device, dtype))
+        layers.append(sites)
+    weights.check_all_read()
+    if not rank:
+        raise ConfigError(f"{weights.source} has no tensors of LoRA")
+    wide = gives_same_bits_wide(layers)
+    return Adapter(name, f"{name}:{_digest(folder)}", rank, tuple(layers), wide)
+
+
+def _modules(decoder: Decoder) -> dict[str, tuple[str | Rows, torch.Size]]:
+    """Of each linear layer of the decoder's layers: the tensor that it was loaded from, and its shape."""
+    known = {each for parts in SITES.values() for each in parts}
+    found: dict[str, tuple[str | Rows, torch.Size]] = {}
+    for name, (part, shape) in decoder.origins.items():
+        module, _, leaf = name.rpartition(".")
+        ours = leaf == "weight" and module.rpartition(".")[2] in known and ".moe." not in module
+        if ours and isinstance(part, str | Rows):
+            found[module] = (part, shape)
+    return found
+
+
+def _pair(weights: Weights, module: tuple[str | Rows, torch.Size] | None) -> tuple[Tensor, Tensor] | None:
+    """A ``[r, in]`` and B ``[out, r]`` of a layer, fp32; None where the adapter has none."""
+    if module is None:
+        return None
+    part, (out, into) = module
+    tensor = part if isinstance(part, str) else part.name
+    stem = _PREFIX + tensor.removesuffix(".weight")
+    if stem + _A not in weights:
+        return None
+    rank = weights.shape(stem + _A)[0]
+    cpu = torch.device("cpu")
+    total = out if isinstance(part, str) else part.total
+    a = weights.tensor(stem + _A, torch.Size([rank, into]), torch.float32, cpu)
+    b = weights.tensor(stem + _B, torch.Size([total, rank]), torch.float32, cpu)
+    return a, b if isinstance(part, str) else b[part.start : part.start + out]
+
+
+def _joint(
+    pairs: list[tuple[Tensor, Tensor] | None],
+    shapes: list[torch.Size],
+    ranks: list[int],
+    alpha: float,
+    *,
+    rslora: bool,
+) -> Site:
+    """The layers of one site as one pair: A one after another, B along the diagonal."""
+    into, outs = shapes[0][1], [shape[0] for shape in shapes]
+    a_IR = torch.zeros(into, sum(ranks))
+    b_RO = torch.zeros(sum(ranks), sum(outs))
+    row = column = 0
+    for pair, rank, out in zip(pairs, ranks, outs, strict=True):
+        if pair is not None:
+            scale = alpha / (math.sqrt(rank) if rslora else rank)
+            a_IR[:, row : row + rank] = pair[0].T
+            b_RO[row : row + rank, column : column + out] = pair[1].T * scale
+        row, column = row + rank, column + out
+    return Site(a_IR, b_RO)
+
+
+def _digest(folder: Path) -> str:
+    made = hashlib.sha256()
+    for file in (ADAPTER, WEIGHTS):
+        with (folder / file).open("rb") as opened:
+            made.update(hashlib.file_digest(opened, "sha256").digest())
+    return made.hexdigest()[:16]

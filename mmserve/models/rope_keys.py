@@ -1,0 +1,122 @@
+"""Rotary position embedding as a ``config.json`` describes it, under the keys of transformers 5 and of those before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmserve.errors import ConfigError
+from mmserve.models.keys import Keys
+from mmserve.models.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from mmserve.models.rotary import frequency_axes
+
+#: Kinds of scaling of positions with one axis. "dynamic" changes nothing within ``max_position_embeddings``, and no
+#: request is longer; "su" is what Phi-3 called "longrope" first.
+KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn", None)
+#: Kinds of positions with several axes (M-RoPE).
+AXES_KINDS = ("default", "mrope", None)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base, scaling, the axis of position that turns each frequency, and the share of a head that is rotated."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+    axes: tuple[int, ...] = ()
+    share: float = 1.0
+    positions: int | None = None  # most positions it serves, where that is fewer than ``max_position_embeddings``
+
+
+def read_rope(keys: Keys, *, partial: bool = False) -> Rope:
+    """From ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of those before.
+
+    Dimple has ``mrope_section`` beside them. ``partial``: the architecture may rotate a share of each head. Raises
+    ``ConfigError`` naming what is not implemented.
+    """
+    merged: dict[str, Any] = {"rope_type": "default", "mrope_section": keys.values.get("mrope_section")}
+    for name in ("rope_parameters", "rope_scaling"):
+        values = keys.values.get(name) or {}
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{keys.path}: {name} must be an object, not {values!r}")
+        merged |= {"rope_type": values["type"]} if "type" in values else {}
+        merged |= values
+    rope = Keys(merged, keys.path)
+    kind = keys.values.get("model_type")
+    interleaved = rope.flag("mrope_interleaved") or kind in ("qwen3_vl", "qwen3_vl_moe")
+    axes = _axes(rope, interleaved=interleaved)
+    rope.check({"rope_type": AXES_KINDS if axes else KINDS})
+    if not partial:
+        rope.check({"partial_rotary_factor": (1, None)})
+    theta = keys.number("rope_theta", default=rope.number("rope_theta", default=10_000.0))
+    share = rope.number("partial_rotary_factor", default=keys.number("partial_rotary_factor", default=1.0))
+    scaling, positions = _scaling(keys, rope)
+    return Rope(theta, scaling, axes, share, positions)
+
+
+def _scaling(keys: Keys, rope: Keys) -> tuple[RopeScaling | None, int | None]:
+    kind = rope.values["rope_type"]
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_positions=rope.integer("original_max_position_embeddings"),
+        ), None
+    if kind == "linear":
+        return LinearScaling(factor=rope.number("factor")), None
+    if kind == "yarn":
+        return _yarn(keys, rope), None
+    if kind in ("longrope", "su"):
+        return _longrope(keys, rope)
+    return None, None
+
+
+def _yarn(keys: Keys, rope: Keys) -> YarnScaling:
+    most = keys.integer("max_position_embeddings", default=2048)
+    original = rope.integer("original_max_position_embeddings", default=most)
+    factor = rope.number("factor", default=most / original)
+    usual = YarnScaling.usual_amplitude
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        amplitude = usual(factor, rope.number("mscale")) / usual(factor, rope.number("mscale_all_dim"))
+    else:
+        amplitude = usual(factor)
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        amplitude=rope.number("attention_factor", default=amplitude),
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        truncate=rope.values.get("truncate") is not False,
+    )
+
+
+def _longrope(keys: Keys, rope: Keys) -> tuple[LongRopeScaling, int]:
+    """The factors of short contexts, and the positions that they are for.
+
+    transformers turns a longer sequence by other factors from its first position on, so the keys of one request would
+    not stay what they are: what is served ends where the short factors do.
+    """
+    most = keys.integer("max_position_embeddings", default=2048)
+    named = keys.integer("original_max_position_embeddings", default=most)
+    original = rope.integer("original_max_position_embeddings", default=named)
+    factor = rope.number("factor", default=most / original)
+    factors = rope.values.get("short_factor")
+    if not isinstance(factors, list) or not all(isinstance(each, int | float) and each > 0 for each in factors):
+        raise ConfigError(f"{rope.path}: short_factor must be a list of positive numbers, not {factors!r}")
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    amplitude = rope.number("attention_factor", default=usual)
+    return LongRopeScaling(factors=tuple(map(float, factors)), amplitude=amplitude), original
+
+
+def _axes(rope: Keys, *, interleaved: bool) -> tuple[int, ...]:
+    """M-RoPE's axes (``mrope_section``: frequencies of time, rows and columns); () where positions have one."""
+    sections = rope.values.get("mrope_section")
+    if sections is None:
+        return ()
+    whole = isinstance(sections, list) and all(type(count) is int and count > 0 for count in sections)
+    if not whole or len(sections) != 3:
+        raise ConfigError(f"{rope.path}: mrope_section must be three positive numbers, not {sections!r}")
+    return frequency_axes(sections, interleaved=interleaved)

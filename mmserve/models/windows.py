@@ -1,0 +1,50 @@
+"""Which layers of a checkpoint see no further than a sliding window, as its ``config.json`` has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mmserve.errors import ConfigError
+from mmserve.models.decoder_config import DecoderConfig
+from mmserve.models.keys import Keys
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def layer_windows(
+    keys: Keys, config: DecoderConfig, *, switch: str = "", everywhere: bool = False, pattern: int = 0
+) -> DecoderConfig:
+    """``config`` with the windows that ``sliding_window`` and ``layer_types`` give its layers.
+
+    A window that no request outgrows is none. ``switch``: the key without which ``sliding_window`` means nothing. Where
+    ``layer_types`` is not set, all layers have the window (``everywhere``), all but each ``pattern``-th, or, as in
+    Qwen2, those from ``max_window_layers`` on. Raises ``ConfigError``.
+    """
+    kinds = _kinds(keys, config.num_layers)
+    window = keys.integer("sliding_window", default=config.max_positions)
+    if switch and not keys.flag(switch) and kinds is None:
+        return config
+    if kinds is None and everywhere:
+        kinds = [SLIDING] * config.num_layers
+    elif kinds is None and pattern:
+        kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(config.num_layers)]
+    elif kinds is None:
+        first = keys.values.get("max_window_layers", 28)
+        kinds = [SLIDING if layer >= first else FULL for layer in range(config.num_layers)]
+    if SLIDING not in kinds:
+        return config
+    if window >= config.max_positions and not config.local_theta:
+        return config
+    return replace(config, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+
+
+def _kinds(keys: Keys, layers: int) -> list[str] | None:
+    kinds = keys.values.get("layer_types")
+    if kinds is None:
+        return None
+    unknown = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
+    if unknown:
+        raise ConfigError(f"{keys.path}: layer_types {unknown} are not supported")
+    if SLIDING in kinds and len(kinds) != layers:
+        raise ConfigError(f"{keys.path}: layer_types names {len(kinds)} layers, and num_hidden_layers is {layers}")
+    return list(kinds)

@@ -1,0 +1,89 @@
+"""What is noted of one request while it is answered: for metrics, for the access log, and for its trace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
+
+from mmserve.core.events import Delta, Event, Finished
+from mmserve.core.progress import Progress
+from mmserve.core.request import Request
+from mmserve.errors import MMServeError
+from mmserve.observe import calls
+from mmserve.observe.metrics import Metrics
+
+if TYPE_CHECKING:  # only who traces imports OpenTelemetry
+    from mmserve.observe.spans import RequestTrace
+
+
+class Watch:
+    """One request, from when it is read to its last event or its failure."""
+
+    def __init__(self, metrics: Metrics, trace: RequestTrace | None = None) -> None:
+        self._metrics, self._trace = metrics, trace
+        self._longest = 0  # tokens of an answer
+        self._last: dict[int, float] = {}  # when each sample's last text came, on the monotonic clock (seconds)
+        self.model = ""  # unchanged where there is no model of that name: a client's text is never a label
+        self.tenant = ""
+        self.left = ""  # code with which the client went away, if it did
+
+    def accepted(self, request: Request) -> Request:
+        """``request`` as it goes to the engine: with its client's name for it, and its trace, if it has one."""
+        request = replace(request, label=calls.current().request_id)
+        if self._trace is None:
+            return request
+        self._trace.accepted(request)
+        return replace(request, trace=self._trace.carrier)
+
+    def sink(self, put: Callable[[Event], None]) -> Callable[[Event | Progress], None]:
+        """What the engine reports to: ``put`` gets the events, and the trace what it is made of."""
+        trace = self._trace
+        if trace is None:  # of which nothing but events comes
+            return cast(Callable[[Event | Progress], None], put)
+
+        def take(event: Event | Progress) -> None:
+            trace.see(event)
+            if not isinstance(event, Progress):
+                put(event)
+
+        return take
+
+    def see(self, event: Event) -> None:
+        """Note an event as it is sent."""
+        if isinstance(event, Finished):
+            self._longest = max(self._longest, event.usage.completion_tokens)
+            self._metrics.finished(self.model, event)
+            self._metrics.tenants.finished(self.tenant, event)
+            calls.current().prompt_tokens += event.usage.prompt_tokens
+            calls.current().completion_tokens += event.usage.completion_tokens
+        elif isinstance(event, Delta):
+            now = time.monotonic()
+            if event.sample in self._last:
+                self._metrics.between(self.model, now - self._last[event.sample])
+            self._last[event.sample] = now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._metrics.answered(self.model, self._longest)
+            self._metrics.tenants.ended(self.tenant, "OK")
+            self._end_trace("")
+            return
+        code = error.code if isinstance(error, MMServeError) else "INTERNAL"
+        if isinstance(error, asyncio.CancelledError):
+            code = self.left or "CANCELLED"
+        self._metrics.failed(self.model, code)
+        self._metrics.tenants.ended(self.tenant, code)
+        self._end_trace(code)
+
+    def _end_trace(self, code: str) -> None:
+        if self._trace is not None:
+            self._trace.end(code)

@@ -1,0 +1,134 @@
+"""What stages cost: seconds of a pass from the sizes of its batch, with coefficients that were fitted.
+
+Forms after DistServe (arXiv 2401.09670, appendix A) for prefill and decode, and the same with patches for encode:
+
+- load ``a + b·Σmegapixels``
+- encode ``a + b·Σpatches + c·Σpatches²``
+- prefill ``a + b·Σn + c·Σn²``
+- decode ``a + b·Σcontext + c·Σrows`` (``rows``: positions a step runs, 1 of a next-token model)
+- transfer ``latency + bytes / bandwidth``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmserve.errors import ConfigError
+
+#: Costs that are shipped with the package, by name.
+SHIPPED = {"epdserve": "epdserve.json"}
+#: When a request's first token leaves: as its prefill ends, or as decode takes it over (as mmserve's engine does).
+FIRST_TOKEN = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a pass: ``a + b·x + c·y``, each coefficient at least 0."""
+
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+
+    def __call__(self, x: float, y: float = 0.0) -> float:
+        """Seconds at the sums ``x`` and ``y``."""
+        return self.a + self.b * x + self.c * y
+
+
+@dataclass(frozen=True)
+class Link:
+    """Transfer between workers: ``latency`` seconds and ``bandwidth`` bytes a second; 0 = by reference, no time."""
+
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """How long a sender is busy with ``size`` bytes, without the latency."""
+        return size / self.bandwidth if self.bandwidth else 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model costs on one kind of worker.
+
+    ``embedding_bytes`` of a visual token from encode to prefill; ``kv_bytes`` of a position from prefill to decode.
+    ``chunked``: longer prompts are prefilled in chunks. ``quality``: relative residuals of each fit, for reports.
+    """
+
+    name: str
+    source: str
+    encode: Curve
+    prefill: Curve
+    decode: Curve
+    load: Curve = Curve()
+    link: Link = Link()
+    embedding_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    chunked: bool = False
+    first_token: str = "decode"
+    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode_seconds(self, patches: Iterable[int]) -> float:
+        """One pass of the vision tower over images of so many patches each."""
+        each = list(patches)
+        return self.encode(sum(each), sum(p * p for p in each))
+
+    def prefill_seconds(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """One pass over ``(done, new)`` positions of each prompt; a whole prompt has ``done`` 0."""
+        each = list(chunks)
+        return self.prefill(sum(new for _, new in each), sum((done + new) ** 2 - done**2 for done, new in each))
+
+    def decode_seconds(self, context: float, rows: float) -> float:
+        """One step of a batch that attends to ``context`` positions in all and runs ``rows``."""
+        return self.decode(context, rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, which ``from_json`` reads."""
+        return asdict(self)
+
+
+def from_json(data: Any, where: str) -> Costs:
+    """Costs from plain data. Raises ``ConfigError`` that names ``where`` and the key."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must be a JSON object")
+    known = set(Costs.__dataclass_fields__)
+    if unknown := set(data) - known:
+        raise ConfigError(f"{where}: unknown key {min(unknown)!r}; known are {', '.join(sorted(known))}")
+    made = dict(data)
+    try:
+        for key in ("load", "encode", "prefill", "decode"):
+            if key in made:
+                made[key] = Curve(**_numbers(made[key], f"{where}: {key}"))
+        if "link" in made:
+            made["link"] = Link(**_numbers(made["link"], f"{where}: link"))
+        costs = Costs(**made)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if costs.first_token not in FIRST_TOKEN:
+        raise ConfigError(f"{where}: first_token must be one of {', '.join(FIRST_TOKEN)}, not {costs.first_token!r}")
+    for key in ("embedding_bytes", "kv_bytes"):
+        _numbers({key: getattr(costs, key)}, where)
+    return costs
+
+
+def read(path: str) -> Costs:
+    """Costs of a file of ``mmserve plan --measure``, or those shipped under a name of ``SHIPPED``."""
+    at = Path(__file__).parent / SHIPPED[path] if path in SHIPPED else Path(path)
+    try:
+        data = json.loads(at.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return from_json(data["costs"] if isinstance(data, dict) and "costs" in data else data, path)
+
+
+def _numbers(values: Any, where: str) -> dict[str, float]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must be a JSON object")
+    for key, number in values.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ConfigError(f"{where}: {key} must be a number of at least 0, not {number!r}")
+    return {key: float(number) for key, number in values.items()}

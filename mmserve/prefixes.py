@@ -1,0 +1,194 @@
+"""The beginnings of prompts that an engine keeps: in its page pool, and beyond it (``kv.prefix_tier``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from mmserve.core.cached import Block, Label, alone, named
+from mmserve.core.request import TERMINAL, RequestId
+from mmserve.errors import FailedPrecondition
+from mmserve.kv.pool import PagePool
+from mmserve.kv.prefix_tier import Fetched, PrefixTier
+from mmserve.request_state import RequestState
+
+logger = logging.getLogger("mmserve.engine")
+
+#: Prompts whose pages are read from disk at once.
+_READERS = 2
+#: Seconds for the engine's thread to answer.
+_PATIENCE = 30.0
+#: Requests whose prompts are remembered.
+_LATEST = 1024
+
+
+class Prefixes:
+    """For the engine's thread, but for ``blocks``, ``pin``, ``drop`` and ``flush``.
+
+    ``tier``: None = there is nothing beyond the pool. ``post`` has the engine's thread call something. ``fetched`` of
+    requests that wait for their prefill are for the prefill stage to take. ``page_bytes``: of a page in the pool.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        tier: PrefixTier | None,
+        fetched: dict[RequestId, Fetched],
+        post: Callable[[Callable[[], None]], None],
+        model: str,
+        page_size: int,
+        page_bytes: int,
+    ) -> None:
+        self._pool, self._tier, self._fetched, self._post = pool, tier, fetched, post
+        self._model, self._page_size, self._page_bytes = model, page_size, page_bytes
+        #: The last page of the prompts that were prefilled last, by request.
+        self.latest: OrderedDict[RequestId, str] = OrderedDict()
+        self._labels: dict[bytes, Label] = {}  # of published pages, by key
+        self._readers = None if tier is None else ThreadPoolExecutor(_READERS, "mmserve-pages")
+        if tier is not None:
+            pool.evicted = []
+
+    def published(self, state: RequestState) -> None:
+        """Note whose the pages of ``state`` are that may be published by now."""
+        if not state.keys:
+            return
+        self.latest[state.request.id] = state.keys[-1].hex()
+        if len(self.latest) > _LATEST:
+            self.latest.popitem(last=False)
+        if state.keys[-1] not in self._labels:
+            self._labels.update(zip(state.keys, self._labels_of(state), strict=True))
+        if len(self._labels) > 2 * self._pool.total:
+            there = self._pool.published()
+            self._labels = {key: label for key, label in self._labels.items() if key in there}
+
+    def fetch(self, state: RequestState) -> None:
+        """Look for what the pool lacks of a prompt beyond it; prefill waits for it."""
+        if self._tier is None or self._readers is None or not state.keys or state.looks or state.final is not None:
+            return
+        known = self._pool.known(state.keys)
+        if known == len(state.keys):
+            return
+        state.fetching, tier, labels = True, self._tier, self._labels_of(state)
+
+        def read() -> None:
+            fetched = Fetched()
+            try:
+                fetched = tier.fetch(state.keys[known:], labels[known:])
+            except Exception as error:  # noqa: BLE001 - what is not found is computed
+                logger.warning("K/V pages of request %s could not be read: %s", state.request.id, error)
+            self._post(lambda: took(fetched))
+
+        def took(fetched: Fetched) -> None:
+            state.fetching = False
+            if state.stage in TERMINAL or state.aborted:
+                fetched.close()
+            else:
+                self._fetched[state.request.id] = fetched
+
+        self._readers.submit(read)
+
+    def evicted(self) -> Callable[[], None]:
+        """What copies the pages that have just been taken from the pool; to be called before they are written."""
+        if self._tier is None or not self._pool.evicted:
+            return lambda: None
+        pages = [(page, self._labels.pop(key)) for page, key in self._pool.evicted if key in self._labels]
+        self._pool.evicted, tier = [], self._tier
+        return lambda: tier.save(pages)
+
+    # --- from any thread ---
+
+    def blocks(self) -> list[Block]:
+        """All that is kept."""
+        found: list[Block] = self._ask(self._in_pool)
+        return found + (self._tier.blocks() if self._tier is not None else [])
+
+    def pin(self, ids: Sequence[str], pinned: bool) -> int:
+        """Keep the prefixes ``ids`` beyond the pool whatever else comes, or no longer; how many of their pages are
+        there.
+
+        Raises ``FailedPrecondition`` where there is nothing beyond the pool, ``ResourceExhausted`` where too much is
+        pinned.
+        """
+        if self._tier is None:
+            why = "pages of prompts are pinned beyond the page pool: set [kv_cache] host_bytes or disk_folder"
+            raise FailedPrecondition(why)
+        names = named(self.blocks(), ids)
+        if pinned:
+            self._copied(names)
+        return self._tier.pin(names, pinned)
+
+    def drop(self, ids: Sequence[str]) -> int:
+        """Forget the prefixes ``ids``, but for what others begin with, too; how many pages that were."""
+        names = alone(self.blocks(), ids)
+        if self._tier is not None:
+            self._tier.drop(names)
+        self._ask(lambda: self._pool.withdraw([bytes.fromhex(name) for name in names]))
+        return len(names)
+
+    def flush(self) -> None:
+        """Copy what the pool holds to disk; after the engine's thread and its workers have ended."""
+        if self._tier is None or self._readers is None:
+            return
+        self._readers.shutdown()
+        for fetched in list(self._fetched.values()):
+            fetched.close()
+        if self._tier.cache.on_disk:
+            there = [(page, self._labels[key]) for key, page in self._pool.published().items() if key in self._labels]
+            most = max(1, self._tier.cache.room // self._tier.page_bytes)
+            self._tier.save(there[-most:])
+            self._tier.cache.flush()
+
+    def _in_pool(self) -> list[Block]:
+        labels = ((key, self._labels.get(key)) for key in self._pool.published())
+        return [Block(label, "pages", self._page_bytes) for _key, label in labels if label is not None]
+
+    def _labels_of(self, state: RequestState) -> list[Label]:
+        names = [key.hex() for key in state.keys]
+        tenant = state.request.tenant.cache
+        return [
+            Label("prefix", self._model, tenant, self._page_size, name, parent)
+            for name, parent in zip(names, ("", *names), strict=False)
+        ]
+
+    def _copied(self, names: Sequence[str]) -> None:
+        """Copy pages that are in the pool; nobody else may take them meanwhile."""
+        tier = self._tier
+        assert tier is not None, "asked for by ``pin`` alone"
+
+        def hold() -> list[tuple[int, Label]]:
+            pages = self._pool.published()
+            wanted = [(pages[key], self._labels[key]) for key in map(bytes.fromhex, names) if key in pages]
+            self._pool.hold([page for page, _label in wanted])
+            return wanted
+
+        held: list[tuple[int, Label]] = self._ask(hold)
+        try:
+            tier.save(held)
+        finally:
+            self._ask(lambda: self._pool.release(tuple(page for page, _label in held)))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """What ``question`` returns on the engine's thread."""
+        answer: list[Any] = []
+        done = threading.Event()
+
+        def put() -> None:
+            try:
+                answer.append(question())
+            finally:
+                done.set()
+
+        self._post(put)
+        if not done.wait(_PATIENCE) or not answer:
+            raise FailedPrecondition("the engine is not running: its caches cannot be asked now")
+        return answer[0]
+
+
+def own(blocks: Sequence[Block], worker: str) -> list[Block]:
+    """``blocks`` as those of ``worker``."""
+    return [replace(block, worker=worker) for block in blocks]

@@ -1,0 +1,194 @@
+"""Tools to call: drawn descriptions of functions, wishes that one of them, several or none can fulfil, and results."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mmserve.reference.items import Subject
+from mmserve.reference.scenes import COLORS, KINDS, SIZES
+from mmserve.tools.formats import HERMES
+from mmserve.tools.parse import written
+
+#: What is answered where no tool fits.
+NO_TOOL = "There is no tool for that."
+_CITIES = ("Paris", "Rome", "Oslo", "Berlin", "Tokyo", "Madrid", "Cairo", "Lima", "Boston", "Delhi", "London", "Kyoto")
+_PEOPLE = ("Anna", "Ben", "Carla", "David", "Eva", "Felix", "Gina", "Hugo", "Ida", "Jonas", "Kim", "Lena")
+_THINGS = ("milk", "bread", "the report", "a taxi", "flowers", "the keys", "a table", "the tickets", "tea", "the bill")
+_DIRECTIONS = ("up", "down", "left", "right")
+_UNITS = ("C", "F")
+
+
+@dataclass(frozen=True)
+class Function:
+    """A tool as chat templates take it, and a wish that it fulfils: the text, its arguments, and what it returns."""
+
+    name: str
+    description: str
+    properties: dict[str, Any]
+    wish: Callable[[random.Random], tuple[str, dict[str, Any], Any]]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The function in OpenAI's form."""
+        schema = {"type": "object", "properties": self.properties, "required": list(self.properties)}
+        own = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": own}
+
+
+@dataclass(frozen=True)
+class Box:
+    """The tools that are offered, and others of the same making that are not."""
+
+    offered: tuple[Function, ...]
+    absent: tuple[Function, ...]
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """Those that are offered, as chat templates take them."""
+        return tuple(function.described for function in self.offered)
+
+
+def _weather(rng: random.Random) -> Function:
+    place = rng.choice(("city", "location"))
+    properties: dict[str, Any] = {place: {"type": "string"}}
+    with_unit = rng.random() < 0.4
+    if with_unit:
+        properties["unit"] = {"type": "string", "enum": list(_UNITS)}
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        city, unit = rng.choice(_CITIES), rng.choice(_UNITS)
+        asked = rng.choice(
+            (f"What is the weather in {city}?", f"What's the weather like in {city}?", f"Weather in {city}")
+        )
+        said = f"{asked} Use {unit}." if with_unit else asked
+        return (
+            said,
+            {place: city, **({"unit": unit} if with_unit else {})},
+            rng.choice(("sunny", "rain", "snow", "wind")),
+        )
+
+    return Function(rng.choice(("get_weather", "weather")), "Get the weather for a location", properties, wish)
+
+
+def _drawing(_rng: random.Random) -> Function:
+    properties = {"shape": {"enum": list(KINDS)}, "color": {"enum": list(COLORS)}, "size": {"enum": list(SIZES)}}
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        kind, color, size = rng.choice(KINDS), rng.choice(tuple(COLORS)), rng.choice(SIZES)
+        said = rng.choice((f"Draw a {size} {color} {kind}.", f"Please draw a {size} {color} {kind}."))
+        return said, {"shape": kind, "color": color, "size": size}, "done"
+
+    return Function("draw", "Draw a shape", properties, wish)
+
+
+def _adding(rng: random.Random) -> Function:
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    name, word, sign = rng.choice((("add", "plus", 1), ("subtract", "minus", -1)))
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        a, b = rng.randint(0, 99), rng.randint(0, 99)
+        return rng.choice((f"What is {a} {word} {b}?", f"{a} {word} {b}")), {"a": a, "b": b}, a + sign * b
+
+    return Function(name, f"a {word} b", properties, wish)
+
+
+def _moving(_rng: random.Random) -> Function:
+    properties = {"direction": {"enum": list(_DIRECTIONS)}, "steps": {"type": "integer", "minimum": 1, "maximum": 99}}
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        way, steps = rng.choice(_DIRECTIONS), rng.randint(1, 99)
+        return (
+            rng.choice((f"Go {steps} steps {way}.", f"Move {way} by {steps}.")),
+            {"direction": way, "steps": steps},
+            "ok",
+        )
+
+    return Function("move", "Move in a direction", properties, wish)
+
+
+def _reminding(rng: random.Random) -> Function:
+    when = rng.choice(("minutes", "hours"))
+    properties = {"text": {"type": "string"}, when: {"type": "integer"}}
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        thing, count = rng.choice(_THINGS), rng.randint(2, 60)
+        return f"Remind me of {thing} in {count} {when}.", {"text": thing, when: count}, "set"
+
+    return Function("remind", "Set a reminder", properties, wish)
+
+
+def _messaging(rng: random.Random) -> Function:
+    to = rng.choice(("to", "person", "recipient"))
+    properties = {to: {"type": "string"}, "message": {"type": "string"}}
+
+    def wish(rng: random.Random) -> tuple[str, dict[str, Any], Any]:
+        person, thing = rng.choice(_PEOPLE), rng.choice(_THINGS)
+        text = f"bring {thing}"
+        return (
+            rng.choice((f"Tell {person} to {text}.", f"Ask {person} to {text}.")),
+            {to: person, "message": text},
+            "sent",
+        )
+
+    return Function(rng.choice(("send_message", "message")), "Send a message to a person", properties, wish)
+
+
+_MADE = (_weather, _drawing, _adding, _moving, _reminding, _messaging)
+
+
+def draw_box(rng: random.Random) -> Box:
+    """One to four tools of different names, and one that is not there."""
+    made: dict[str, Function] = {}
+    count = rng.choice((1, 1, 2, 2, 3, 4))
+    while len(made) <= count:
+        function = rng.choice(_MADE)(rng)
+        made.setdefault(function.name, function)
+    *offered, absent = made.values()
+    return Box(tuple(offered), (absent,))
+
+
+Asked = tuple[str, str, tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]
+
+
+def call(box: Box, rng: random.Random) -> Asked:
+    """A wish that one tool fulfils."""
+    function = rng.choice(box.offered)
+    text, arguments, _result = function.wish(rng)
+    return text, _written([(function.name, arguments)]), box.tools, ()
+
+
+def two_calls(box: Box, rng: random.Random) -> Asked:
+    """Two wishes in one message, each for a tool."""
+    chosen = [rng.choice(box.offered) for _ in range(2)]
+    wishes = [function.wish(rng) for function in chosen]
+    text = " ".join(wish[0] if wish[0][-1] in ".?" else f"{wish[0]}." for wish in wishes)
+    return text, _written([(f.name, wish[1]) for f, wish in zip(chosen, wishes, strict=True)]), box.tools, ()
+
+
+def no_call(box: Box, rng: random.Random) -> Asked:
+    """A wish that none of the tools fulfils."""
+    return box.absent[0].wish(rng)[0], NO_TOOL, box.tools, ()
+
+
+def result(box: Box, rng: random.Random) -> Asked:
+    """What a tool has returned, as the answer."""
+    function = rng.choice(box.offered)
+    text, arguments, value = function.wish(rng)
+    own = {"id": "call_0", "type": "function", "function": {"name": function.name, "arguments": arguments}}
+    said = value if isinstance(value, str) else json.dumps(value)
+    turns = (
+        {"role": "assistant", "content": "", "tool_calls": [own]},
+        {"role": "tool", "tool_call_id": "call_0", "content": json.dumps({"result": value})},
+    )
+    return text, said, box.tools, turns
+
+
+def _written(calls: list[tuple[str, dict[str, Any]]]) -> str:
+    return written(HERMES, ((name, json.dumps(arguments)) for name, arguments in calls))
+
+
+CALLS = Subject(draw_box, lambda _box: (), {"call": call, "two_calls": two_calls, "no_call": no_call, "result": result})

@@ -1,0 +1,168 @@
+"""DecisionService: typed questions about a context, answered with probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from mmserve.core.decisions import Decision, questions_text
+from mmserve.core.events import Finished, StageTimes, Usage
+from mmserve.core.request import Request, TextPart
+from mmserve.core.tenant import Tenant
+from mmserve.errors import Internal, MMServeError
+from mmserve.observe import calls
+from mmserve.observe.watch import Watch
+from mmserve.rpc.auth import current_tenant
+from mmserve.rpc.decision_messages import asked_decisions, decision_of, generation_of
+from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.generation import Generations, answered, deadline_of, logged
+from mmserve.rpc.status import errors_to_status
+from mmserve.v1 import decision_pb2 as pb
+from mmserve.v1 import decision_pb2_grpc
+from mmserve.wire import request_id
+from mmserve.wire.plain import to_message
+
+logger = logging.getLogger("mmserve.rpc")
+
+#: Prompts of one call that are in the engine's queue at once, where each question has its own.
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An accepted request: where it goes, and what it asks, by id."""
+
+    engine: EngineLike
+    request: Request
+    ids: tuple[str, ...]
+    questions: tuple[Decision, ...]
+
+
+class Deciding:
+    """Typed questions on their way to the engine that answers them, from whatever front they come."""
+
+    def __init__(self, engines: Engines, generations: Generations) -> None:
+        self._engines, self._generations = engines, generations
+
+    async def decide(
+        self,
+        own: str,
+        message: list[pb.DecideRequest],
+        tenant: Tenant,
+        deadline: float | None,
+        held: ExitStack,
+        fields: Mapping[str, str] = MappingProxyType({}),
+    ) -> pb.DecideResponse:
+        """The answers to the one request in ``message``, which is taken out of it; its bytes are counted until ``held``
+        is closed.
+
+        ``own``: the engine's id of the request. ``deadline`` is on the monotonic clock (seconds). ``fields``: where the
+        client has URLs, by URL. All forward passes end where the call is cancelled. Raises ``MMServeError``.
+        """
+        with self._generations.watch() as watch:
+            begun = time.monotonic()
+            asked = await self._accepted(own, message.pop(), tenant, deadline, held, watch, fields)
+            logger.info("request %s for %s: %d questions", own, asked.request.model, len(asked.questions))
+            finished = await self._answers(asked, watch)
+        total = 1000 * (time.monotonic() - begun)
+        return _response(asked, finished, total)
+
+    async def _accepted(
+        self,
+        own: str,
+        message: pb.DecideRequest,
+        tenant: Tenant,
+        deadline: float | None,
+        held: ExitStack,
+        watch: Watch,
+        fields: Mapping[str, str],
+    ) -> _Asked:
+        watch.tenant = tenant.name
+        ids, questions = asked_decisions(message)
+        info = self._engines.find(message.model).info
+        made = generation_of(message, info, questions)
+        files = await self._generations.fetched(made, fields)
+        engine, request = self._generations.accepted(own, made, tenant, deadline, held, watch, files)
+        request = replace(request, decisions=questions, streaming=replace(request.streaming, deltas=False))
+        return _Asked(engine, request, ids, questions)
+
+    async def _answers(self, asked: _Asked, watch: Watch) -> list[Finished]:
+        """What the model says of all questions: of a prompt each, the first is answered before the others, which then
+        find what they share with it in the prefix cache, and are run together."""
+        if asked.engine.info.decisions == "together":
+            return [await _finished(asked.engine, asked.request, watch)]
+        first, *others = (
+            _alone(asked.request, question, uuid.uuid4().hex if i else asked.request.id)
+            for i, question in enumerate(asked.questions)
+        )
+        found = [await _finished(asked.engine, first, watch)]
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def in_turn(request: Request) -> Finished:
+            async with places:
+                return await _finished(asked.engine, request, watch)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(in_turn(one)) for one in others]
+        except* MMServeError as errors:
+            raise errors.exceptions[0] from None
+        return found + [task.result() for task in tasks]
+
+
+class DecisionService(decision_pb2_grpc.DecisionServiceServicer):
+    """Answers ``Decide`` with the engine of the model that the request names."""
+
+    def __init__(self, deciding: Deciding) -> None:
+        self._deciding = deciding
+
+    async def Decide(self, message: pb.DecideRequest, context: Any) -> pb.DecideResponse:
+        """Answer the questions of one request; a client that leaves cancels it."""
+        label, own = calls.current().request_id, uuid.uuid4().hex
+        given = [message]
+        del message  # its media are copied: who reads it frees it
+        with ExitStack() as held:
+            async with errors_to_status(context, f"Decide {label}"):
+                await context.send_initial_metadata(((request_id.KEY, label),))
+                with logged(own, label):
+                    return await self._deciding.decide(own, given, current_tenant(), deadline_of(context), held)
+        raise AssertionError("unreachable: an error ends the call")
+
+
+async def _finished(engine: EngineLike, request: Request, watch: Watch) -> Finished:
+    async with aclosing(answered(engine, request, watch)) as events:
+        async for event in events:
+            if isinstance(event, Finished):
+                return event
+    raise Internal("the engine ended a request without an answer", error_id=request.id)
+
+
+def _alone(request: Request, question: Decision, own: str) -> Request:
+    """``request`` with only this question in its prompt and on its canvas."""
+    *before, last = request.messages
+    *parts, text = last.parts
+    assert isinstance(text, TextPart), "the questions are the last text"
+    begin = "\n" if text.text.startswith("\n") else ""
+    changed = replace(last, parts=(*parts, TextPart(begin + questions_text([question], together=False))))
+    return replace(request, id=own, messages=(*before, changed), decisions=(question,))
+
+
+def _response(asked: _Asked, finished: Sequence[Finished], total: float) -> pb.DecideResponse:
+    decided = [each for one in finished for each in one.decisions]
+    response = pb.DecideResponse(model=asked.request.model, forwards=sum(one.forwards for one in finished))
+    for name, question, each in zip(asked.ids, asked.questions, decided, strict=True):
+        response.decisions.append(decision_of(name, question, each))
+    to_message(_summed(Usage, [one.usage for one in finished]), response.usage)
+    to_message(replace(_summed(StageTimes, [one.times for one in finished]), total=total), response.times)
+    return response
+
+
+def _summed(kind: Any, values: Sequence[Any]) -> Any:
+    return kind(**{field.name: sum(getattr(value, field.name) for value in values) for field in fields(kind)})

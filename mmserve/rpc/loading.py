@@ -1,0 +1,122 @@
+"""Models that a running server loads and unloads on request (``ModelService.LoadModel`` and ``UnloadModel``)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from mmserve.config import Config, ModelConfig
+from mmserve.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
+from mmserve.models.names import served_name
+from mmserve.needs import free_memory, memory_needed
+from mmserve.rpc.engines import EngineLike, Engines
+from mmserve.rpc.reload import Load, Replacement, forget
+
+logger = logging.getLogger("mmserve.rpc")
+
+_MIB = 1 << 20
+
+
+class Loading:
+    """Loads models beside those that serve, and unloads any but the last; used on one event loop.
+
+    One after another: a model's memory is known to be there before any of it is taken. ``run`` calls a blocking
+    function elsewhere; ``load`` is set by who can load models.
+    """
+
+    def __init__(
+        self, engines: Engines, config: Config, run: Callable[..., Awaitable[Any]], replacement: Replacement
+    ) -> None:
+        self._engines, self._config, self._run, self._replacement = engines, config, run, replacement
+        self.load: Load | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def add(self, path: str, name: str = "", dtype: str = "") -> EngineLike:
+        """Serve the checkpoint ``path`` of the server's folder as model ``name`` (empty = its folder's).
+
+        It goes on where its caller leaves. Raises ``Unimplemented`` where this server loads none, ``NotFound``,
+        ``InvalidArgument`` for what is wrong with its files, ``FailedPrecondition`` where its name is taken,
+        ``ResourceExhausted`` where memory is missing.
+        """
+        load = self.load
+        if load is None:
+            raise Unimplemented("this server loads no models while it runs: its stages are on other machines")
+        entry = ModelConfig(path=str(self._folder(path)), name=name, dtype=dtype or "auto")
+        return await self._shielded(self._add(entry, load))
+
+    async def drop(self, name: str, seconds: float | None = None) -> bool:
+        """Serve model ``name`` no longer, and return once its memory is free.
+
+        Requests that it has go on for ``seconds`` at most (None = ``drain_seconds``); those left then fail. Returns
+        whether all ended by themselves. Raises ``NotFound``, and ``FailedPrecondition`` for the only model.
+        """
+        return await self._shielded(self._drop(name, seconds))
+
+    async def _shielded(self, work: Any) -> Any:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _add(self, entry: ModelConfig, load: Load) -> EngineLike:
+        async with self._replacement.lock:
+            name = served_name(entry)
+            if name in self._engines.names:
+                raise FailedPrecondition(f"a model {name!r} is served: unload it, or give this one another name")
+            try:
+                await self._run(check_memory, entry, self._config)
+                engine: EngineLike = await self._run(next, load(dataclasses.replace(self._config, models=(entry,))))
+            except ConfigError as error:
+                raise InvalidArgument.of("path", str(error)) from error
+            await self._run(engine.start)
+            if self._replacement.ending:
+                await self._run(engine.stop)
+                raise FailedPrecondition("the server ends")
+            self._engines.replace((*self._engines.names, name), {name: engine})
+            logger.info("loaded %s; serving %s", name, ", ".join(self._engines))
+            return engine
+
+    async def _drop(self, name: str, seconds: float | None) -> bool:
+        async with self._replacement.lock:
+            if name not in self._engines:
+                raise NotFound(f"no model {name!r} here; there is {', '.join(self._engines.names)}")
+            names = tuple(each for each in self._engines.names if each != name)
+            if not names:
+                raise FailedPrecondition(f"{name!r} is the only model of this server: load another one first")
+            gone = self._engines.replace(names, {})
+            logger.info("unloading %s; serving %s", name, ", ".join(self._engines))
+        drain = self._config.server.drain_seconds if seconds is None else seconds
+        ended = await self._replacement.retire(gone, drain)
+        gone.clear()
+        await self._run(forget)
+        return ended
+
+    def _folder(self, path: str) -> Path:
+        allowed = self._config.server.model_folder
+        if not allowed:
+            raise Unimplemented("this server loads no models while it runs: it has no [server] model_folder")
+        root = Path(allowed).expanduser().resolve()
+        folder = (root / path).resolve()
+        if not path or folder == root or not folder.is_relative_to(root):
+            raise InvalidArgument.of("path", "must be that of a folder within [server] model_folder")
+        if not folder.is_dir():
+            raise NotFound(f"[server] model_folder has no folder {path!r}")
+        return folder
+
+
+def check_memory(entry: ModelConfig, config: Config) -> None:
+    """Raise ``ResourceExhausted`` saying how much memory is missing for a model, ``ConfigError`` for a wrong one."""
+    needed = memory_needed(entry, config)
+    reserve = config.server.load_reserve_bytes
+    missing = needed.weights + needed.pages + reserve - free_memory(needed.device)
+    if missing > 0:
+        raise ResourceExhausted(
+            f"no memory for the model {served_name(entry)!r}: {-(-missing // _MIB)} MiB are missing. It takes "
+            f"{needed.weights // _MIB} MiB of weights and {needed.pages // _MIB} MiB of K/V pages on {needed.device}, "
+            f"and [server] load_reserve_bytes keeps {reserve // _MIB} MiB free: unload a model, or set [engine] "
+            "max_running or max_tokens lower"
+        )

@@ -1,0 +1,111 @@
+"""Tools as messages carry them: what is wrong with them, their core form, and the constraint that they make."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mmserve.constraint.limits import MAX_GRAMMAR_BYTES
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
+from mmserve.core.info import ModelInfo
+from mmserve.core.tools import NO_PARAMETERS, Tool, ToolCall, ToolChoice, ToolUse
+from mmserve.tools.formats import FORMATS
+from mmserve.tools.grammar import tool_grammar
+from mmserve.v1 import generation_pb2 as pb
+from mmserve.wire.enums import TOOL_CHOICES
+
+#: Tools of a request.
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+#: Bytes of descriptions and schemas together; a grammar of all schemas, with what is around them, must be possible.
+MAX_TOOL_BYTES = MAX_GRAMMAR_BYTES - 256 * MAX_TOOLS
+_NAMED = "must be 1 to 64 letters, digits, '_', '.' and '-'"
+
+
+def wrong_tools(message: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
+    """What is wrong with the tools of ``message``, and with calls and results in its chat: field and description."""
+    for i, chat in enumerate(message.messages):
+        yield from _wrong_calls(chat, f"messages[{i}]")
+    asked = message.WhichOneof("tool_use")
+    if not message.tools:
+        if asked is not None and message.tool_choice != pb.TOOL_CHOICE_NONE:
+            yield asked, "must not be set without tools"
+        return
+    if len(message.tools) > MAX_TOOLS:
+        yield "tools", f"must hold at most {MAX_TOOLS} tools, not {len(message.tools)}"
+        return
+    if (size := sum(tool.ByteSize() for tool in message.tools)) > MAX_TOOL_BYTES:
+        yield "tools", f"must be at most {MAX_TOOL_BYTES} bytes together, not {size}"
+        return
+    if message.HasField("constraint"):
+        yield "constraint", "must not be set with tools"
+    names = [tool.name for tool in message.tools]
+    for i, tool in enumerate(message.tools):
+        if not _NAME.fullmatch(tool.name):
+            yield f"tools[{i}].name", _NAMED
+        elif tool.name in names[:i]:
+            yield f"tools[{i}].name", f"is that of another tool: {tool.name!r}"
+        if tool.parameters_json_schema and not _is_object(tool.parameters_json_schema):
+            yield f"tools[{i}].parameters_json_schema", "must be the JSON text of a schema that is an object"
+    if asked == "required_tool" and message.required_tool not in names:
+        yield "required_tool", "must be the name of one of the tools"
+    if message.tool_choice and message.tool_choice not in TOOL_CHOICES:
+        yield "tool_choice", "must be TOOL_CHOICE_AUTO, TOOL_CHOICE_NONE or TOOL_CHOICE_REQUIRED"
+
+
+def _wrong_calls(chat: pb.ChatMessage, path: str) -> Iterator[tuple[str, str]]:
+    if chat.tool_calls and chat.role != pb.ROLE_ASSISTANT:
+        yield f"{path}.tool_calls", "must be empty but in a message of ROLE_ASSISTANT"
+    if chat.tool_call_id and chat.role != pb.ROLE_TOOL:
+        yield f"{path}.tool_call_id", "must be empty but in a message of ROLE_TOOL"
+    if chat.role == pb.ROLE_TOOL and any(part.WhichOneof("part") != "text" for part in chat.parts):
+        yield f"{path}.parts", "must be text: the result of a tool is"
+    for i, call in enumerate(chat.tool_calls):
+        if not _NAME.fullmatch(call.name):
+            yield f"{path}.tool_calls[{i}].name", _NAMED
+        if not _is_object(call.arguments):
+            yield f"{path}.tool_calls[{i}].arguments", "must be the JSON text of an object"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def asked_tools(message: pb.GenerateRequest) -> ToolUse | None:
+    """The core form of the tools of ``message``, in which ``wrong_tools`` found nothing; None without any to show."""
+    choice = ToolChoice(TOOL_CHOICES.get(message.tool_choice, "auto"))
+    if not message.tools or choice is ToolChoice.NONE:
+        return None
+    return ToolUse(
+        tools=tuple(map(_tool, message.tools)),
+        choice=choice,
+        named=message.required_tool or None,
+        parallel=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
+    )
+
+
+def _tool(tool: pb.Tool) -> Tool:
+    schema = _compact(tool.parameters_json_schema or NO_PARAMETERS)
+    return Tool(tool.name, schema, tool.description, strict=tool.strict if tool.HasField("strict") else True)
+
+
+def _compact(text: str) -> str:
+    value: Any = json.loads(text)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def asked_calls(chat: pb.ChatMessage) -> tuple[ToolCall, ...]:
+    """The calls in a message of a chat."""
+    return tuple(ToolCall(call.id, call.name, call.arguments) for call in chat.tool_calls)
+
+
+def tool_constraint(use: ToolUse, info: ModelInfo) -> ConstraintSpec:
+    """The constraint of answers under ``use`` by the model of ``info``, which takes tools."""
+    strict = all(tool.strict for tool in use.tools)
+    mode = ConstraintMode.STRICT if strict else ConstraintMode.LENIENT
+    return ConstraintSpec(Lark(tool_grammar(use, FORMATS[info.tool_format])), mode)

@@ -1,0 +1,38 @@
+"""The caches of a server, which all of its engines share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from mmserve.config import EncoderCacheConfig
+from mmserve.config.kv_cache import KVCacheConfig
+from mmserve.tiers.disk import DiskCache
+from mmserve.tiers.memory import TensorCache
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What is kept of media (visual tokens, the pixels that they are made from, and what decoders make of the tokens
+    where these are alone), and the K/V of prompts' beginnings that page pools have no room for (``prefix``)."""
+
+    tokens: TensorCache
+    pixels: TensorCache
+    kv: TensorCache
+    prefix: TensorCache
+
+    @classmethod
+    def of(cls, media: EncoderCacheConfig, kv: KVCacheConfig | None = None) -> Self:
+        """Empty but for what is on disk; raises ``ConfigError`` where a folder cannot be used."""
+        kv = kv or KVCacheConfig()
+        disk = DiskCache(Path(media.disk_folder), media.disk_bytes) if media.disk_folder else None
+        pages = None
+        if kv.disk_folder:
+            pages = DiskCache(Path(kv.disk_folder), kv.disk_bytes, kind="kv", table="kv_cache")
+        return cls(
+            TensorCache(media.token_bytes, disk),
+            TensorCache(media.pixel_bytes),
+            TensorCache(media.kv_bytes),
+            TensorCache(kv.host_bytes, pages),
+        )

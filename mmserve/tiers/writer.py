@@ -1,0 +1,57 @@
+"""Writes to disk that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from mmserve.core.cached import Label
+from mmserve.tiers.disk import DiskCache
+
+#: Bytes that may wait to be written: more is not kept on disk.
+_WAITING = 256 << 20
+
+
+class Writer:
+    """Puts entries into ``disk`` on a thread of its own, which lives as long as there are any."""
+
+    def __init__(self, disk: DiskCache, most: int = _WAITING) -> None:
+        self._disk, self._most = disk, most
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[bytes, Mapping[str, Tensor], Label | None, int]] = deque()
+        self._bytes = 0  # of what waits, and of what is being written
+        self._running = False
+
+    def put(self, key: bytes, entry: Mapping[str, Tensor], label: Label | None) -> bool:
+        """Write ``entry`` soon; False, and nothing is done, where too much waits already."""
+        size = sum(tensor.nbytes for tensor in entry.values())
+        with self._changed:
+            if self._bytes and self._bytes + size > self._most:
+                return False
+            self._waiting.append((key, entry, label, size))
+            self._bytes += size
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="mmserve-cache-writer", daemon=True).start()
+        return True
+
+    def flush(self) -> None:
+        """Return once everything that was put is written, or could not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._bytes)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._running = False
+                    return
+                key, entry, label, size = self._waiting.popleft()
+            if key not in self._disk:
+                self._disk.put(key, entry, label)
+            with self._changed:
+                self._bytes -= size
+                self._changed.notify_all()

@@ -1,0 +1,304 @@
+"""Stages on the actors of a real Ray cluster: answers as of one process, whatever happens to the workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from fleets import RECOMPUTE, Fleet, finished, fleet, kill, requests, same, settings, start_ray, submit, text, until
+from harness import Call
+from helpers import ask, picture
+
+from mmserve.assembly import build_engines
+from mmserve.cluster import ray_actors
+from mmserve.cluster.config import cluster_config
+from mmserve.cluster.ray_actors import Places
+from mmserve.config import Config
+from mmserve.core.events import Failed, Finished
+from mmserve.core.request import Request
+from mmserve.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidArgument
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return settings(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def together(config: Config) -> dict[str, Finished]:
+    """Answers of one process."""
+    found: dict[str, Finished] = {}
+    engines = build_engines(config)
+    for name, engine in engines.items():
+        engine.start()
+        calls = submit(engine, *requests(name))
+        found |= {call.request.id: finished(call) for call in calls}
+        engine.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    start_ray()
+    yield
+    ray_actors.end()
+
+
+@pytest.fixture(scope="module")
+def three(ray: None, config: Config) -> Iterator[Fleet]:
+    with fleet(config, "e p d", save_every=2, silent_seconds=3.0, spares=1) as made:
+        yield made
+
+
+def fresh(requests: list[Request], mark: str) -> list[Request]:
+    return [replace(request, id=f"{request.id}.{mark}") for request in requests]
+
+
+def long(name: str, model: str = "reference-causal", tokens: int = 200) -> Request:
+    """A request that takes a second or so."""
+    spells = ask(name, "Say it.", images=(picture(7),), max_new_tokens=tokens, temperature=1.0, seed=3)
+    recompute = replace(spells.diffusion.recompute, name=RECOMPUTE[model])
+    return replace(
+        spells,
+        model=model,
+        diffusion=replace(spells.diffusion, recompute=recompute),
+        sampling=replace(spells.sampling, logit_bias=dict.fromkeys(range(4), -100.0)),
+    )
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_three_workers_answer_as_one_process(three: Fleet, together: dict[str, Finished], name: str) -> None:
+    calls = submit(three.coordinators[name], *requests(name))
+    for call in calls:
+        same(together[call.request.id], finished(call))
+        assert text(call) == together[call.request.id].text
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_roles_change_in_the_middle_of_answers(three: Fleet, together: dict[str, Finished], name: str) -> None:
+    calls = submit(three.coordinators[name], *fresh(requests(name), "moved"))
+    turns = 0
+    while not all(call.ended for call in calls):
+        turns += 1
+        for member, roles in zip(three.members, (("decode",), ("encode", "prefill")) * 2, strict=False):
+            member.serve(roles if turns % 2 else ("encode", "prefill", "decode"))
+        time.sleep(0.1)
+        for coordinator in three.coordinators.values():
+            coordinator.joined(three.members[0])  # looks again for who can go on with what
+    for member in three.members:
+        member.serve(member.settings.stages)
+    for call in calls:
+        original = call.request.id.removesuffix(".moved")
+        same(together[original], finished(call))
+        assert text(call) == together[original].text
+    assert turns > 0
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(0, id="encode", marks=pytest.mark.slow),
+        pytest.param(1, id="prefill", marks=pytest.mark.slow),
+        pytest.param(2, id="decode"),
+    ],
+)
+def test_requests_outlive_a_worker(three: Fleet, together: dict[str, Finished], index: int) -> None:
+    names = list(RECOMPUTE)
+    calls = [
+        call for name in names for call in submit(three.coordinators[name], *fresh(requests(name), f"lost{index}"))
+    ]
+    time.sleep(0.05 * (1 + index))
+    kill(three, index)
+    for call in calls:
+        original = call.request.id.removesuffix(f".lost{index}")
+        same(together[original], finished(call))
+        assert text(call) == together[original].text
+    until(lambda: three.members[index].described, "the worker's successor")
+
+
+def test_an_answer_goes_on_from_where_it_was_saved(three: Fleet, config: Config) -> None:
+    engine = build_engines(config)["reference-causal"]
+    engine.start()
+    [alone] = submit(engine, long("alone"))
+    done = finished(alone)
+    engine.stop()
+    [call] = submit(three.coordinators["reference-causal"], long("goes on"))
+    until(lambda: len(text(call)) > 40, "some of the answer")
+    kill(three, 2)
+    again = finished(call)
+    same(done, again)
+    assert text(call) == done.text
+    until(lambda: three.members[2].described, "the worker's successor")
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_given_up(three: Fleet) -> None:
+    coordinator = three.coordinators["reference-causal"]
+    [call] = submit(coordinator, long("stopped"))
+    until(lambda: len(text(call)) > 20, "some of the answer")
+    begun, losses = three.members[2].begun, coordinator.losses
+    kill(three, 2, signal.SIGSTOP)
+    until(lambda: coordinator.losses > losses, "it to be noticed", patience=10.0)
+    assert finished(call).text == text(call)
+    until(lambda: three.members[2].begun > begun and three.members[2].described, "its successor")
+
+
+def test_cancelled_requests_leave_nothing(three: Fleet) -> None:
+    coordinator = three.coordinators["reference-causal"]
+    calls = submit(coordinator, *(long(f"cancelled{i}") for i in range(24)))
+    until(lambda: any(text(call) for call in calls), "some answer to begin")
+    for call in calls:
+        coordinator.cancel(call.request.id)
+    for call in calls:
+        last = call.wait()
+        assert isinstance(last, Finished) or (isinstance(last, Failed) and isinstance(last.error, Cancelled))
+    assert sum(isinstance(call.events[-1], Failed) for call in calls) > 12
+
+
+def test_what_is_wrong_with_a_request_is_told_as_by_one_process(three: Fleet) -> None:
+    coordinator = three.coordinators["reference"]
+    wrong = replace(ask("wrong", max_new_tokens=100_000), model="reference")
+    late = replace(long("late", "reference"), deadline=time.monotonic() + 0.05)
+    one, other = submit(coordinator, wrong, late)
+    error = one.error()
+    assert isinstance(error, InvalidArgument) and "max_new_tokens" in error.message
+    assert isinstance(other.error(), DeadlineExceeded)
+
+
+@pytest.mark.slow
+def test_each_sample_of_a_request_outlives_its_worker(three: Fleet, config: Config) -> None:
+    request = replace(long("samples", tokens=60), sampling=replace(long("x", tokens=60).sampling, n=3))
+    engine = build_engines(config)["reference-causal"]
+    engine.start()
+    [alone] = submit(engine, request)
+    until(lambda: sum(isinstance(e, Finished) for e in alone.events) == 3, "three samples")
+    engine.stop()
+    [call] = submit(three.coordinators["reference-causal"], replace(request, id="samples again"))
+    until(lambda: len(text(call)) > 10, "some of the answers")
+    kill(three, 2)
+    until(lambda: sum(isinstance(e, Finished) for e in call.events) == 3, "three samples")
+    answers = [{e.sample: e.text for e in each.events if isinstance(e, Finished)} for each in (alone, call)]
+    assert answers[0] == answers[1]
+    until(lambda: three.members[2].described, "the worker's successor")
+
+
+@pytest.mark.slow
+def test_states_may_travel_by_ray_s_object_store(ray: None, config: Config, together: dict[str, Finished]) -> None:
+    with fleet(config, "ep d", transport="object_store", spares=1) as made:
+        for name in RECOMPUTE:
+            for call in submit(made.coordinators[name], *requests(name, 2)):
+                same(together[call.request.id], finished(call))
+        begun = made.members[1].begun
+        [call] = submit(made.coordinators["reference-causal"], long("elsewhere"))
+        until(lambda: len(text(call)) > 20, "some of the answer")
+        kill(made, 1)
+        finished(call)
+        assert made.members[1].begun == begun + 1
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_at_random_lose_nothing(ray: None, config: Config) -> None:
+    asked = [replace(requests("reference-causal", 1)[0], id=f"q{i}") for i in range(60)]
+    asked = [
+        replace(each, messages=ask("", f"What is number {i}?", images=(picture(i), picture(100 + i))).messages)
+        for i, each in enumerate(asked)
+    ]
+    engine = build_engines(config)["reference-causal"]
+    engine.start()
+    right = {call.request.id: finished(call).text for call in submit(engine, *asked)}
+    engine.stop()
+    with fleet(config, "e e p d d", save_every=4, spares=1, max_losses=100) as made:
+        calls = submit(made.coordinators["reference-causal"], *asked)
+        over = threading.Event()
+        drawn = random.Random(1)
+        killed: list[float] = []
+
+        def reap() -> None:
+            while not over.wait(3.0 if killed else 0.2):
+                serving = [member.described for member in made.members if member.described is not None]
+                if len(serving) == len(made.members):  # else the machine is slower than this
+                    with suppress(ProcessLookupError):
+                        os.kill(drawn.choice(serving).pid, signal.SIGKILL)
+                        killed.append(time.monotonic())
+
+        reaper = threading.Thread(target=reap)
+        reaper.start()
+        answers = {call.request.id: finished(call).text for call in calls}
+        over.set()
+        reaper.join()
+        until(lambda: all(member.described for member in made.members), "all workers")
+        assert answers == right
+        assert killed
+
+
+@contextmanager
+def stopped_most_of_the_time(made: Fleet, index: int) -> Iterator[None]:
+    """The worker's process runs for 50 ms, is stopped for 1.2 s, and so on: it is slow, and never silent for long."""
+    described, over = made.members[index].described, threading.Event()
+    assert described is not None
+
+    def bursts() -> None:
+        with suppress(ProcessLookupError):
+            while not over.is_set():
+                os.kill(described.pid, signal.SIGSTOP)
+                over.wait(1.2)
+                os.kill(described.pid, signal.SIGCONT)
+                over.wait(0.05)
+
+    thread = threading.Thread(target=bursts)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_slow_worker_gets_no_work_and_is_replaced_unless_it_recovers(
+    ray: None, config: Config, recovers: bool
+) -> None:
+    with fleet(config, "e p d d", slow_factor=3.0, silent_seconds=60.0, save_every=4, spares=1) as made:
+        coordinator, member = made.coordinators["reference-causal"], made.members[2]
+        [right] = submit(coordinator, long("alone"))
+        text_of_one = finished(right).text
+        begun, over = member.begun, threading.Event()
+        calls: list[Call] = []
+
+        def load() -> None:
+            while not over.is_set():
+                more = submit(coordinator, *(long(f"loaded{len(calls) + i}") for i in range(6)))
+                calls.extend(more)
+                for call in more:
+                    finished(call)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        try:
+            with stopped_most_of_the_time(made, 2):
+                until(lambda: member.drained, "it to be noticed")
+                assert not member.roles
+                if not recovers:
+                    until(lambda: member.begun > begun and member.described, "its successor")
+            until(lambda: not member.drained and member.roles == {"decode"}, "it to have its role again")
+        finally:
+            over.set()
+            thread.join()
+        assert (member.begun == begun) is recovers
+        assert {finished(call).text for call in calls} == {text_of_one}
+
+
+def test_a_cluster_without_room_says_so(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actors, "_PLACING", 1.0)
+    with pytest.raises(ConfigError, match="no room for 1 workers"):
+        Places(cluster_config({"workers": [{"roles": "epd", "cpus": 1000.0}]}))

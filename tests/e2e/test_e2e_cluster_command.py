@@ -1,0 +1,92 @@
+"""``mmserve serve --cluster`` as a process of its own, and the loss of its Ray cluster's head."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from e2e_helpers import Process, serving, wait_for
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from mmserve.client import Client, Event, Finished, Snapshot
+
+pytestmark = [pytest.mark.timeout(300)]
+
+#: Seconds: a Ray cluster starts slowly on a busy machine.
+PATIENCE = 120.0
+CLUSTER = '[[workers]]\nroles = "ep"\n[[workers]]\nroles = "d"\n'
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def health(address: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE).status
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Process]:
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER)
+    with serving(tmp_path, "--cluster", str(file), "--set", "engine.torch_threads=1") as found:
+        yield found
+
+
+def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) -> None:
+    with Client(server.address, timeout=PATIENCE) as client:
+        events = client.stream("Count to ten.", max_new_tokens=64, temperature=1.0, seed=1)
+        first = next(events)
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(events)
+    assert not isinstance(first, Finished) and isinstance(rest[-1], Finished), "a drain lets requests finish"
+    assert server.process.wait(PATIENCE) == 0, server.stderr()
+    assert "SIGTERM: draining" in server.stderr()
+
+
+def test_without_ray_the_command_says_what_to_install(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(CLUSTER)
+    program = "import sys; sys.modules['ray'] = None; from mmserve.cli import main; sys.exit(main(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "serve", "--cluster", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "mmserve serve: stages on a cluster need Ray: pip install 'mmserve[ray]'\n"
+
+
+@pytest.mark.slow
+def test_the_loss_of_ray_s_head_is_reported_and_outlived(server: Process) -> None:
+    long = {"max_new_tokens": 400, "block_length": 8, "steps": 400, "commit": "low_confidence", "temperature": 50.0}
+    with Client(server.address, timeout=PATIENCE) as client:
+        assert health(server.address) == SERVING
+        events = client.stream("Go on and on.", seed=3, snapshots=True, **long)  # type: ignore[arg-type]
+        seen: list[Event] = [next(event for event in events if isinstance(event, Snapshot))]
+        os.kill(_head(server.process.pid), signal.SIGKILL)
+        wait_for("health to change", lambda: health(server.address) == NOT_SERVING)
+        assert not client.generate("And now?", max_new_tokens=8).warnings
+        seen += events
+        assert isinstance(seen[-1], Finished)
+    assert "Ray's head at" in server.stderr() and "does not answer" in server.stderr()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0, server.stderr()
+
+
+def _head(pid: int) -> int:
+    """The process of Ray's control store that process ``pid`` has started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and "gcs_server" in (folder / "cmdline").read_text():
+                return int(folder.name)
+        except FileNotFoundError:
+            continue
+    raise AssertionError("there is no control store")

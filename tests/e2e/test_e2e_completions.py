@@ -1,0 +1,104 @@
+"""Texts that an answer continues, and gaps that it fills, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import Request as HttpRequest
+from urllib.request import urlopen
+
+import openai
+import pytest
+from e2e_helpers import PATIENCE, Running, running, settings
+
+from mmserve.client import Hole, InvalidArgument
+from mmserve.config import ModelConfig
+from mmserve.http import completions
+from mmserve.models.chat import load_tokenizer, text_ids
+from mmserve.models.registry import model_folder
+
+MODELS = ("reference", "reference-causal")
+TEXT, SUFFIX = "Start with 3. Add 4.", " What is left?"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+    models = (ModelConfig(path="bundled"), ModelConfig(path="bundled-causal"))
+    with running(replace(settings(server={"http_port": port}), models=models)) as found:
+        yield found
+        found.assert_serves()
+
+
+@pytest.fixture
+def client(served: Running) -> Iterator[openai.OpenAI]:
+    url = f"http://127.0.0.1:{served.background.config.server.http_port}/v1"
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_text_is_continued_without_the_chat_template(served: Running, client: openai.OpenAI, model: str) -> None:
+    expected = served.client.generate(TEXT, model=model, raw=True, max_new_tokens=8)
+    tokenizer = load_tokenizer(Path(model_folder("bundled")))
+    assert expected.usage.prompt_tokens == len(text_ids(tokenizer, TEXT)) < 24
+    found = client.completions.create(model=model, prompt=TEXT, max_tokens=8, logprobs=0)
+    assert found.choices[0].text == expected.text and found.usage is not None
+    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert found.choices[0].logprobs is not None
+    assert "".join(found.choices[0].logprobs.tokens or ()) == expected.text
+    chunks = list(client.completions.create(model=model, prompt=[TEXT], max_tokens=8, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
+    assert chunks[-1].choices[0].finish_reason == found.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_gap_in_a_text_is_filled(served: Running, client: openai.OpenAI, model: str) -> None:
+    expected = served.client.generate(
+        TEXT, model=model, raw=True, template=[Hole(max_tokens=6), SUFFIX], max_new_tokens=6 + len(SUFFIX)
+    )
+    assert expected.text.endswith(SUFFIX)
+    asked: dict[str, Any] = {"model": model, "prompt": TEXT, "suffix": SUFFIX, "max_tokens": 6}
+    assert client.completions.create(**asked).choices[0].text == expected.holes[0]
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.holes[0]
+    body = json.dumps({**asked, "random_seed": 1}).encode()
+    headers = {"content-type": "application/json"}
+    with urlopen(HttpRequest(f"{client.base_url}fim/completions", body, headers), timeout=PATIENCE) as answer:
+        assert json.load(answer)["choices"][0]["message"]["content"] == expected.holes[0]
+
+
+def test_what_cannot_be_continued_is_refused(served: Running, client: openai.OpenAI) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"logprobs": 200}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "b", "extra_body": {"guided_regex": "a"}}, "suffix"),
+        ({"n": 1000}, "n"),
+    ]
+    for options, field in wrong:
+        with pytest.raises(openai.BadRequestError, match=field):
+            client.completions.create(**{"model": "reference", "prompt": TEXT, **options})
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InvalidArgument, match="must be one message of ROLE_USER"):
+        served.client.generate(chat, raw=True)
+
+
+def test_control_tokens_of_a_text_are_text() -> None:
+    tokenizer = load_tokenizer(Path(model_folder("bundled")))
+    ids = text_ids(tokenizer, "a <|eot_id|> b")
+    assert tokenizer.convert_tokens_to_ids("<|eot_id|>") not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == "a <|eot_id|> b"
+
+
+def test_every_field_is_in_the_documentation() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    for name in (*completions.SAMPLING, *completions.NEUTRAL, "prompt", "suffix", "random_seed"):
+        assert f"`{name}`" in table, name

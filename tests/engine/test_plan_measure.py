@@ -1,0 +1,111 @@
+"""Costs measured on a model's own stages, and a server compared with what the simulator says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import helpers
+import pytest
+
+from mmserve.cli import build_parser
+from mmserve.config import Config, EncoderCacheConfig, EngineConfig
+from mmserve.models.base import Attention, LoadedModel
+from mmserve.plan import costs as costs_file
+from mmserve.plan import measure
+from mmserve.plan import workload as workload_file
+from mmserve.plan.beside import Beside
+from mmserve.plan.command import run
+from mmserve.plan.costs import Curve
+from mmserve.plan.layout import Batching, Layout
+from mmserve.plan.served import predicted
+from mmserve.plan.workload import Kind
+
+FEW = ((0, 1, 1, 0), (0, 2, 1, 0), (1, 1, 1, 64), (2, 1, 1, 48), (1, 2, 1, 64))
+
+
+def _tiny(attention: Attention) -> LoadedModel:
+    model = helpers.tiny_model(vision=True)
+    shift = int(attention is Attention.CAUSAL)
+    return replace(model, spec=replace(model.spec, attention=attention, logit_shift=shift))
+
+
+@pytest.mark.parametrize("attention", [Attention.FULL, Attention.CAUSAL])
+def test_costs_of_every_stage_are_measured_and_nothing_is_left_behind(
+    attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "load_model", lambda _: _tiny(attention))
+    monkeypatch.setattr(measure, "CASES", FEW)
+    engine = EngineConfig(max_tokens=160, torch_threads=1, prefill_tokens=64, max_running=4, prefix_cache=False)
+    bench = measure.StageBench(Config(engine=engine, encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0)))
+    try:
+        found = measure.measured(bench, 2, lambda _: None)
+        assert bench.stages.held == 0 and bench.pool.in_use == 0
+    finally:
+        bench.close()
+    costs, workload = found.costs, found.workload
+    for curve in (costs.load, costs.encode, costs.prefill, costs.decode):
+        assert min(curve.a, curve.b, curve.c) >= 0 and max(curve.a, curve.b, curve.c) > 0
+    assert set(costs.quality) == {"load", "encode", "prefill", "decode", "transfer"}
+    assert costs.embedding_bytes == 4 * helpers.HIDDEN
+    assert costs.kv_bytes == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, size, bytes
+    assert costs.link.bandwidth > 0 and costs.chunked is (attention is Attention.CAUSAL)
+    assert [kind.images for kind in workload.kinds] == [0, 1, 2]
+    assert all(kind.patches == 4 and kind.visual_tokens == 4 for kind in workload.kinds if kind.images)
+    full = attention is Attention.FULL
+    assert all(kind.rows > 1 if full else kind.rows == 1 for kind in workload.kinds)
+    for kind in workload.kinds:
+        assert kind.output_tokens <= measure.NEW_TOKENS and kind.passes <= measure.NEW_TOKENS
+    # each pass was noted with the sizes that its batch had
+    [(least, _)] = sorted(bench.times.by_stage["encode"])[:1]
+    assert least == 4 and max(x for x, _ in bench.times.by_stage["encode"]) == 8
+    texts = next(kind for kind in workload.kinds if not kind.images)
+    whole = texts.prompt + (0 if attention is Attention.CAUSAL else measure.NEW_TOKENS)
+    assert (whole, whole**2) in bench.times.by_stage["prefill"]
+    assert (2 * whole, 2 * whole**2) in bench.times.by_stage["prefill"]
+
+
+def test_a_longer_prompt_is_measured_in_the_chunks_that_it_is_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "load_model", lambda _: _tiny(Attention.CAUSAL))
+    engine = EngineConfig(max_tokens=256, torch_threads=1, prefill_tokens=32, max_running=4, prefix_cache=False)
+    bench = measure.StageBench(Config(engine=engine, encoder_cache=EncoderCacheConfig(token_bytes=0, pixel_bytes=0)))
+    try:
+        bench.run(0, 1, 12, 0)
+    finally:
+        bench.close()
+    chunks = sorted(bench.times.by_stage["prefill"], key=lambda sums: sums[1])
+    assert len(chunks) > 1 and (32, 32**2) in chunks and (32, 64**2 - 32**2) in chunks
+
+
+def test_a_server_is_asked_and_compared(tmp_path: Path) -> None:
+    """The bundled model in this process: what is checked is that counts and rows are there, not who is faster."""
+    kind = Kind(images=1, patches=81, visual_tokens=81)
+    costs = costs_file.Costs(
+        "x", "y", encode=Curve(b=1e-4), prefill=Curve(b=1e-4), decode=Curve(b=1e-4), machine={"cores": 1, "gpu": "none"}
+    )
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"costs": costs.to_json(), "workload": workload_file.Workload("w", (kind,)).to_json()}))
+    given = ["plan", "--validate", "3", "--layout", "1e1p1d", "--rounds", "2", "--costs", str(file)]
+    report, text = run(build_parser()[0].parse_args(given), lambda _: None)
+    assert len(report["rows"]) == 2
+    for row in report["rows"]:
+        assert row["measured_s"] > 0 and row["predicted_s"] > 0 and row["background"] >= 0
+        assert row["off"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
+    assert "images=6" in report["settings"]["kind"] and "visual_tokens=8" in report["settings"]["kind"]
+    [met] = [measure for measure in report["measures"] if measure["goal"]]
+    assert met["goal"] == "<= 0.2" and "prediction off" in text
+
+
+def test_a_prediction_shares_cores_with_what_runs_beside() -> None:
+    costs = costs_file.Costs("x", "y", encode=Curve(a=1.0), prefill=Curve(a=1.0), decode=Curve(a=1.0))
+    kind = Kind(images=1, patches=1, visual_tokens=1, output_tokens=2)
+    given = (costs, Layout.parse("1e1p1d"), Batching(encode_batch=1, prefill_tokens=1), kind, 4)
+    alone = predicted(*given, 1, 0.0, 0).makespan
+    assert predicted(*given, 1, 1.0, 0).makespan > 1.3 * alone
+
+
+def test_what_runs_beside_is_counted() -> None:
+    with Beside() as beside:
+        pass
+    assert beside.threads >= 0

@@ -1,0 +1,198 @@
+"""Pages of prompts beyond the page pool: equal tokens, fewer positions run, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Bench, eventually
+from helpers import ask, picture
+from llama_checkpoints import Sighted, load
+from qwen_checkpoints import MASK_ID, qwen, save_sdar
+
+from mmserve.config import EncoderCacheConfig, KVCacheConfig
+from mmserve.core.cached import listing
+from mmserve.core.events import Finished
+from mmserve.core.request import Policy, Request
+from mmserve.errors import Cancelled, FailedPrecondition
+from mmserve.models.base import LoadedModel
+from mmserve.tiers.caches import Caches
+
+Make = Callable[..., Bench]
+PAGE = 8
+LONG = "what is left of the red circle, and what is right of it? " * 4
+HOST = KVCacheConfig(host_bytes=64 << 20)
+
+
+def on_disk(folder: Path, host: int = 0) -> KVCacheConfig:
+    return KVCacheConfig(host_bytes=host, disk_folder=str(folder))
+
+
+def caches(kv: KVCacheConfig) -> Caches:
+    return Caches.of(EncoderCacheConfig(), kv)
+
+
+def endless(model: LoadedModel) -> LoadedModel:
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, end_ids=frozenset({-1})))
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return endless(load(Sighted(tmp_path_factory.mktemp("llava"), image_aspect_ratio="square").folder))
+
+
+@pytest.fixture(scope="module")
+def blocks_of_16(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    with torch.no_grad():
+        oracle = qwen("qwen3")
+        oracle.get_input_embeddings().weight[MASK_ID] *= 0.2
+    return endless(load(save_sdar(oracle, tmp_path_factory.mktemp("sdar"), block_size=16)))
+
+
+def prompts(*, images: bool = True) -> list[Request]:
+    """Several of which no two fit into the small pool of these tests."""
+    shown = (picture(1),) if images else ()
+    return [
+        ask(f"r{i}", f"{i} {LONG}", images=shown if i % 2 else (), max_new_tokens=6, recompute=LAST) for i in range(4)
+    ]
+
+
+LAST = Policy(name="last")
+
+
+def told(finished: Finished) -> tuple[Any, ...]:
+    """All that must not depend on what is kept."""
+    run = finished.recomputed_tokens + finished.usage.cached_tokens
+    return finished.text, finished.tokens, finished.forwards, run
+
+
+def again(request: Request, name: str) -> Request:
+    return dataclasses.replace(request, id=f"{request.id}-{name}")
+
+
+@pytest.mark.parametrize("kind", ["causal", "blocks", "8 bits", "chunks"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_pages_that_the_pool_gave_up_come_back_with_the_same_tokens(
+    bench: Make, request: pytest.FixtureRequest, tmp_path: Path, kind: str, tier: str
+) -> None:
+    model = request.getfixturevalue("blocks_of_16" if kind == "blocks" else "causal")
+    policy = Policy(name="block") if kind == "blocks" else LAST
+    asked = [
+        dataclasses.replace(r, diffusion=dataclasses.replace(r.diffusion, recompute=policy))
+        for r in prompts(images=kind != "blocks")
+    ]
+    how: dict[str, Any] = {"8 bits": {"kv_bits": 8, "kv_kept": 0.25}, "chunks": {"prefill_tokens": 16}}.get(kind, {})
+    expected = [told(bench(model, prefix_cache=False, **how).ask(r)) for r in asked]
+    kept = caches(HOST if tier == "host" else on_disk(tmp_path))
+    b = bench(model, pages=16, cache=kept, **how)
+    first = [b.ask(r) for r in asked]
+    kept.prefix.flush()
+    second = [b.ask(again(r, "2")) for r in asked]
+    assert [told(f) for f in first] == [told(f) for f in second] == expected
+    assert all(f.usage.cached_tokens >= PAGE for f in second), [f.usage.cached_tokens for f in second]
+    stats = b.engine.stats().prefix_cache
+    assert (stats.hits if tier == "host" else stats.disk_hits) > 0
+    b.await_nothing_left()
+
+
+def test_many_at_once_with_a_small_pool(bench: Make, causal: LoadedModel, tmp_path: Path) -> None:
+    asked = [again(r, str(n)) for n in range(3) for r in prompts()]
+    alone = bench(causal, prefix_cache=False)
+    expected = {r.id: told(alone.ask(r)) for r in asked[:4]}
+    b = bench(causal, pages=20, cache=caches(on_disk(tmp_path, host=1 << 20)))
+    for _ in range(2):
+        calls = b.submit(*[again(r, f"{_}") for r in asked])
+        for call in calls:
+            first = call.request.id.split("-")[0] + "-0"
+            assert told(call.finished()) == expected[first]
+    b.await_nothing_left()
+
+
+def test_another_engine_answers_from_disk(bench: Make, causal: LoadedModel, tmp_path: Path) -> None:
+    """What the pool held goes to disk when the engine stops; other settings and weights find nothing there."""
+    [request, *_rest] = prompts()
+    b = bench(causal, cache=caches(on_disk(tmp_path)))
+    first = b.ask(request)
+    b.engine.stop()
+    assert list(tmp_path.iterdir())
+    second = bench(causal, cache=caches(on_disk(tmp_path))).ask(request)
+    assert told(second) == told(first) and second.usage.cached_tokens > first.usage.cached_tokens == 0
+    other = bench(causal, cache=caches(on_disk(tmp_path)), page_size=4).ask(request)
+    assert told(other)[:2] == told(first)[:2] and other.usage.cached_tokens == 0
+    tenant = dataclasses.replace(request, tenant=dataclasses.replace(request.tenant, cache="somebody"))
+    assert bench(causal, cache=caches(on_disk(tmp_path))).ask(tenant).usage.cached_tokens == 0
+
+
+def test_a_poisoned_page_is_computed_instead(bench: Make, causal: LoadedModel, tmp_path: Path) -> None:
+    [request, *_rest] = prompts()
+    b = bench(causal, cache=caches(on_disk(tmp_path)))
+    first = b.ask(request)
+    b.engine.stop()
+    for path in tmp_path.iterdir():
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    second = bench(causal, cache=caches(on_disk(tmp_path))).ask(request)
+    assert told(second) == told(first) and second.usage.cached_tokens == 0
+
+
+def test_entries_are_listed_pinned_and_dropped(bench: Make, causal: LoadedModel, tmp_path: Path) -> None:
+    asked = prompts(images=False)
+    kept = caches(KVCacheConfig(host_bytes=1 << 20, disk_folder=str(tmp_path)))
+    b = bench(causal, pages=16, cache=kept)
+    prefixes = b.engine.kept
+    first = b.ask(asked[0])
+    [entry] = listing(prefixes.blocks()).entries
+    shared = (first.usage.prompt_tokens - 1) // PAGE
+    assert (entry.kind, entry.tokens, set(entry.sizes)) == ("prefix", shared * PAGE, {"pages"})
+    assert prefixes.pin([entry.id], pinned=True) == shared
+    for n, request in enumerate(asked[1:] * 2):
+        b.ask(again(request, str(n)))
+    found = {each.id: each for each in listing(prefixes.blocks()).entries}
+    assert found[entry.id].pinned and found[entry.id].tokens == entry.tokens
+    assert b.ask(again(asked[0], "pinned")).usage.cached_tokens == entry.tokens
+    assert prefixes.drop([entry.id]) == shared
+    assert entry.id not in {each.id for each in listing(prefixes.blocks()).entries}
+    assert b.ask(again(asked[0], "dropped")).usage.cached_tokens == 0
+    b.await_nothing_left()
+
+
+def test_what_others_begin_with_is_not_dropped(bench: Make, causal: LoadedModel) -> None:
+    b = bench(causal)
+    for i, end in enumerate(("red", "blue and a triangle")):
+        b.ask(ask(f"r{i}", f"{LONG} {end}", max_new_tokens=2, recompute=LAST))
+    one, other = listing(b.engine.kept.blocks()).entries
+    b.engine.kept.drop([one.id])
+    [left] = listing(b.engine.kept.blocks()).entries
+    assert left == other
+    with pytest.raises(FailedPrecondition, match="kv_cache"):
+        b.engine.kept.pin([left.id], pinned=True)
+
+
+def test_a_request_that_ends_while_its_pages_are_read_leaves_nothing(
+    bench: Make, causal: LoadedModel, tmp_path: Path
+) -> None:
+    [request, *_rest] = prompts()
+    b = bench(causal, cache=caches(on_disk(tmp_path)))
+    b.ask(request)
+    b.engine.stop()
+    kept = caches(on_disk(tmp_path, host=16 << 20))
+    b = bench(causal, cache=kept)
+    tier = b.engine.stages.tier
+    assert tier is not None
+    fetch, calls = tier.fetch, []
+
+    def cancelled(*given: Any) -> Any:
+        calls.append(b.engine.cancel("gone"))
+        eventually(lambda: b.stage("gone") is None, "it has ended")
+        return fetch(*given)
+
+    tier.fetch = cancelled  # type: ignore[method-assign]
+    [call] = b.submit(dataclasses.replace(request, id="gone"))
+    assert isinstance(call.error(), Cancelled)
+    b.await_nothing_left()
+    eventually(lambda: all(not k.references for k in kept.prefix._kept.values()), "nothing is referenced")

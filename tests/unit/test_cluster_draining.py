@@ -1,0 +1,201 @@
+"""Which workers count as slow, and what is done about it; spares; forked processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from harness import eventually
+
+from mmserve.cluster.draining import PROBATION, REST, SUSTAINED, Act, Draining
+from mmserve.cluster.messages import Described
+from mmserve.cluster.pace import Pace
+from mmserve.cluster.spares import Loaded, Spares
+from mmserve.core.stats import Pass
+from mmserve.errors import Unavailable
+
+
+def passes(seconds: float, count: int = 40, size: int = 8) -> list[Pass]:
+    return [Pass("decode", size, seconds)] * count
+
+
+def test_a_worker_is_slow_beside_its_peers_at_passes_of_the_same_size() -> None:
+    pace = Pace()
+    for _ in range(5):
+        for name, seconds in (("a", 0.01), ("b", 0.012), ("c", 0.06)):
+            pace.note(name, passes(seconds, 10))
+        pace.note("a", passes(1.0, 10, size=4096))
+    assert pace.slowness("c") > 4.5
+    assert pace.slowness("a") < 1.5 and pace.slowness("b") < 1.5, "large passes take longer"
+    pace.rest("c")
+    assert pace.slowness("c") == 1.0, "judged anew"
+    pace.note("c", passes(0.011, 20))
+    assert pace.slowness("c") < 1.5
+
+
+def test_a_worker_without_peers_is_slow_beside_what_it_was() -> None:
+    pace = Pace()
+    pace.note("a", passes(0.01, 200))
+    assert pace.slowness("a") == pytest.approx(1.0)
+    pace.note("a", passes(0.1, 10))
+    assert pace.slowness("a") > 3
+    pace.forget("a")
+    pace.note("a", passes(0.1, 10))
+    assert pace.slowness("a") == 1.0, "a successor is not known yet"
+
+
+def test_one_long_pass_makes_nobody_slow() -> None:
+    pace = Pace()
+    for name in "ab":
+        pace.note(name, passes(0.01, 50))
+    pace.note("a", passes(60.0, 1))
+    assert pace.slowness("a") < 4
+
+
+def test_a_slow_worker_is_drained_tried_again_and_then_replaced() -> None:
+    draining = Draining(factor=4.0)
+
+    def look(now: float, slowness: float, *, spared: bool = True, replaceable: bool = False) -> Act | None:
+        return draining.look(now, "w", slowness, spared=spared, replaceable=replaceable)
+
+    assert look(0.0, 9.0) is None
+    assert look(1.0, 1.0) is None, "a break"
+    assert look(2.0, 9.0) is None
+    assert look(2.0 + SUSTAINED, 9.0) is Act.DRAIN
+    drained = 2.0 + SUSTAINED
+    assert look(drained + REST / 2, 1.0) is None, "it rests"
+    assert look(drained + REST, 1.0) is Act.RETURN
+    again = drained + REST
+    assert look(again + 1, 9.0) is None
+    assert look(again + 1 + SUSTAINED, 9.0) is Act.REPLACE, "it did not recover"
+    draining.forget("w")
+    assert look(again + 9, 9.0) is None, "its successor begins anew"
+    assert look(again + 9 + SUSTAINED, 9.0) is Act.DRAIN
+    assert look(again + 9 + SUSTAINED + REST, 9.0) is Act.REPLACE, "it is slow without work, too"
+
+
+def test_a_worker_that_nobody_can_stand_in_for_is_replaced_where_a_spare_is_ready() -> None:
+    draining = Draining(factor=4.0)
+    for now in (0.0, SUSTAINED):
+        act = draining.look(now, "w", 9.0, spared=False, replaceable=False)
+    assert act is None, "slow is better than nobody"
+    assert draining.look(SUSTAINED, "w", 9.0, spared=False, replaceable=True) is Act.REPLACE
+
+
+def test_after_a_while_a_worker_that_was_slow_is_as_any_other() -> None:
+    draining = Draining(factor=4.0)
+    for now in (0.0, SUSTAINED, SUSTAINED + REST):
+        draining.look(now, "w", 9.0 if now <= SUSTAINED else 1.0, spared=True, replaceable=True)
+    later = SUSTAINED + REST + PROBATION + 1
+    acts = [draining.look(later + s, "w", 9.0, spared=True, replaceable=True) for s in (0.0, SUSTAINED)]
+    assert acts == [None, Act.DRAIN]
+
+
+def test_no_factor_drains_nobody() -> None:
+    draining = Draining(factor=0.0)
+    assert all(draining.look(now, "w", 99.0, spared=True, replaceable=True) is None for now in (0.0, 10.0, 20.0))
+
+
+class Process:
+    """Stands in for an actor: all that a spare is asked is to end."""
+
+    def __init__(self) -> None:
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_spares_are_loaded_again_as_they_are_taken() -> None:
+    made: list[Process] = []
+    failures = iter([True, False, False, False])
+
+    def load(kind: int) -> Loaded:
+        if next(failures):
+            raise Unavailable("it ended while it began")
+        made.append(Process())
+        return Loaded(made[-1], Described({}, "here", kind, ""))  # type: ignore[arg-type]
+
+    spares = Spares({2}, 2, load)
+    assert spares.take(2) is None, "none is ready"
+    spares.start()
+    eventually(lambda: spares.ready == 2, "two spares, though the first attempt failed")
+    assert spares.take(3) is None, "of no such kind"
+    taken = spares.take(2)
+    assert taken is not None and taken.actor is made[0]
+    eventually(lambda: spares.ready == 2, "another in its place")
+    spares.stop()
+    assert [each.killed for each in made] == [False, True, True]
+
+
+def test_a_spare_that_comes_after_the_end_is_ended() -> None:
+    begun, goes = threading.Event(), threading.Event()
+    made = Process()
+
+    def load(kind: int) -> Loaded:
+        begun.set()
+        assert goes.wait(60)
+        return Loaded(made, Described({}, "here", kind, ""))  # type: ignore[arg-type]
+
+    spares = Spares({1}, 1, load)
+    spares.start()
+    assert begun.wait(60)
+    stopping = threading.Thread(target=spares.stop)
+    stopping.start()
+    goes.set()
+    stopping.join(60)
+    assert made.killed
+
+
+SCRIPT = """
+import json, os, sys
+found = {"pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv[1:], "folder": os.getcwd(),
+         "mark": os.environ["MARK"], "torch": "torch" in sys.modules, "leads": os.getsid(0) == os.getpid()}
+print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_processes_are_forked_from_one_that_has_all_imports_until_the_raylet_ends(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(mark: str, raylet: int | None) -> dict[str, object]:
+        environment = {**os.environ, "MARK": mark, **({} if raylet is None else {"RAY_RAYLET_PID": str(raylet)})}
+        read, write = os.pipe()
+        started = subprocess.run(
+            [sys.executable, "-m", "mmserve.cluster.prefork", str(script), "--mark", mark],
+            stdout=write,
+            env=environment,
+            cwd=tmp_path,
+            timeout=150,
+        )
+        os.close(write)
+        assert started.returncode == 0
+        with os.fdopen(read) as output:
+            found: dict[str, object] = json.loads(output.readline())
+        assert (found["arguments"], found["mark"], found["folder"]) == (["--mark", mark], mark, str(tmp_path))
+        return found
+
+    assert not run("alone", None)["torch"], "no raylet, no template"
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        try:
+            one, other = run("one", raylet.pid), run("other", raylet.pid)
+        finally:
+            raylet.kill()
+    assert one["torch"] and other["torch"]
+    assert one["leads"] and other["leads"], "a process group each"
+    assert one["parent"] == other["parent"] and one["pid"] != other["pid"]
+    eventually(lambda: _ended(one["parent"]), "the template to end")
+
+
+def _ended(pid: object) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

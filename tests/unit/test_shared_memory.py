@@ -1,0 +1,197 @@
+"""Payloads in shared memory: what comes is what was written, whoever ends first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmserve.core.canvas import Canvas
+from mmserve.core.payloads import KVState, PrefilledPayload
+from mmserve.errors import TransferError
+from mmserve.transfer import shared_memory
+from mmserve.transfer.payloads import PAYLOADS
+from mmserve.transfer.shared_memory import Reader, Shelf, Ticket
+
+
+def payload(seed: int, rows: int = 2000) -> PrefilledPayload:
+    canvas = Canvas.create(np.arange(5), new_tokens=3, block_length=2, mask_id=9)
+    keys = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    return PrefilledPayload(canvas, KVState(8, 4, {"keys": keys}), 8, embeddings=keys[:3].clone())
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    made = Shelf()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def taken(reader: Reader, ticket: Ticket) -> PrefilledPayload:
+    memory = reader.take(ticket)
+    found: PrefilledPayload = PAYLOADS.decode(memory.read())
+    memory.close()
+    return found
+
+
+def test_what_is_taken_is_what_was_written(shelf: Shelf, reader: Reader) -> None:
+    for rows in (1, 100, 5000):
+        sent = payload(rows, rows)
+        ticket = shelf.write(PAYLOADS.pack(sent))
+        found = taken(reader, ticket)
+        assert torch.equal(found.kv.tensors["keys"], sent.kv.tensors["keys"])
+        shelf.drop(ticket)
+        with pytest.raises(TransferError, match="not there any more"):
+            reader.take(ticket)
+
+
+def test_memory_that_nobody_reads_is_written_again_and_bounded(reader: Reader) -> None:
+    small = Shelf(spare=3 << 20)
+    before = descriptors()
+    tickets = [small.write(PAYLOADS.pack(payload(i, 4000))) for i in range(8)]  # 1 MB each
+    assert descriptors() == before + 2 * 8  # Python's mapping has a descriptor of its own
+    for ticket in tickets:
+        small.drop(ticket)
+    assert descriptors() == before + 2 * 3
+    again = small.write(PAYLOADS.pack(payload(9, 4000)))
+    assert descriptors() == before + 2 * 3
+    assert torch.equal(taken(reader, again).kv.tensors["keys"], payload(9, 4000).kv.tensors["keys"])
+    small.close()
+
+
+def test_what_was_copied_out_does_not_change_when_memory_is_written_again(shelf: Shelf, reader: Reader) -> None:
+    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+    found = taken(reader, ticket)
+    shelf.drop(ticket)
+    shelf.write(PAYLOADS.pack(payload(2)))
+    assert torch.equal(found.embeddings, payload(1).embeddings)
+
+
+def test_bytes_that_changed_on_the_way_are_refused(shelf: Shelf, reader: Reader) -> None:
+    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+    memory = reader.take(ticket)
+    view = memory.read()
+    view[len(view) // 2] ^= 1
+    with pytest.raises(TransferError, match="checksum"):
+        PAYLOADS.decode(view)
+    PAYLOADS.decode(memory.read())  # nobody else saw that
+    memory.close()
+
+
+def serve(connection: Connection) -> None:
+    shelf = Shelf()
+    connection.send(shelf.write(PAYLOADS.pack(payload(5))))
+    connection.recv()
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[multiprocessing.process.BaseProcess, Ticket]]:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    assert mine.poll(60)
+    yield process, mine.recv()
+    process.kill()
+    process.join()
+
+
+def test_memory_outlives_the_process_that_wrote_it(
+    other: tuple[multiprocessing.process.BaseProcess, Ticket], reader: Reader
+) -> None:
+    process, ticket = other
+    memory = reader.take(ticket)
+    process.kill()
+    process.join()
+    assert torch.equal(PAYLOADS.decode(memory.read()).kv.tensors["keys"], payload(5).kv.tensors["keys"])
+    memory.close()
+    with pytest.raises(TransferError, match="does not answer"):
+        reader.take(ticket)
+
+
+def test_a_process_that_is_stopped_is_not_waited_for(
+    other: tuple[multiprocessing.process.BaseProcess, Ticket],
+) -> None:
+    process, ticket = other
+    hurried = Reader(patience=0.2)
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    with pytest.raises(TransferError, match="does not answer"):
+        hurried.take(ticket)
+    hurried.close()
+
+
+def test_many_readers_at_once(shelf: Shelf) -> None:
+    tickets = [shelf.write(PAYLOADS.pack(payload(i))) for i in range(4)]
+    wrong: list[BaseException] = []
+
+    def read() -> None:
+        own = Reader()
+        try:
+            for turn in range(40):
+                seed = turn % 4
+                assert torch.equal(taken(own, tickets[seed]).embeddings, payload(seed).embeddings)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            wrong.append(error)
+        own.close()
+
+    before = descriptors()
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    end = time.monotonic() + 10
+    while descriptors() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert descriptors() <= before
+
+
+def test_a_reader_that_goes_in_the_middle_leaves_nothing(shelf: Shelf) -> None:
+    ticket, before = shelf.write(PAYLOADS.pack(payload(1))), descriptors()
+    for sent in (b"", b"\0\0\0", b"\xff" * 8):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+            asker.connect(f"\0{ticket.address}")
+            asker.sendall(sent)
+    end = time.monotonic() + 10
+    while descriptors() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert descriptors() == before
+    own = Reader()
+    taken(own, ticket)
+    own.close()
+
+
+def test_other_users_get_nothing(shelf: Shelf, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+    monkeypatch.setattr(shared_memory.os, "getuid", lambda: 4242)
+    with pytest.raises(TransferError, match="does not answer"):
+        reader.take(ticket)
+
+
+def test_a_ticket_of_another_shelf_drops_nothing(shelf: Shelf) -> None:
+    ticket = shelf.write(PAYLOADS.pack(payload(1)))
+    shelf.drop(replace(ticket, address="elsewhere"))
+    assert len(shelf) == 1

@@ -1,0 +1,104 @@
+"""Sequences longer than a checkpoint's: the changed rotary embedding is transformers', and errors name the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import llada_checkpoints
+import pytest
+import torch
+from helpers import ask
+from llama_checkpoints import llama, load, our_logits, save
+
+from mmserve.config import EngineConfig, MediaConfig
+from mmserve.encode.encoder import Encoder
+from mmserve.errors import ConfigError, DoesNotFit
+from mmserve.needs import fitted, free_memory
+
+CPU = torch.device("cpu")
+KNOWN, MORE = 32, 96
+#: What transformers calls the same.
+THETA = 50_000.0
+SAME: dict[str, dict[str, Any]] = {
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": THETA,
+        "factor": MORE / KNOWN,
+        "original_max_position_embeddings": KNOWN,
+    },
+    "ntk": {"rope_type": "default", "rope_theta": THETA * (MORE / KNOWN) ** (8 / (8 - 2))},
+}
+
+
+@pytest.mark.parametrize("method", SAME)
+def test_logits_past_the_checkpoints_positions_are_those_of_transformers(method: str, tmp_path: Path) -> None:
+    folder = save(llama(max_position_embeddings=KNOWN), tmp_path)
+    oracle = llama(max_position_embeddings=MORE, rope_parameters=SAME[method])
+    model = load(folder, positions=MORE, rope_scaling=method)
+    assert model.spec.max_tokens == MORE
+    ids = torch.arange(5, 5 + MORE)[None] % 600
+    with torch.no_grad():
+        expected = oracle(ids).logits
+        ours = our_logits(model, model.decoder.embed(ids))
+    assert (ours - expected).abs().max() < 1e-4
+    plain = our_logits(load(folder), model.decoder.embed(ids))
+    assert (plain - expected).abs().max() > 0.1
+
+
+def test_a_diffusion_model_of_its_own_layout_is_stretched_too(tmp_path: Path) -> None:
+    model = llada_checkpoints.llama(4, 4)
+    tensors = {llada_checkpoints.own_name(name): tensor for name, tensor in model.state_dict().items()}
+    config = llada_checkpoints.own_config(model, max_sequence_length=KNOWN)
+    folder = llada_checkpoints.write(tmp_path, config, tensors)
+    made = llada_checkpoints.load(folder, positions=2 * KNOWN, rope_scaling="ntk")
+    width, before = made.decoder.config.head_dim, llada_checkpoints.load(folder).decoder.config.rope_theta
+    assert made.spec.max_tokens == 2 * KNOWN
+    assert made.decoder.config.rope_theta == pytest.approx(before * 2 ** (width / (width - 2)))
+
+
+def test_fewer_positions_need_no_scaling(tmp_path: Path) -> None:
+    model = load(save(llama(max_position_embeddings=KNOWN), tmp_path), positions=20)
+    assert model.spec.max_tokens == 20 and model.decoder.config.rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"positions": MORE}, rf"made for {KNOWN} positions, and \[\[models\]\] positions is {MORE}: set rope_scaling"),
+        ({"rope_scaling": "yarn"}, "rope_scaling needs positions"),
+        ({"positions": MORE, "rope_scaling": "pi"}, "rope_scaling 'pi' is not known; it can be 'ntk' or 'yarn'"),
+    ],
+)
+def test_errors_name_the_setting(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    folder = save(llama(max_position_embeddings=KNOWN), tmp_path)
+    with pytest.raises(ConfigError, match=why):
+        load(folder, **options)
+
+
+def test_a_checkpoint_that_is_stretched_already_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    folder = save(llama(max_position_embeddings=KNOWN, rope_parameters=rope), tmp_path)
+    with pytest.raises(ConfigError, match="a scaling or a second base of its own: "):
+        load(folder, positions=MORE, rope_scaling="yarn")
+
+
+def test_requests_are_as_long_as_memory_has_pages_for(tmp_path: Path) -> None:
+    model = load(save(llama(max_position_embeddings=512), tmp_path))
+    of_a_page = 2 * 3 * 16 * 2 * 8 * 4  # K and V, layers, positions, heads, width, bytes
+    whole = fitted(EngineConfig(max_running=3), model, CPU)
+    assert (whole.max_tokens, whole.pages) == (512, 3 * 32)
+    short = fitted(EngineConfig(kv_share=0.25), model, CPU, free=4 * (10 * of_a_page + of_a_page))
+    assert (short.pages, short.max_tokens) == (10, 160)
+    asked = fitted(EngineConfig(max_tokens=100, pages=40), model, CPU, free=0)
+    assert (asked.max_tokens, asked.pages) == (100, 40)
+    assert free_memory(CPU) > 1 << 20
+
+
+def test_a_prompt_that_is_too_long_names_the_settings(tmp_path: Path) -> None:
+    model = load(save(llama(max_position_embeddings=512), tmp_path))
+    encoder = Encoder(model, MediaConfig(), max_tokens=24)
+    with pytest.raises(
+        DoesNotFit, match=r"limit of 24.* \[engine\] max_tokens.* positions and rope_scaling under \[\["
+    ):
+        encoder.encode([ask("long", "one " * 40, max_new_tokens=4)])

@@ -1,0 +1,245 @@
+"""Tool calls: formats, the grammar that admits only valid calls, and the reading of answers in parts of any size."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from mmserve.config import ModelConfig
+from mmserve.constraint.admission import Admission
+from mmserve.core.constraint import ConstraintMode, ConstraintSpec, Lark
+from mmserve.core.events import Delta, Event, Finished, StageTimes, ToolCallDelta, Usage
+from mmserve.core.tools import Tool, ToolChoice, ToolUse
+from mmserve.errors import InvalidArgument
+from mmserve.models.chat import load_tokenizer, prompt_ids
+from mmserve.models.registry import load_model, model_folder
+from mmserve.reference.calls import CALLS, NO_TOOL
+from mmserve.tools.answer import ToolAnswers
+from mmserve.tools.formats import FORMATS, HERMES, LLAMA3, ToolFormat, format_in
+from mmserve.tools.grammar import _not_begun, _without, tool_grammar
+from mmserve.tools.parse import CallPiece, CallReader, TextPiece, written
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = (Tool("get_weather", json.dumps(CITY), "Weather of a city"), Tool("now"))
+CALLED = [("get_weather", '{"city": "Pa\\"}ris"}'), ("now", "{}")]
+
+
+@pytest.mark.parametrize("mark", ["<ab>", "<b"])
+def test_texts_without_a_mark_and_texts_that_do_not_begin_with_it(mark: str) -> None:
+    without, not_begun = re.compile(_without(mark)), re.compile(_not_begun(mark))
+    for size in range(1, 7):
+        for chars in itertools.product("<ab>x", repeat=size):
+            text = "".join(chars)
+            assert bool(without.fullmatch(text)) == (mark not in text), text
+            assert bool(not_begun.fullmatch(text)) == (not text.startswith(mark)), text
+    assert not without.fullmatch("") and not not_begun.fullmatch("")
+
+
+@pytest.fixture(scope="module")
+def admission() -> Iterator[Admission]:
+    found = Admission(load_model(ModelConfig(path="bundled")))
+    yield found
+    found.close()
+
+
+def takes(admission: Admission, use: ToolUse, form: ToolFormat, text: str) -> bool:
+    """Whether ``text`` is an answer under ``use``."""
+    spec = ConstraintSpec(Lark(tool_grammar(use, form)), ConstraintMode.LENIENT)
+    [session] = admission.admit(spec, 120)
+    language = session.answer.witness.language
+    assert language is not None
+    matcher = language.start()
+    tokens = admission._model.tokenizer.encode(text, add_special_tokens=False)
+    return bool(matcher.ends(tokens))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+def test_the_grammar_takes_text_or_calls_as_asked(admission: Admission, form: ToolFormat) -> None:
+    one, both = written(form, CALLED[1:]), written(form, CALLED)
+    wrong = written(form, [("get_weather", '{"town": "Paris"}')])
+    unknown = written(form, [("gone", "{}")])
+    auto = ToolUse(tools=TOOLS)
+    for text, right in (("It rains.", True), (one, True), (both, True), (wrong, False), (unknown, False)):
+        assert takes(admission, auto, form, text) == right, text
+    assert takes(admission, auto, form, f"Well: {one}")  # text and a call, or text alone
+    [read] = [CallReader(form).feed(f"Well: {one}")]
+    assert any(isinstance(piece, CallPiece) for piece in read) == form.after_text
+    assert not takes(admission, auto, form, f"{one} done")
+    assert not takes(admission, auto, form, f"Well: {wrong}") or not form.after_text
+    for use in (ToolUse(tools=TOOLS, choice=ToolChoice.REQUIRED), ToolUse(tools=TOOLS, named="now")):
+        assert takes(admission, use, form, one) and not takes(admission, use, form, "It rains.")
+    assert not takes(admission, ToolUse(tools=TOOLS, named="get_weather"), form, one)
+    assert not takes(admission, ToolUse(tools=TOOLS, parallel=False), form, both)
+
+
+def test_the_shortest_answer_is_one_call(admission: Admission) -> None:
+    use = ToolUse(tools=TOOLS, choice=ToolChoice.REQUIRED)
+    with pytest.raises(InvalidArgument, match="must be at least") as refused:
+        admission.admit(ConstraintSpec(Lark(tool_grammar(use, HERMES)), ConstraintMode.LENIENT), 8)
+    shortest = len(admission._model.tokenizer.encode(written(HERMES, CALLED[1:]), add_special_tokens=False))
+    needed = re.search(r"at least (\d+)", str(refused.value))
+    assert needed is not None and int(needed[1]) <= shortest
+
+
+TEXT = st.text(alphabet='<tol_ca>\n{"name: é', max_size=12)
+VALUES = st.recursive(
+    st.booleans() | st.integers() | st.text(max_size=6), lambda inner: st.lists(inner, max_size=3), max_leaves=5
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3).map(json.dumps)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    form=st.sampled_from([HERMES, LLAMA3]),
+    text=TEXT,
+    calls=st.lists(st.tuples(st.sampled_from(["now", "get_weather"]), ARGUMENTS), max_size=3),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+)
+def test_calls_are_read_whatever_parts_the_text_comes_in(
+    form: ToolFormat, text: str, calls: list[tuple[str, str]], cuts: list[int]
+) -> None:
+    if "<tool_call>" in text or (calls and not form.after_text) or text.startswith(form.opening):
+        text = ""
+    whole = text + written(form, calls)
+    reader, pieces, at = CallReader(form), list[TextPiece | CallPiece](), 0
+    for size in itertools.cycle(cuts):
+        pieces += reader.feed(whole[at : at + size])
+        at += size
+        if at >= len(whole):
+            break
+    pieces += reader.end()
+    assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
+    found: dict[int, list[str]] = {}
+    for piece in pieces:
+        if isinstance(piece, CallPiece):
+            name_arguments = found.setdefault(piece.index, ["", ""])
+            name_arguments[0] += piece.name
+            name_arguments[1] += piece.arguments
+    assert [tuple(each) for _, each in sorted(found.items())] == calls
+
+
+def finished(text: str, reason: str = "end") -> Finished:
+    return Finished(reason, text, Usage(1, 0, 1), 1, 1, StageTimes())
+
+
+def sent(events: list[Event], *, streams: bool) -> list[Event]:
+    answers = ToolAnswers(HERMES, streams=streams)
+    return [event for each in events for event in answers.of(each)]
+
+
+def test_events_of_an_answer_with_calls() -> None:
+    text = f"Wait. {written(HERMES, CALLED)}"
+    whole = sent([finished(text)], streams=False)
+    streamed = sent([*(Delta(char) for char in text), finished(text)], streams=True)
+    for events in (whole, streamed):
+        last = events[-1]
+        assert isinstance(last, Finished) and last.reason == "tool_calls" and last.text == "Wait. "
+        assert [(call.name, call.arguments) for call in last.tool_calls] == CALLED
+        ids = [call.id for call in last.tool_calls]
+        assert len(set(ids)) == 2
+    assert len(whole) == 1
+    assert "".join(event.text for event in streamed if isinstance(event, Delta)) == "Wait. "
+    deltas = [event for event in streamed if isinstance(event, ToolCallDelta)]
+    assert [delta.id for delta in deltas if delta.id] == ids
+    assert "".join(delta.arguments for delta in deltas if delta.index == 0) == CALLED[0][1]
+
+
+def test_a_call_that_a_stop_string_cuts_is_none() -> None:
+    text = written(HERMES, CALLED)
+    [last] = sent([finished(text[: text.index("Pa")], "stop")], streams=False)
+    assert isinstance(last, Finished) and last.tool_calls == () and last.reason == "stop" and last.text == ""
+    [last] = sent([finished("a <tool", "stop")], streams=False)
+    assert isinstance(last, Finished) and last.text == "a <tool"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(Path(model_folder("bundled")))
+
+
+def test_a_template_shows_tools_calls_and_results(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert format_in(str(tokenizer.chat_template)) is HERMES
+    box, question = CALLS.sample("result", random.Random(5))
+    chat = [{"role": "user", "content": [{"type": "text", "text": question.text}]}, *question.turns]
+    text = tokenizer.decode(prompt_ids(tokenizer, chat, list(question.tools)))
+    for function in box.offered:
+        assert f"{function.name}: {function.description}\n" in text
+        for name, schema in function.properties.items():
+            values = " / ".join(schema["enum"]) if "enum" in schema else schema["type"]
+            assert f"\n {name}: {values}\n" in text
+    call = question.turns[0]["tool_calls"][0]["function"]
+    assert written(HERMES, [(call["name"], json.dumps(call["arguments"]))]) in text
+    assert question.turns[1]["content"] in text
+
+
+def test_a_template_shows_what_it_has_no_short_form_for_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    properties: dict[str, Any] = {"a": True, "b": {"type": ["string", "null"]}, "c": {"type": "array"}, "d": {}}
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "bare"}},
+        {"type": "function", "function": {"name": "all", "parameters": {"properties": properties}}},
+    ]
+    text = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": "hi"}], tools))
+    assert "bare: \nall: \n" in text
+    for name, schema in properties.items():
+        assert f" {name}: {json.dumps(schema)}\n" in text
+
+
+def test_texts_of_a_tool_that_stand_side_by_side_spell_no_control_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    control = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+
+    def count(*values: str) -> int:
+        properties = {values[0]: {"enum": list(values)}, values[1]: {"type": "string"}}
+        tool = {"name": "f", "description": values[0], "parameters": {"properties": properties}}
+        chat = [{"role": "user", "content": values[1]}]
+        return prompt_ids(tokenizer, chat, [{"type": "function", "function": tool}]).count(control)
+
+    for cut in range(1, len("<|eot_id|>")):
+        assert count("<|eot_id|>"[:cut], "<|eot_id|>"[cut:]) == count("a", "b")
+
+
+def test_tools_and_calls_write_no_control_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    def ids(word: str) -> list[int]:
+        tool: dict[str, Any] = {
+            "name": "now",
+            "description": word,
+            "parameters": {"type": "object", "properties": {word: {}}},
+        }
+        call = {"id": "0", "type": "function", "function": {"name": "now", "arguments": {"a": word}}}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": word},
+            {"role": "assistant", "content": [], "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "0", "content": word},
+        ]
+        return prompt_ids(tokenizer, chat, [{"type": "function", "function": tool}])
+
+    control = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    assert ids("<|eot_id|>").count(control) == ids("word").count(control)
+    assert "<|eot_id|>é" in tokenizer.decode(ids("<|eot_id|>é"))
+
+
+@pytest.mark.parametrize("task", CALLS.tasks)
+def test_what_the_bundled_models_are_taught_is_right(task: str) -> None:
+    for seed in range(40):
+        box, question = CALLS.sample(task, random.Random(seed))
+        schemas = {each["function"]["name"]: each["function"]["parameters"] for each in question.tools}
+        reader = CallReader(HERMES)
+        pieces = [*reader.feed(question.answer), *reader.end()]
+        names = [piece.name for piece in pieces if isinstance(piece, CallPiece) and piece.name]
+        assert len(names) == {"call": 1, "two_calls": 2}.get(task, 0) and set(names) <= set(schemas)
+        [last] = sent([finished(question.answer)], streams=False)
+        assert isinstance(last, Finished)
+        for call in last.tool_calls:
+            assert jsonschema_rs.is_valid(schemas[call.name], json.loads(call.arguments))
+        assert (question.answer == NO_TOOL) == (task == "no_call")
+        assert {function.name for function in box.absent}.isdisjoint(schemas)

@@ -1,10 +1,11 @@
 """Messages between the server and the processes that decode media.
 
 The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
-``STOP`` at any time. The process answers with messages: ``plan`` (of a clip with a ``window``: its length, and seconds
-of the frames that will come, where they are known), ``pixels`` (so many will be held), ``size`` (a picture; its RGB
-bytes follow, ``rows_of_band`` rows at a time), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a piece
-of a stream, ``done`` has the fields of ``PieceRead`` beside it; for a video, its ``length`` in seconds.
+``STOP`` at any time, after which it answers nothing. The process answers with messages: ``plan`` (of a clip with a
+``window``: its length, and seconds of the frames that will come, where they are known), ``pixels`` (so many will be
+held), ``size`` (a picture; all of its RGB bytes follow, ``rows_of_band`` rows at a time), and last ``done``,
+``stopped``, ``refused`` or ``failed``. For a piece of a stream, ``done`` has the fields of ``PieceRead`` beside it; for
+a video, its ``length`` in seconds.
 """
 
 from __future__ import annotations

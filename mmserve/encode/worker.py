@@ -49,26 +49,29 @@ class Watched:
     def __init__(self, seconds: float, name: str) -> None:
         self._begun, self._seconds, self._name = time.process_time(), seconds, name
         self.decoded = 0  # frames
+        self._stopped = False
         self._lock = threading.Lock()  # decoding may take several threads
 
     def reserve(self, pixels: int) -> None:
         with self._lock:
+            self._check_stop()  # the server answers no message after STOP
             _send({"pixels": pixels})
             if _exactly(1) != wire.GO:
+                self._stopped = True
                 raise Stopped
 
     def check(self) -> None:
         with self._lock:
             self.decoded += 1
-        self.check_stop()
+            self._check_stop()
         if time.process_time() - self._begun > self._seconds:
             raise InvalidArgument.of(self._name, late(self._seconds))
 
-    def check_stop(self) -> None:
-        """Raise ``Stopped`` if the server has asked to stop."""
-        with self._lock:
-            if _readable(0.0) and _exactly(1) == wire.STOP:
-                raise Stopped
+    def _check_stop(self) -> None:
+        """Raise ``Stopped`` if the server has asked to stop, in any thread from then on. Under the lock."""
+        self._stopped = self._stopped or (_readable(0.0) and _exactly(1) == wire.STOP)
+        if self._stopped:
+            raise Stopped
 
 
 def late(seconds: float) -> str:
@@ -116,7 +119,7 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
             return {"done": watch.decoded, **_decode_piece(file, file.piece, limits, watch)}
         if not file.clip:
             image = decode_image(file.data, limits, field=file.name, watch=watch)
-            _send_picture(_resized(image, file), Sampled(0.0, image), watch)
+            _send_picture(_resized(image, file), Sampled(0.0, image))
             return {"done": watch.decoded}
         plan = _send_plan if file.window else lambda _seconds, _length: None
         frames = clip_frames(file, limits, watch, plan)
@@ -125,7 +128,7 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
                 frame = next(frames)
             except StopIteration as ended:
                 return {"done": watch.decoded, "length": ended.value}
-            _send_picture(_resized(frame.image, file), frame, watch)
+            _send_picture(_resized(frame.image, file), frame)
     except Stopped:
         return {"stopped": watch.decoded}
     except InvalidArgument as error:
@@ -147,7 +150,7 @@ def _decode_piece(file: wire.MediaFile, piece: wire.Piece, limits: MediaConfig, 
         except StopIteration as ended:
             return {"details": details, "end": ended.value, "sampler": packed(sampler)}
         details.append(frame.detail)
-        _send_picture(_resized(frame.image, file), frame, watch)
+        _send_picture(_resized(frame.image, file), frame)
 
 
 def _send_plan(seconds: Sequence[float] | None, length: float) -> None:
@@ -161,11 +164,11 @@ def _resized(image: Image.Image, file: wire.MediaFile) -> Image.Image:
     return image.resize((width, height), resample)
 
 
-def _send_picture(image: Image.Image, frame: Sampled, watch: Watched) -> None:
+def _send_picture(image: Image.Image, frame: Sampled) -> None:
+    """All of it, also where the server has asked to stop: it reads as many bytes as were announced."""
     _send({"size": image.size, "seconds": frame.seconds, "detail": frame.detail})
     rows = wire.rows_of_band(image.width)
     for top in range(0, image.height, rows):
-        watch.check_stop()
         _write(image.crop((0, top, image.width, min(top + rows, image.height))).tobytes())
 
 

@@ -26,7 +26,7 @@ from mmserve.encode.child import Child, Pictures
 from mmserve.encode.decoding import PROCESSES, Decode, DecodePool, InPlace
 from mmserve.encode.visual import Media, Viewer
 from mmserve.encode.watch import Unwatched
-from mmserve.encode.wire import MediaFile
+from mmserve.encode.wire import MediaFile, rows_of_band
 from mmserve.errors import Cancelled, InvalidArgument
 from mmserve.models.towers import PaddedProcessor
 from mmserve.priority import LOW_PRIORITY
@@ -132,6 +132,31 @@ def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int) -> None:
         if child.alive:  # it was stopped, and not killed for continuing too long
             [image] = child.decode(file, MediaConfig(), Unwatched()).frames
             assert image.size == (1500, 1500)
+    finally:
+        child.end()
+
+
+def test_a_process_that_is_stopped_within_a_picture_goes_on_with_the_next_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmserve.encode.child._GRACE", 60.0)
+    left = [2]
+    real = Child._exactly
+
+    def read(child: Child, size: int, check: Callable[[], None]) -> bytes:
+        """Ends the job once two bands of the picture are read."""
+        if size == 3 * 1500 * rows_of_band(1500):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Cancelled("not wanted")
+        return real(child, size, check)
+
+    child, file = Child(), MediaFile(large_png(1500), False, "image")
+    try:
+        with monkeypatch.context() as patch, pytest.raises(Cancelled):
+            patch.setattr(Child, "_exactly", read)
+            child.decode(file, MediaConfig(), Unwatched())
+        assert child.alive
+        [image] = child.decode(file, MediaConfig(), Unwatched()).frames
+        assert image.size == (1500, 1500)
     finally:
         child.end()
 

@@ -35,6 +35,13 @@ class Kept:
         found = self._tokens.drop([bytes.fromhex(each) for each in visual]) if visual else 0
         return found + (self._prefixes.drop(prefixes) if prefixes else 0)
 
+    def forget(self, visual: Sequence[str], pages: Sequence[str]) -> int:
+        """Forget visual tokens and pages by the names of their blocks, whatever else begins with them; how many of them
+        were given."""
+        self._tokens.drop([bytes.fromhex(each) for each in visual])
+        self._prefixes.forget(pages)
+        return len(visual) + len(pages)
+
     def prefix_of(self, request: str) -> str:
         """The id of the beginning of the prompt of a request that ended a moment ago; empty where none is kept."""
         return self._prefixes.latest.get(request, "")

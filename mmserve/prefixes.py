@@ -125,10 +125,14 @@ class Prefixes:
     def drop(self, ids: Sequence[str]) -> int:
         """Forget the prefixes ``ids``, but for what others begin with, too; how many pages that were."""
         names = alone(self.blocks(), ids)
+        self.forget(names)
+        return len(names)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Forget the pages ``names``; those that are not there are left out."""
         if self._tier is not None:
             self._tier.drop(names)
         self._ask(lambda: self._pool.withdraw([bytes.fromhex(name) for name in names]))
-        return len(names)
 
     def flush(self) -> None:
         """Copy what the pool holds to disk; after the engine's thread and its workers have ended."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from harness import Call
 from helpers import ask, picture
+from lora_checkpoints import adapter_tensors, save_adapter
 from qwen_checkpoints import qwen, save_sdar
 
 from mmserve.cluster import ray_actors
@@ -33,10 +34,14 @@ SCHEMA = ConstraintSpec(JsonSchema('{"type": "object", "properties": {"a": {"typ
 
 
 def settings(folder: Path) -> Config:
-    """The bundled models, and a tiny one with block diffusion."""
-    save_sdar(qwen("qwen3"), folder / "sdar", block_size=4)
+    """The bundled models, and a tiny one with block diffusion, which has the adapters ``red`` and ``blue``."""
+    tiny = qwen("qwen3")
+    save_sdar(tiny, folder / "sdar", block_size=4)
+    for seed, name in enumerate(("red", "blue")):
+        save_adapter(folder / "adapters" / name, adapter_tensors(tiny, seed))
     paths = ("bundled", "bundled-causal", str(folder / "sdar"))
-    engine = EngineConfig(max_tokens=512, max_running=16, torch_threads=1)
+    adapters = str(folder / "adapters")
+    engine = EngineConfig(max_tokens=512, max_running=16, torch_threads=1, adapter_folder=adapters)
     return Config(models=tuple(ModelConfig(path=path) for path in paths), engine=engine)
 
 

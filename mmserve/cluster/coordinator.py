@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Protocol
 
+from mmserve.cluster.adapters import ClusterAdapters, missing
 from mmserve.cluster.config import ClusterSettings
-from mmserve.cluster.messages import Beat, Happened, Item, Moved, Order, Parcel, Refused, without_media
+from mmserve.cluster.dispatch import Dispatch
+from mmserve.cluster.kept import ClusterKept
+from mmserve.cluster.messages import Beat, Happened, Item, Lost, Moved, Refused, without_media
 from mmserve.cluster.requests import Group, Part, Sink
-from mmserve.cluster.routing import Candidate, Seen, choose, cost, media, room, sharded
-from mmserve.cluster.switching import Demand, Switching
+from mmserve.cluster.switching import Switching
+from mmserve.cluster.totals import NOTHING, counted, total
+from mmserve.cluster.workers import Depot, Worker
 from mmserve.config import EngineConfig
 from mmserve.core.constraint import CheckedConstraint
 from mmserve.core.events import Admitted, Delta, Draft, Event, Failed, Finished, Snapshot
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.info import ModelInfo
-from mmserve.core.plan import Served
 from mmserve.core.progress import Progress, Reached, StageEntered, StepTaken
 from mmserve.core.request import Request, RequestId, Stage
 from mmserve.core.samples import samples
@@ -40,49 +40,12 @@ from mmserve.errors import (
     Unimplemented,
 )
 from mmserve.observe.logs import about
-from mmserve.schedule.fair import charged, fair_order
 from mmserve.waiting import WaitingQueue
 
 logger = logging.getLogger("mmserve.cluster")
 
 #: Seconds after a request's deadline until it is ended here: its worker ends it by itself, and knows where it was.
 _GRACE = 0.5
-#: How much of a mean is new with each value.
-_NEW = 0.2
-
-
-class Worker(Protocol):
-    """A worker as the coordinator sees it; no call waits for it."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in logs."""
-
-    @property
-    def roles(self) -> frozenset[str]:
-        """The stages that it runs now."""
-
-    def take(self, orders: list[Order]) -> None:
-        """Go on with these."""
-
-    def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
-        """End these, by the ids that they have there."""
-
-    def serve(self, roles: Iterable[str]) -> None:
-        """Run these stages from now on."""
-
-
-class Depot(Protocol):
-    """Where states are between two workers."""
-
-    def keep(self, parcel: Parcel) -> Parcel:
-        """A parcel of the same bytes that is there even if the worker that made it ends. Raises ``TransferError``."""
-
-    def sent(self, parcel: Parcel, worker: str) -> Parcel:
-        """The same for ``worker`` to read."""
-
-    def drop(self, parcel: Parcel) -> None:
-        """Nobody reads it any more."""
 
 
 class Coordinator:
@@ -93,12 +56,11 @@ class Coordinator:
         self._queue = WaitingQueue(engine)
         self._lock = threading.RLock()
         self._groups: dict[RequestId, Group] = {}
-        self._waiting: dict[str, list[Part]] = {role: [] for role in ROLES}
-        self._workers: dict[str, Worker] = {}
+        self.adapters = ClusterAdapters(info.name, engine.adapter_folder, self._adapters_in_use)
+        self._dispatch = Dispatch(info.name, engine.max_running, depot, self._parts, self.adapters.holds)
+        self.kept = ClusterKept(info.name, self._serving, self._dropped)
         self._stats: dict[str, Stats] = {}
-        self._served = dict.fromkeys(ROLES, Served())
-        self._seen = Seen()
-        self._seconds = dict.fromkeys(ROLES, 0.0)  # means of what a request takes of a worker
+        self._ended = NOTHING  # what workers that ended had counted
         self._switching = Switching(settings.decide_seconds)
         self.switches = self.losses = 0  # roles changed, workers lost
 
@@ -110,19 +72,18 @@ class Coordinator:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """As of ``Engine.submit``; what a worker refuses comes as ``Failed``."""
-        if request.adapter:
-            raise Unimplemented("a model whose stages are on other machines takes no adapters")
         self._queue.check(request)
-        group = Group(request, sink, time.monotonic())
-        group.parts[None] = part = Part(group, None, Handover(request, Stage.QUEUED, None))
-        with self._queue.lock:
-            ahead = self._queue.take(request, group.due, of_session=False)
         with self._lock:
+            request = self.adapters.resolved(request)
+            group = Group(request, sink, time.monotonic())
+            group.parts[None] = part = Part(group, None, Handover(request, Stage.QUEUED, None))
+            with self._queue.lock:
+                ahead = self._queue.take(request, group.due, of_session=False)
             self._groups[request.id] = group
             sink(Admitted(ahead))
             if not self._share_out(part):
-                self._wait(part)
-            self._dispatch()
+                self._dispatch.wait(part)
+            self._send()
 
     def check_constraint(self, request: Request, answer: str | None) -> CheckedConstraint:
         """``Unimplemented``: what compiles constraints is with the workers."""
@@ -153,47 +114,55 @@ class Coordinator:
     def stats(self) -> Stats:
         """Counters of all workers together, with what waits here."""
         with self._lock:
-            each = list(self._stats.values())
-            stages = Counter({f"waiting_{role}": len(waiting) for role, waiting in self._waiting.items()})
-            for one in each:
-                stages.update(one.stages)
-        total = _summed(each)
+            sums = total([*self._stats.values(), self._ended])
+            waiting = {f"waiting_{role}": count for role, count in self._dispatch.waiting().items()}
         return replace(
-            total,
+            sums,
             live=self._queue.admitted,
             queued=self._queue.queued,
             shed=self._queue.shed,
-            stages=dict(stages),
+            stages={**sums.stages, **waiting},
             expected_wait=self._queue.expected_wait(),
         )
 
+    def stats_of_workers(self) -> Mapping[str, Stats]:
+        """What each worker has reported last, by its name."""
+        with self._lock:
+            return dict(self._stats)
+
     # --- what the fleet reports ---
 
+    def equip(self, worker: Worker) -> None:
+        """Give a worker that will join what it needs beside its models; waits for it."""
+        self.adapters.equip(worker)
+
     def joined(self, worker: Worker) -> None:
-        """A worker is ready."""
+        """A worker is ready, after ``equip``; or has a role again."""
         with self._lock:
-            self._workers[worker.name] = worker
-            self._dispatch()
+            self._dispatch.workers[worker.name] = worker
+            self._send()
 
     def left(self, name: str) -> None:
         """A worker has ended, or is given up: what it had goes on elsewhere."""
         with self._lock:
-            self._workers.pop(name, None)
-            self._stats.pop(name, None)
+            self._dispatch.workers.pop(name, None)
+            self._dispatch.index.left(name)
+            self.adapters.left(name)
+            if (last := self._stats.pop(name, None)) is not None:
+                self._ended = total([self._ended, counted(last)])
             self.losses += 1
-            lost = [
-                part for group in list(self._groups.values()) for part in group.parts.values() if part.worker == name
-            ]
-            for part in lost:
+            for part in [part for part in self._parts() if part.worker == name]:
                 self._lost(part)
-            self._dispatch()
+            self._send()
 
     def take(self, worker: str, items: Sequence[Item]) -> None:
-        """What a worker reports of this model's requests, in order."""
+        """What a worker reports of this model's requests, in order; waits for it where it must hand on memory."""
+        found = [self._keep(item) for item in items]  # without the lock: a worker that is stopped may take seconds
         with self._lock:
-            for item in items:
+            for item in found:
                 if isinstance(item, Beat):
-                    self._stats[worker] = item.stats[self.info.name]
+                    if worker in self._dispatch.workers:
+                        self._stats[worker] = item.stats[self.info.name]
                     continue
                 group = self._groups.get(item.key)
                 part = None if group is None else group.part_of(item.sample)
@@ -204,11 +173,12 @@ class Coordinator:
                     self._took(group, part, item)
                 except Exception as error:  # noqa: BLE001 - a bug with one request ends that request only
                     self._fail(group, Internal.logged(error, f"request {group.id}", logger, about(group.request)))
-            self._dispatch()
+            self._send()
 
     def tick(self, now: float) -> None:
         """To be called a few times a second; ``now`` is on the monotonic clock (seconds)."""
         self._queue.measure(now)
+        self.adapters.tick()
         with self._lock:
             for group in list(self._groups.values()):
                 deadline = group.request.deadline
@@ -218,12 +188,7 @@ class Coordinator:
     def switch(self, now: float) -> None:
         """Change a worker's role where that is due; to be called about once a second."""
         with self._lock:
-            in_hand = self._in_hand()
-            workers = {name: (worker.roles, sum(in_hand[name].values())) for name, worker in self._workers.items()}
-            busy: Counter[str] = Counter()
-            for counts in in_hand.values():
-                busy.update(counts)
-            demand = {role: Demand(len(self._waiting[role]) + busy[role], self._seconds[role]) for role in ROLES}
+            demand, workers = self._dispatch.demand()
             change = self._switching.look(now, demand, workers)
             if change is None:
                 return
@@ -235,45 +200,85 @@ class Coordinator:
                 ", ".join(f"{role} {each.requests} × {each.seconds:.2f} s" for role, each in demand.items()),
             )
             self.switches += 1
-            self._workers[change.name].serve([change.given_to])
-            self._dispatch()
+            self._dispatch.workers[change.name].serve([change.given_to])
+            self._send()
+
+    # --- not locked ---
+
+    def _keep(self, item: Item) -> Item | Lost:
+        """``item`` with the memory of its state held here, or that its state is lost."""
+        if not isinstance(item, Moved):
+            return item
+        why: MMServeError
+        try:
+            return replace(item, parcel=self._depot.keep(item.parcel))
+        except TransferError as error:  # its worker has just ended
+            why = error
+        except Exception as error:  # noqa: BLE001 - a bug with one state leaves the other requests alone
+            why = Internal.logged(error, f"a state of request {item.key}", logger)
+        return Lost(item.model, item.key, item.sample, why, item.stays)
+
+    def _serving(self) -> list[Worker]:
+        with self._lock:
+            return list(self._dispatch.workers.values())
+
+    def _adapters_in_use(self) -> set[str]:
+        with self._lock:
+            return {group.request.adapter for group in self._groups.values()} - {""}
+
+    def _dropped(self, pages: Sequence[bytes]) -> None:
+        with self._lock:
+            self._dispatch.index.dropped(pages)
 
     # --- locked ---
 
+    def _parts(self) -> Iterator[Part]:
+        """All that have not ended."""
+        for group in list(self._groups.values()):
+            yield from list(group.parts.values())
+
+    def _send(self) -> None:
+        """Send on what waits, as far as workers have room."""
+        sent, stuck = self._dispatch.send()
+        for part in sent:
+            self._leave_queue(part.group)
+        for part in stuck:
+            if part.group.id in self._groups:  # not where another part of it ended it
+                self._fail(part.group, missing(part.group.request.adapter, part.stage))
+
     def _share_out(self, whole: Part) -> bool:
         """Whether several encode workers that have nothing to do share the media of a request, which waits for them."""
-        in_hand = self._in_hand()
-        idle = [name for name, each in self._workers.items() if "encode" in each.roles and not in_hand[name].total()]
-        free = 0 if self._waiting["encode"] else len(idle)
-        found = sharded(whole.point.request, free, self._settings.shard_pixels) if free > 1 else []
-        for i, (chosen, request) in enumerate(found):
-            shard = Part(whole.group, -1 - i, Handover(request, Stage.QUEUED, None), shard=chosen)
+        found = self._dispatch.shards(whole, self._settings.shard_pixels)
+        for shard in found:
             whole.group.parts[shard.sample] = shard
-            self._wait(shard)
+            self._dispatch.wait(shard)
         return bool(found)
 
-    def _shard_ended(self, group: Group, shard: Part, item: Item) -> None:
+    def _shard_ended(self, group: Group, shard: Part, item: Item | Lost) -> None:
         """A shard is encoded, or cannot be: then whoever has the whole request does that, and meets the error."""
         whole = group.parts[None]
+        if isinstance(item, Lost):
+            logger.warning("a shard of request %s is lost: %s", group.id, item.error)
+            self._lost(shard)
+            return
         if isinstance(item, Moved):
-            try:
-                whole.seen.append(self._depot.keep(item.parcel))
-            except TransferError as error:  # its worker has just ended
-                logger.warning("a shard of request %s is lost: %s", group.id, error)
-                self._lost(shard)
-                return
+            whole.seen.append(item.parcel)
         del group.parts[shard.sample]
         if not any(part.shard for part in group.parts.values()):
-            self._wait(whole)
+            self._dispatch.wait(whole)
 
     def _forget_seen(self, part: Part) -> None:
         for parcel in part.seen:
             self._depot.drop(parcel)
         part.seen = []
 
-    def _took(self, group: Group, part: Part, item: Item) -> None:
+    def _took(self, group: Group, part: Part, item: Item | Lost) -> None:
         if part.shard:
             self._shard_ended(group, part, item)
+        elif isinstance(item, Lost):  # what was saved before counts
+            logger.warning("a state of request %s is lost: %s", group.id, item.error)
+            if not item.stays:
+                self._lost(part)
         elif isinstance(item, Moved):
             self._moved(group, part, item)
         elif isinstance(item, Refused):
@@ -290,21 +295,14 @@ class Coordinator:
         if one and part.sample is None and group.request.sampling.n > 1:
             group.split(part)
             part = group.parts[item.sample]
-        try:
-            parcel = self._depot.keep(item.parcel)
-        except TransferError as error:  # its worker has just ended: what was saved before counts
-            logger.warning("a state of request %s is lost: %s", group.id, error)
-            if not item.stays:
-                self._lost(part)
-            return
         self._depot.drop(part.parcel)
         self._forget_seen(part)
         own = self._own(part)
         request = own if item.handover.stage is Stage.QUEUED else without_media(own)
-        part.point, part.parcel = replace(item.handover, request=request), parcel
+        part.point, part.parcel = replace(item.handover, request=request), item.parcel
         if not item.stays:
             self._timed(part.stage, item.handover.run)
-            self._wait(part)
+            self._dispatch.wait(part)
 
     @staticmethod
     def _own(part: Part) -> Request:
@@ -329,7 +327,7 @@ class Coordinator:
     def _finished(self, group: Group, part: Part, event: Finished) -> None:
         group.done.add(event.sample)
         for role, ms in zip(ROLES, (event.times.encode, event.times.prefill, event.times.decode), strict=True):
-            self._mean(role, ms / 1000)
+            self._dispatch.took(role, ms / 1000)
         total = group.request.sampling.n
         if part.sample is not None or len(group.done) == total:
             self._depot.drop(part.parcel)
@@ -342,11 +340,11 @@ class Coordinator:
 
     def _fail(self, group: Group, error: MMServeError) -> None:
         for part in group.parts.values():
-            worker = self._workers.get(part.worker or "")
+            worker = self._dispatch.workers.get(part.worker or "")
             if worker is not None:
                 worker.cancel(self.info.name, [part.id], Cancelled("the request was cancelled"))
-            elif part in self._waiting[part.stage]:
-                self._waiting[part.stage].remove(part)
+            else:
+                self._dispatch.withdraw(part)
             self._depot.drop(part.parcel)
             self._forget_seen(part)
         group.parts = {}
@@ -370,95 +368,16 @@ class Coordinator:
             why = f"{part.losses} workers ended while they had the request; it may be the cause: send it again, or not"
             self._fail(part.group, Unavailable(why))
             return
-        self._wait(part)
-
-    def _wait(self, part: Part) -> None:
-        part.waits()
-        part.cost = cost(part.stage, part.point)
-        self._waiting[part.stage].append(part)
-
-    def _dispatch(self) -> None:
-        """Send what waits to workers that have room for it; the last stage first, which ends requests."""
-        if not any(self._waiting.values()):
-            return
-        in_hand, loads = self._in_hand(), self._loads()
-        orders: dict[str, list[Order]] = {}
-        for role in reversed(ROLES):
-            waiting, self._waiting[role] = self._waiting[role], []
-            if not waiting:
-                continue
-            now = time.monotonic()
-            waiting.sort(key=lambda part: part.group.due)
-            entries, costs = [part.entry(now) for part in waiting], [part.cost for part in waiting]
-            for i in fair_order(entries, costs, self._served[role]):
-                part = waiting[i]
-                name = self._chosen(role, part, in_hand, loads)
-                if name is None:
-                    self._waiting[role].append(part)
-                    continue
-                self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
-                in_hand[name][role] += 1
-                loads[name, role] += part.cost
-                self._leave_queue(part.group)
-                sent = partial(self._depot.sent, worker=name)
-                orders.setdefault(name, []).append(part.order(self.info.name, name, sent))
-        for name, each in orders.items():
-            self._workers[name].take(each)
-
-    def _chosen(
-        self, role: str, part: Part, in_hand: Mapping[str, Counter[str]], loads: Mapping[tuple[str, str], float]
-    ) -> str | None:
-        things = media(part.point.request) if role == "encode" else part.point.keys[:1] if role == "prefill" else ()
-        candidates = [
-            Candidate(name, loads.get((name, role), 0.0), self._seen.by(things, name))
-            for name, worker in self._workers.items()
-            if role in worker.roles and in_hand[name][role] < room(worker.roles, role, self._engine.max_running)
-        ]
-        name = choose(candidates, saved=part.cost)
-        if name is not None:
-            self._seen.note(things, name)
-        return name
-
-    def _loads(self) -> defaultdict[tuple[str, str], float]:
-        """The cost of the requests that each worker has, by its name and the stage that they came for."""
-        loads: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for group in self._groups.values():
-            for part in group.parts.values():
-                if part.worker is not None:
-                    loads[part.worker, part.stage] += part.cost
-        return loads
-
-    def _in_hand(self) -> dict[str, Counter[str]]:
-        """Requests that each worker has, by the stage that they came for."""
-        found: dict[str, Counter[str]] = {name: Counter() for name in self._workers}
-        for group in self._groups.values():
-            for part in group.parts.values():
-                if part.worker in found:
-                    found[part.worker][part.stage] += 1
-        return found
+        self._dispatch.wait(part)
 
     def _timed(self, role: str, run: Mapping[str, float]) -> None:
         """Note what a stage took of a request that left it."""
         if role == "encode":
-            self._mean(role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0))
+            self._dispatch.took(role, run.get("load", 0.0) + run.get("tokenize", 0.0) + run.get("encode", 0.0))
         elif role == "prefill":
-            self._mean(role, run.get("prefill", 0.0))
+            self._dispatch.took(role, run.get("prefill", 0.0))
 
-    def _mean(self, role: str, seconds: float) -> None:
-        before = self._seconds[role]
-        self._seconds[role] = before + _NEW * (seconds - before) if before else seconds
-
-    def _forget(self, item: Item) -> None:
+    def _forget(self, item: Item | Lost) -> None:
         """A state of a request that has ended, or is elsewhere."""
         if isinstance(item, Moved):
             self._depot.drop(item.parcel)
-
-
-def _summed(each: Sequence[Stats]) -> Stats:
-    """The sums of what workers hold; caches are of the process that has most."""
-    if not each:
-        return Stats(0, 0, 0, 0)
-    counts = ("pages_in_use", "held", "pages", "cached_pages", "prefix_lookups", "prefix_hits")
-    steps = ("constraint_steps", "constraint_fallbacks", "constraint_late")
-    sums = {name: sum(getattr(one, name) for one in each) for name in (*counts, *steps)}
-    return replace(max(each, key=lambda one: one.token_cache.lookups), **sums)

@@ -1,8 +1,8 @@
-"""Where states are between two workers: their memory is held here, so that they outlive the worker that made them."""
+"""Where states are between two workers: this process holds their memory, so that they outlive the worker that made
+them."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from mmserve.cluster.messages import Parcel
 from mmserve.cluster.object_store import stored
 from mmserve.transfer.shared_memory import Reader, Shelf, Ticket, allow_descriptors
-
-#: Seconds for a worker to hand on the memory of a state, while nothing else of the front goes on.
-_PATIENCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,13 @@ class SharedDepot:
     def __init__(self, host_of: Callable[[str], str], reuse: Callable[[Ticket], None]) -> None:
         self._host_of, self._reuse = host_of, reuse
         allow_descriptors()
-        self._shelf, self._reader = Shelf(), Reader(patience=_PATIENCE)
-        self._lock = threading.Lock()
+        self._shelf, self._reader = Shelf(), Reader()
 
     def keep(self, parcel: Parcel) -> Parcel:
         """As of ``Depot.keep``. A reference to Ray's store does not outlive the worker that made it."""
         if not isinstance(parcel, Ticket):
             return parcel
-        with self._lock:
-            return Kept(self._shelf.put(self._reader.take(parcel)), parcel)
+        return Kept(self._shelf.put(self._reader.take(parcel)), parcel)
 
     def sent(self, parcel: Parcel, worker: str) -> Parcel:
         """As of ``Depot.sent``: to another host the bytes go by Ray's object store."""
@@ -49,7 +44,7 @@ class SharedDepot:
             return parcel
         if self._host_of(worker) == self._shelf.host:
             return parcel.here
-        with self._lock, closing(self._reader.take(parcel.here)) as memory:
+        with closing(self._reader.take(parcel.here)) as memory:
             return stored(memory.read())
 
     def drop(self, parcel: Parcel) -> None:

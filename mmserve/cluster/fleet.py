@@ -9,11 +9,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mmserve.cluster import ray_actors
+from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
 from mmserve.cluster.coordinator import Coordinator
 from mmserve.cluster.depot import SharedDepot
@@ -31,6 +34,8 @@ logger = logging.getLogger("mmserve.cluster")
 
 #: Seconds between two looks at everything.
 _TICK = 0.1
+#: Seconds for workers to write what they keep on disk, at their end.
+_CLOSING = 30.0
 #: Seconds until a worker that ended while it began is started again; doubled each time, up to the second.
 _AGAIN, _AGAIN_MOST = 0.5, 30.0
 
@@ -51,20 +56,31 @@ class Member:
         self._drained: frozenset[str] | None = None  # its roles, while it has none because it is slow
 
     def take(self, orders: list[Order]) -> None:
-        """As of ``coordinator.Worker.take``."""
+        """As of ``workers.Worker.take``."""
         if self.actor is not None:
             self.actor.take(orders)
 
     def cancel(self, model: str, ids: list[RequestId], error: MMServeError) -> None:
-        """As of ``coordinator.Worker.cancel``."""
+        """As of ``workers.Worker.cancel``."""
         if self.actor is not None:
             self.actor.cancel(model, ids, error)
 
     def serve(self, roles: Iterable[str]) -> None:
-        """As of ``coordinator.Worker.serve``."""
+        """As of ``workers.Worker.serve``."""
         self.roles = frozenset(roles)
         if self.actor is not None:
             self.actor.serve(self.roles, self._save_every)
+
+    def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+        """As of ``workers.Worker.ask``."""
+        if self.actor is None:
+            raise WorkerEnded(f"worker {self.name} has ended")
+        return self.actor.ask(model, question, arguments)
+
+    def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
+        """As of ``workers.Worker.post``."""
+        if self.actor is not None:
+            self.actor.post(model, question, arguments)
 
     def drain(self) -> None:
         """Run no stage until ``resume``: what it has goes on elsewhere."""
@@ -142,10 +158,12 @@ class Fleet:
         return self.coordinators
 
     def stop(self) -> None:
-        """End all workers."""
+        """End all workers, after they have written to disk what is kept there."""
         self._stopping = True
         if self._head is not None:
             self._head.stop()
+        if self._config.kv_cache.disk_folder:
+            self._close_members()
         for member in self.members:
             self._end(member)
         self._spares.stop()
@@ -218,6 +236,9 @@ class Fleet:
             for name, info in described.models.items():
                 if name not in self.coordinators:
                     self.coordinators[name] = Coordinator(info, self._engine, self._cluster.cluster, self.depot)
+        for coordinator in self.coordinators.values():
+            coordinator.equip(member)  # before it is watched: it reports nothing yet
+        with self._lock:
             member.described = described
         logger.info("worker %s (process %d) serves %s", member.name, described.pid, ", ".join(sorted(member.roles)))
         for coordinator in self.coordinators.values():
@@ -249,6 +270,12 @@ class Fleet:
             self.lost += not self._stopping
             for coordinator in self.coordinators.values():
                 coordinator.left(member.name)
+
+    def _close_members(self) -> None:
+        """Have all workers end in order, side by side."""
+        actors = [member.actor for member in self.members if member.actor is not None and member.described is not None]
+        with ThreadPoolExecutor(len(self.members)) as threads:
+            list(threads.map(lambda actor: actor.close(_CLOSING), actors))
 
     def _end(self, member: Member) -> None:
         """End the process of ``member`` now, even if it is stopped."""

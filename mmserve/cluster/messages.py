@@ -76,6 +76,17 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """In place of a ``Moved`` whose state did not come; made by the coordinator."""
+
+    model: str
+    key: RequestId
+    sample: int | None
+    error: MMServeError
+    stays: bool
+
+
+@dataclass(frozen=True)
 class Beat:
     """A worker lives; what its engines hold and have counted, by model, and the passes since the last beat."""
 

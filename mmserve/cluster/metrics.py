@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mmserve.cluster.totals import CACHES
 from mmserve.core.handover import ROLES
+from mmserve.core.stats import Stats
 from mmserve.observe.inventory import PREFIX
 
 if TYPE_CHECKING:
@@ -55,3 +57,21 @@ class FleetMetrics(Collector):
             ),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=count)
+        yield from _of_caches(fleet)
+
+
+def _of_caches(fleet: Fleet) -> Iterator[Metric]:
+    """What each worker keeps: by its name, and by cache; all models of a worker share these caches."""
+    found: dict[str, Stats] = {}
+    for coordinator in list(fleet.coordinators.values()):
+        found |= coordinator.stats_of_workers()
+    for kind, name, text, value in (
+        (CounterMetricFamily, "queries", "Values that were looked for in a worker's cache", lambda c: c.lookups),
+        (CounterMetricFamily, "hits", "Those of them that were not made anew", lambda c: c.found),
+        (GaugeMetricFamily, "bytes", "Bytes of values in a worker's memory", lambda c: c.used_bytes),
+    ):
+        family = kind(PREFIX + f"cluster_worker_cache_{name}", text, labels=("worker", "cache"))
+        for worker, stats in sorted(found.items()):
+            for cache in CACHES:
+                family.add_metric((worker, cache.removesuffix("_cache")), value(getattr(stats, cache)))
+        yield family

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmserve.cluster import prefork
+from mmserve.cluster.asking import WorkerEnded
 from mmserve.cluster.config import ClusterConfig, WorkerSettings
 from mmserve.cluster.messages import Described, Item, Order
 from mmserve.config import Config
@@ -33,6 +34,8 @@ _LOCAL = {
 }
 #: Seconds for Ray to end.
 _ENDING = 30.0
+#: Seconds for a worker to answer a question: it may have to read an adapter from a slow disk.
+_ANSWERING = 60.0
 #: Seconds until Ray has room for all workers.
 _PLACING = 20.0
 
@@ -185,6 +188,28 @@ class Actor:
         """As of ``Worker.serve``."""
         self._handle.serve.remote(list(roles), save_every)
 
+    def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+        """As of ``Worker.ask``; raises ``WorkerEnded`` where the actor ends, or has not answered in time."""
+        import ray
+
+        reference = self._handle.ask.remote(model, question, tuple(arguments))
+        try:
+            return ray.get(reference, timeout=_ANSWERING)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise WorkerEnded(f"a worker did not answer: {type(error).__name__}") from error
+
+    def post(self, model: str, question: str, arguments: Sequence[Any]) -> None:
+        """The same, in the same order, without waiting for it."""
+        self._handle.ask.remote(model, question, tuple(arguments))
+
+    def close(self, seconds: float) -> None:
+        """As of ``Worker.close``; returns after so many seconds at the latest, and where the actor has ended."""
+        import ray
+
+        ray.wait([self._handle.close.remote()], timeout=seconds)
+
     def reuse(self, numbers: Sequence[int]) -> None:
         """As of ``Worker.reuse``."""
         self._handle.reuse.remote(list(numbers))
@@ -243,9 +268,18 @@ def _actor_class() -> Any:
         def reuse(self, numbers: list[int]) -> None:
             self._worker.reuse(numbers)
 
+        @ray.method(concurrency_group="commands")
+        def close(self) -> None:
+            self._worker.close()
+
+        @ray.method(concurrency_group="questions")
+        def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+            return self._worker.ask(model, question, arguments)
+
         @ray.method(concurrency_group="events", num_returns="streaming")
         def events(self) -> Iterator[list[Item]]:
             yield from self._worker.events()
 
     remote: Any = ray.remote
-    return remote(max_restarts=0, max_task_retries=0, concurrency_groups={"commands": 1, "events": 1})(StageActor)
+    groups = {"commands": 1, "questions": 1, "events": 1}
+    return remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(StageActor)

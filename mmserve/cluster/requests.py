@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from mmserve.cluster.messages import Order, Parcel
@@ -82,6 +82,8 @@ class Part:
     skip: dict[int, int] = field(default_factory=dict)  # characters of each sample that the client has, and come again
     shard: tuple[int, ...] = ()  # it is these of the request's media, to be encoded for the part that has all samples
     seen: list[Parcel] = field(default_factory=list)  # its media that shards have encoded
+    media: tuple[Hashable, ...] = ()  # what the index knows of its media, while they are to be encoded, and
+    prefix: tuple[Hashable, ...] = ()  # of its prompt
 
     @property
     def id(self) -> RequestId:

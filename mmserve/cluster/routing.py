@@ -1,9 +1,8 @@
-"""Which worker a request goes to: a pure function of their loads and of what they have seen before."""
+"""Which worker a request goes to: a pure function of their loads and of what they keep."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import count
@@ -15,6 +14,8 @@ from mmserve.core.request import ImagePart, Part, Request, VideoPart
 
 #: Requests that a worker has in hand for a stage, at most: the others wait where they can still go elsewhere.
 IN_HAND = {"encode": 4, "prefill": 8}
+#: What a request without media costs to encode, by definition.
+OF_TEXT = 1.0
 #: Pixels of media that cost as much to encode as a request without any, and pixels of a byte of those that are not
 #: known: some ten bits a pixel are usual in files of photographs, and a video's frames hide in few bytes.
 _PIXELS_A_UNIT, _PIXELS_A_BYTE = 100_000.0, 2.0
@@ -22,19 +23,19 @@ _PIXELS_A_UNIT, _PIXELS_A_BYTE = 100_000.0, 2.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that could take a request: its ``load`` in units of cost, and whether it is ``near``: it probably keeps
-    what would have to be computed."""
+    """A worker that could take a request: its ``load``, and what the request would cost less there because it keeps
+    some of what would have to be computed (``saved``), both in units of cost."""
 
     name: str
     load: float
-    near: bool = False
+    saved: float = 0.0
 
 
-def choose(candidates: Sequence[Candidate], saved: float) -> str | None:
-    """The name of the worker with the least load; a near one counts as if what it ``saved`` were not on it."""
+def choose(candidates: Sequence[Candidate]) -> str | None:
+    """The name of the worker with the least load, less what is saved there."""
     if not candidates:
         return None
-    return min(candidates, key=lambda each: each.load - (saved if each.near else 0.0)).name
+    return min(candidates, key=lambda each: each.load - each.saved).name
 
 
 def room(roles: frozenset[str], role: str, running: int) -> int:
@@ -53,15 +54,10 @@ def room(roles: frozenset[str], role: str, running: int) -> int:
 def cost(role: str, handover: Handover) -> float:
     """What a request costs in the stage of ``role``, in units that only compare within the stage."""
     if role == "encode":
-        return 1.0 + sum(pixels(part) for part in _media(handover.request)) / _PIXELS_A_UNIT
+        return OF_TEXT + sum(pixels(part) for part in _media(handover.request)) / _PIXELS_A_UNIT
     if role == "prefill":
         return float(max(1, handover.usage.prompt_tokens))
     return 1.0
-
-
-def media(request: Request) -> tuple[Hashable, ...]:
-    """What names the media of a request: hashes, which Python keeps with each file's bytes."""
-    return tuple(hash(part.data) for part in _media(request) if part.data)
 
 
 def pixels(part: ImagePart | VideoPart) -> float:
@@ -113,23 +109,3 @@ def _only(request: Request, chosen: frozenset[int]) -> Request:
 def _media(request: Request) -> list[ImagePart | VideoPart]:
     parts = (part for message in request.messages for part in message.parts)
     return [part for part in parts if isinstance(part, ImagePart | VideoPart)]
-
-
-class Seen:
-    """Which worker saw what last, of the latest ``most`` things."""
-
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._by_thing: OrderedDict[Hashable, str] = OrderedDict()
-
-    def note(self, things: Iterable[Hashable], worker: str) -> None:
-        """``worker`` has now seen them."""
-        for thing in things:
-            self._by_thing[thing] = worker
-            self._by_thing.move_to_end(thing)
-        while len(self._by_thing) > self._most:
-            self._by_thing.popitem(last=False)
-
-    def by(self, things: Iterable[Hashable], worker: str) -> bool:
-        """Whether ``worker`` saw one of them last."""
-        return any(self._by_thing.get(thing) == worker for thing in things)

@@ -9,7 +9,7 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -20,6 +20,7 @@ import torch
 from mmserve.assembly import build_engines
 from mmserve.cluster.messages import Beat, Described, Happened, Item, Moved, Order, Parcel, Refused, without_media
 from mmserve.cluster.object_store import fetched, stored
+from mmserve.cluster.questions import answer
 from mmserve.config import Config
 from mmserve.core.events import Admitted, Event, Failed
 from mmserve.core.handover import Handover, Left, Saved
@@ -42,7 +43,7 @@ _TOGETHER = 256
 
 class Worker:
     """One process's engines. Calls come from threads of the actor: ``take``, ``cancel``, ``serve`` and ``reuse`` one
-    after another, ``events`` beside them."""
+    after another, ``events`` beside them, and so ``ask``."""
 
     def __init__(self) -> None:
         allow_descriptors()
@@ -108,6 +109,22 @@ class Worker:
             engine.serve_roles(roles, save_every)
             if "encode" in roles:
                 engine.warm()
+
+    def ask(self, model: str, question: str, arguments: Sequence[Any]) -> Any:
+        """As of ``questions.answer``; what is no ``MMServeError`` is raised as ``Internal``."""
+        engine = self._engines[model]
+        torch.set_num_threads(engine.config.torch_threads)
+        try:
+            return answer(engine, question, arguments)
+        except MMServeError:
+            raise
+        except Exception as error:
+            raise Internal.logged(error, f"the question {question!r}", logger) from error
+
+    def close(self) -> None:
+        """End all requests, and write to disk what is kept there over restarts."""
+        for engine in self._engines.values():
+            engine.stop()
 
     def reuse(self, numbers: list[int]) -> None:
         """Nobody reads these states any more: their memory may be written again."""

@@ -26,6 +26,11 @@ class CacheStats:
     used_bytes: int = 0
     disk_bytes: int = 0
 
+    @property
+    def found(self) -> int:
+        """Lookups of values that were not made anew for them."""
+        return self.hits + self.joined + self.disk_hits
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,33 @@ class Adapters:
         Raises ``Unimplemented`` where the model takes none, ``NotFound``, ``InvalidArgument`` for what is wrong with
         its files, ``ResourceExhausted`` where there is no room.
         """
+        made = self._read(name)
+        with self._lock:
+            self._check_room(name, made.bytes)
+            old = self._names.get(name)
+            if old is not None:
+                del self._by_key[old]
+            self._by_key[made.key], self._names[name] = made, made.key
+        self.stacks.forget()
+        return _info(made)
+
+    def hold(self, name: str) -> AdapterInfo:
+        """Read the adapter ``name`` for requests that ask for it by its key (``key_of``), until ``forget``; beside
+        others of that name. Raises what ``load`` raises."""
+        made = self._read(name)
+        with self._lock:
+            self._check_room(name, made.bytes)
+            self._by_key.setdefault(made.key, made)
+        return _info(made)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Hold the adapters with these keys no longer; requests that decode with them go on."""
+        with self._lock:
+            for key in keys:
+                self._by_key.pop(key, None)
+        self.stacks.forget()
+
+    def _read(self, name: str) -> Adapter:
         model = self._taking()
         if not NAME.fullmatch(name):
             raise InvalidArgument.of("adapter", f"must match {NAME.pattern}, not {name!r}")
@@ -48,20 +76,13 @@ class Adapters:
             made = read_adapter(name, folder, model.decoder, model.dtype, model.device)
         except ConfigError as error:
             raise InvalidArgument.of("adapter", str(error)) from error
-        with self._lock:
-            self._check_room(name, made.bytes)
-            old = self._names.get(name)
-            if old is not None:
-                del self._by_key[old]
-            self._by_key[made.key], self._names[name] = made, made.key
-        self.stacks.forget()
-        return _info(made)
+        return made
 
     def drop(self, name: str) -> None:
         """Serve ``name`` no longer; requests that decode with it go on. Raises ``NotFound``."""
         with self._lock:
             if name not in self._names:
-                raise self._unknown(name)
+                raise unknown(self._model.spec.name, name, self._names)
             del self._by_key[self._names.pop(name)]
         self.stacks.forget()
 
@@ -81,7 +102,7 @@ class Adapters:
         with self._lock:
             key = self._names.get(request.adapter)
             if key is None and request.adapter not in self._by_key:  # a key comes with a request from another engine
-                raise self._unknown(request.adapter)
+                raise unknown(self._model.spec.name, request.adapter, self._names)
         return replace(request, adapter=key or request.adapter)
 
     def of(self, request: Request) -> Adapter | None:
@@ -90,19 +111,15 @@ class Adapters:
             return None
         found = self._by_key.get(request.adapter)
         if found is None:
-            raise NotFound(f"the adapter {request.adapter.rpartition(':')[0]!r} was dropped while the request waited")
+            raise NotFound(f"the adapter {name_of(request.adapter)!r} was dropped while the request waited")
         return found
 
     def _taking(self) -> LoadedModel:
         if not isinstance(self._model, LoadedModel):
             raise Unimplemented(f"model {self._model.spec.name!r} takes no adapters: its network is its own")
         if not self._folder:
-            raise Unimplemented("this server takes no adapters: it has no [engine] adapter_folder")
+            raise no_folder()
         return self._model
-
-    def _unknown(self, name: str) -> NotFound:
-        known = ", ".join(sorted(self._names)) or "none is loaded"
-        return NotFound(f"model {self._model.spec.name!r} has no adapter {name!r}; there is: {known}")
 
     def _check_room(self, name: str, size: int) -> None:
         held = sum(a.bytes for a in self._by_key.values() if a.name != name)
@@ -111,6 +128,27 @@ class Adapters:
                 f"the adapters of {self._model.spec.name!r} would take {held + size} bytes, and [engine] adapter_bytes "
                 f"is {self._most}: drop one, or set it higher"
             )
+
+
+def key_of(info: AdapterInfo) -> str:
+    """What names an adapter and its contents: an adapter that is loaded under the same name later has another key."""
+    return f"{info.name}:{info.digest}"
+
+
+def name_of(key: str) -> str:
+    """The name in a key."""
+    return key.rpartition(":")[0]
+
+
+def unknown(model: str, name: str, names: Iterable[str]) -> NotFound:
+    """``model`` has no adapter ``name``, but ``names``."""
+    known = ", ".join(sorted(names)) or "none is loaded"
+    return NotFound(f"model {model!r} has no adapter {name!r}; there is: {known}")
+
+
+def no_folder() -> Unimplemented:
+    """No adapter can be loaded at all."""
+    return Unimplemented("this server takes no adapters: it has no [engine] adapter_folder")
 
 
 def _info(adapter: Adapter) -> AdapterInfo:

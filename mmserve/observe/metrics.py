@@ -16,7 +16,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from mmserve.core.events import Finished
-from mmserve.core.stats import CacheStats, Stats
+from mmserve.core.stats import Stats
 from mmserve.observe.aliases import also_under
 from mmserve.observe.inventory import MODEL, PREFIX, Calls, Described, Models, add_build
 from mmserve.observe.sessions import SessionMetrics
@@ -206,12 +206,9 @@ def _of_caches(stats: Stats) -> Iterator[Metric]:
     """The caches that all engines of a server share."""
     caches = {"tokens": stats.token_cache, "pixels": stats.pixel_cache, "kv": stats.kv_cache}
 
-    def hits(cache: CacheStats) -> int:
-        return cache.hits + cache.joined + cache.disk_hits
-
     for name, text, value in (
         ("mm_cache_queries", "Media that were looked for in a cache", lambda c: c.lookups),
-        ("mm_cache_hits", "Those of them that were not made anew", hits),
+        ("mm_cache_hits", "Those of them that were not made anew", lambda c: c.found),
         ("mm_cache_evictions", "Values that had to go", lambda c: c.evicted),
     ):
         counter = CounterMetricFamily(PREFIX + name, text, labels=("cache",))

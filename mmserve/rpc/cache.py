@@ -86,7 +86,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                     request = replace(request, streaming=Streaming(deltas=False))
                     async with aclosing(answered(engine, request, watch)) as events:
                         ends = [event async for event in events if isinstance(event, Finished)]
-                name = _kept(engine).prefix_of(own)
+                name = await asyncio.to_thread(_kept(engine).prefix_of, own)
                 if message.pin and name:
                     await asyncio.to_thread(_kept(engine).pin, [name], True)
                 usage = ends[-1].usage

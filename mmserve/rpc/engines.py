@@ -52,7 +52,7 @@ class EngineLike(Protocol):
 
 
 class AdaptersLike(Protocol):
-    """The adapters of a model, as ``models.adapters.Adapters`` has them; for calls from any thread."""
+    """The adapters of a model, as ``models.adapters.Adapters`` has them; slow but for ``listed``, for any thread."""
 
     def load(self, name: str) -> AdapterInfo: ...
 
@@ -62,7 +62,7 @@ class AdaptersLike(Protocol):
 
 
 def adapters_of(engine: EngineLike) -> AdaptersLike | None:
-    """The adapters of an engine's model; None where the engine has none, as one whose stages are on other machines."""
+    """The adapters of an engine's model; None where the engine has none."""
     found: AdaptersLike | None = getattr(engine, "adapters", None)
     return found
 

@@ -81,7 +81,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         """Serve an adapter no longer; NOT_FOUND where it is not loaded."""
         async with errors_to_status(context, "DropAdapter"):
             _check_admin("load or drop adapters")
-            self._adapters(message.model).drop(message.adapter)
+            await asyncio.to_thread(self._adapters(message.model).drop, message.adapter)
             logger.info("dropped the adapter %s of %s", message.adapter, message.model)
             return model_pb2.DropAdapterResponse()
         raise AssertionError("unreachable: an error ends the call")
@@ -90,7 +90,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):
         engine = self._engines.find(model)
         found = adapters_of(engine)
         if found is None:
-            raise Unimplemented(f"adapters of {engine.info.name!r} cannot be loaded: its stages are on other machines")
+            raise Unimplemented(f"adapters of {engine.info.name!r} cannot be loaded")
         return found
 
     def _described(self, engine: EngineLike) -> model_pb2.ModelInfo:

@@ -187,7 +187,8 @@ class Shelf:
 
 
 class Reader:
-    """Asks the shelves of other processes; keeps a connection to each. For any number of threads.
+    """Asks the shelves of other processes; keeps a connection to each. For any number of threads: one that waits for a
+    process that is stopped keeps none waiting that asks another.
 
     ``patience``: seconds for an answer.
     """
@@ -195,10 +196,13 @@ class Reader:
     def __init__(self, patience: float = _PATIENCE) -> None:
         self._lock, self._patience = threading.Lock(), patience
         self._connections: dict[str, socket.socket] = {}
+        self._turns: dict[str, threading.Lock] = {}  # of threads that ask the same process; never removed
 
     def take(self, ticket: Ticket) -> Memory:
         """The memory of ``ticket``. Raises ``TransferError`` where its process is gone, stopped, or has it no more."""
         with self._lock:
+            turn = self._turns.setdefault(ticket.address, threading.Lock())
+        with turn:
             try:
                 return self._take(ticket)
             except OSError as error:
@@ -207,9 +211,8 @@ class Reader:
 
     def close(self) -> None:
         """End all connections."""
-        with self._lock:
-            for address in list(self._connections):
-                self._forget(address)
+        for address in list(self._connections):
+            self._forget(address)
 
     def _take(self, ticket: Ticket) -> Memory:
         connection = self._connections.get(ticket.address)

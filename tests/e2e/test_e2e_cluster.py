@@ -20,10 +20,12 @@ from mmserve.assembly import build_engines
 from mmserve.cluster import ray_actors
 from mmserve.cluster.config import cluster_config
 from mmserve.cluster.ray_actors import Places
-from mmserve.config import Config
+from mmserve.config import Config, KVCacheConfig
+from mmserve.core.cached import listing
 from mmserve.core.events import Failed, Finished
-from mmserve.core.request import Request
-from mmserve.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidArgument
+from mmserve.core.request import Policy, Request
+from mmserve.engine import Engine
+from mmserve.errors import Cancelled, ConfigError, DeadlineExceeded, InvalidArgument, NotFound
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -54,9 +56,14 @@ def ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def three(ray: None, config: Config) -> Iterator[Fleet]:
-    with fleet(config, "e p d", save_every=2, silent_seconds=3.0, spares=1) as made:
+def three(ray: None, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    kept = tmp_path_factory.mktemp("kept")
+    tiers = replace(config, kv_cache=KVCacheConfig(host_bytes=1 << 22, disk_folder=str(kept)))
+    with fleet(tiers, "e p d", save_every=2, silent_seconds=3.0, spares=1) as made:
         yield made
+        for file in kept.iterdir():
+            file.unlink()
+    assert list(kept.glob("*.kv.safetensors")), "workers that end in order write what their pools hold"
 
 
 def fresh(requests: list[Request], mark: str) -> list[Request]:
@@ -296,6 +303,79 @@ def test_a_slow_worker_gets_no_work_and_is_replaced_unless_it_recovers(
             thread.join()
         assert (member.begun == begun) is recovers
         assert {finished(call).text for call in calls} == {text_of_one}
+
+
+def of_model(engine: Engine, *asked: Request, adapters: tuple[str, ...] = ()) -> list[Finished]:
+    """The answers of one process, which ends."""
+    engine.start()
+    for name in adapters:
+        engine.adapters.load(name)
+    found = [finished(call) for call in submit(engine, *asked)]
+    engine.stop()
+    return found
+
+
+def test_adapters_are_on_every_worker_and_on_the_successor_of_one_that_ends(three: Fleet, config: Config) -> None:
+    coordinator = three.coordinators["sdar"]
+    asked = [
+        replace(long(f"{adapter or 'none'}{i}", "sdar", 60 + 60 * i), messages=ask("").messages, adapter=adapter)
+        for adapter in ("", "red", "blue")
+        for i in range(2)
+    ]
+    engine = build_engines(replace(config, models=config.models[2:]))["sdar"]
+    right = of_model(engine, *asked, adapters=("red", "blue"))
+    assert len({answer.text for answer in right}) == len(asked)
+    with pytest.raises(NotFound, match="has no adapter 'red'; there is: none is loaded"):
+        coordinator.submit(asked[2], lambda _event: None)
+    with pytest.raises(NotFound, match="adapter_folder has no folder 'green'"):
+        coordinator.adapters.load("green")
+    for name in ("red", "blue"):
+        assert coordinator.adapters.load(name).digest
+    calls = submit(coordinator, *asked)
+    until(lambda: text(calls[3]), "some of an answer")
+    kill(three, 2)
+    coordinator.adapters.drop("red")
+    for call, expected in zip(calls, right, strict=True):
+        same(expected, finished(call))
+    until(lambda: three.members[2].described, "the worker's successor")
+    assert [each.name for each in coordinator.adapters.listed()] == ["blue"]
+    [again] = submit(coordinator, replace(asked[4], id="again"))
+    same(right[4], finished(again))
+    coordinator.adapters.drop("blue")
+
+
+def test_caches_of_all_workers_are_managed_as_one_and_share_a_folder(three: Fleet, config: Config) -> None:
+    name = "reference-causal"
+    coordinator, (encoder, first, other) = three.coordinators[name], three.members
+    until(lambda: all(member.described for member in three.members), "all workers")
+    shown = (picture(900), picture(901))
+    asked = ask("kept", "What is kept? " * 20, images=shown, recompute=Policy(name=RECOMPUTE[name]), max_new_tokens=8)
+    asked = replace(asked, model=name, streaming=replace(asked.streaming, tokens=True))
+    [call] = submit(coordinator, asked)
+    right = finished(call)
+    found = coordinator.kept.prefix_of("kept")
+    entries = {entry.id: entry for entry in listing(coordinator.kept.blocks()).entries}
+    assert entries[found].workers == (first.name,) and set(entries[found].sizes) == {"pages"}
+    visual = [id for id, entry in entries.items() if entry.kind == "visual" and entry.workers == (encoder.name,)]
+    assert len(visual) >= 2
+    pages = coordinator.kept.pin([found], True)
+    assert pages == entries[found].tokens // config.engine.page_size
+    entries = {entry.id: entry for entry in listing(coordinator.kept.blocks()).entries}
+    assert entries[found].pinned and set(entries[found].sizes) == {"pages", "host", "disk"}
+
+    first.serve(("decode",))
+    other.serve(("prefill", "decode"))
+    try:
+        [again] = submit(coordinator, replace(asked, id="again"))
+        same(right, finished(again))
+        assert again.finished().usage.cached_tokens == entries[found].tokens
+        until(lambda: coordinator.stats_of_workers()[other.name].prefix_cache.disk_hits == pages, "it to be counted")
+    finally:
+        first.serve(first.settings.stages)
+        other.serve(other.settings.stages)
+    assert coordinator.stats().prefix_cache.disk_hits >= pages
+    assert coordinator.kept.drop([*entries, "0" * 64]) >= pages + len(visual)
+    assert coordinator.kept.blocks() == []
 
 
 def test_a_cluster_without_room_says_so(ray: None, monkeypatch: pytest.MonkeyPatch) -> None:

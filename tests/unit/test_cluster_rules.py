@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmserve.cluster.config import cluster_config, load_cluster
+from mmserve.cluster.index import Index, beginning
 from mmserve.cluster.messages import without_media
 from mmserve.cluster.requests import Group, Part
-from mmserve.cluster.routing import IN_HAND, Candidate, Seen, choose, pixels, room, sharded, shards
+from mmserve.cluster.routing import IN_HAND, Candidate, choose, pixels, room, sharded, shards
 from mmserve.cluster.switching import Demand, Switching
 from mmserve.core.handover import ROLES, Handover
 from mmserve.core.request import ImagePart, Stage, VideoPart
+from mmserve.core.tenant import Tenant
 from mmserve.errors import ConfigError, DoesNotFit, Internal, InvalidArgument, MMServeError, ResourceExhausted
 
 E, P, D = (frozenset({role}) for role in ROLES)
@@ -53,10 +56,11 @@ def test_what_is_wrong_with_a_file_is_named(data: dict[str, object], text: str) 
 
 
 def test_the_least_loaded_worker_is_chosen_unless_another_saves_more() -> None:
-    assert choose([], 1.0) is None
-    assert choose([Candidate("a", 3.0), Candidate("b", 2.0)], 1.0) == "b"
-    assert choose([Candidate("a", 3.0, near=True), Candidate("b", 2.5)], 1.0) == "a"
-    assert choose([Candidate("a", 9.0, near=True), Candidate("b", 2.0)], 1.0) == "b"
+    assert choose([]) is None
+    assert choose([Candidate("a", 3.0), Candidate("b", 2.0)]) == "b"
+    assert choose([Candidate("a", 3.0, saved=1.0), Candidate("b", 2.5)]) == "a"
+    assert choose([Candidate("a", 9.0, saved=1.0), Candidate("b", 2.0)]) == "b"
+    assert choose([Candidate("a", 3.0, saved=1.0), Candidate("b", 3.0, saved=2.0)]) == "b"
 
 
 def test_a_worker_keeps_what_it_can_go_on_with() -> None:
@@ -68,11 +72,35 @@ def test_a_worker_keeps_what_it_can_go_on_with() -> None:
 
 
 def test_only_the_latest_things_are_remembered() -> None:
-    seen = Seen(most=2)
-    seen.note("ab", "one")
-    seen.note("bc", "two")
-    assert not seen.by("a", "one")
-    assert seen.by("b", "two") and seen.by("xc", "two") and not seen.by("b", "one")
+    index = Index(most=2)
+    index.note("ab", "one")
+    index.note("bc", "two")
+    assert index.share("a", "one") == 0.0
+    assert index.share("b", "one") == index.share("bc", "two") == 1.0
+    assert index.share("xc", "two") == 0.5
+    index.dropped("c")
+    assert index.share("bc", "two") == 0.5
+    index.left("two")
+    assert index.share("bc", "two") == 0.0 and index.share("b", "one") == 1.0
+
+
+def test_of_a_prompt_only_what_is_there_without_a_gap_counts() -> None:
+    index = Index()
+    index.note(("a", "b", "d"), "one")
+    assert index.leading(("a", "b", "c", "d"), "one") == 0.5
+    assert index.leading((), "one") == index.leading(("c", "a"), "one") == 0.0
+
+
+def test_prompts_are_compared_from_their_beginning() -> None:
+    def named(text: str, **changes: object) -> tuple[object, ...]:
+        return beginning(replace(ask("a", text), **changes))
+
+    long = "be kind and exact. " * 40
+    one, other = named(long + "What is red?"), named(long + "What is blue?")
+    shared = [a == b for a, b in zip(one, other, strict=True)]
+    assert sum(shared) == len(long + "What is ") // 256 + 1 and shared == sorted(shared, reverse=True)
+    assert not set(one) & set(named(long, tenant=Tenant(name="x", cache="x")))
+    assert not set(one) & set(named(long, adapter="red:1"))
 
 
 def demand(**requests: int) -> dict[str, Demand]:

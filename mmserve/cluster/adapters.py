@@ -1,0 +1,164 @@
+"""Adapters of a model whose stages are on the workers of a cluster: each worker reads its own folder, and holds what is
+served, and what requests under way use."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from mmserve.cluster.asking import Answers, WorkerEnded, ask_all
+from mmserve.cluster.workers import Worker
+from mmserve.core.info import AdapterInfo
+from mmserve.core.request import Request
+from mmserve.errors import FailedPrecondition, MMServeError, NotFound
+from mmserve.models.adapters import key_of, name_of, no_folder, unknown
+
+logger = logging.getLogger("mmserve.cluster")
+
+
+class ClusterAdapters:
+    """``AdaptersLike`` of ``model``, for any number of threads. ``folder``: the setting; empty = none can be loaded.
+
+    ``in_use``: the keys of adapters that requests under way have. A worker holds an adapter by its key until nobody
+    asks for it any more: one that is dropped, or replaced, serves the requests that have begun with it.
+    """
+
+    def __init__(self, model: str, folder: str, in_use: Callable[[], set[str]]) -> None:
+        self._model, self._folder, self._in_use = model, folder, in_use
+        self._changes = threading.Lock()  # one change at a time, of what workers hold
+        self._lock = threading.Lock()  # guards what follows, for moments
+        self._served: dict[str, AdapterInfo] = {}  # by name
+        self._workers: dict[str, Worker] = {}
+        self._held: dict[str, set[str]] = {}  # keys, by worker
+
+    def load(self, name: str) -> AdapterInfo:
+        """As of ``models.adapters.Adapters.load``, on every worker or, for requests, on none.
+
+        Raises what that raises, with the name of the worker, and ``FailedPrecondition`` where the files of workers have
+        unlike contents.
+        """
+        with self._changes:
+            answers = ask_all(self._known(), self._model, "hold", name)
+            with self._lock:
+                for worker, info in answers.returned.items():
+                    self._held.get(worker, set()).add(key_of(info))
+            error = answers.error() or unlike(name, answers)
+            if error is None:
+                info = next(iter(answers.returned.values()))
+                with self._lock:
+                    self._served[name] = info
+            self._forget_unused()
+        if error is not None:
+            raise error
+        return info
+
+    def drop(self, name: str) -> None:
+        """Serve ``name`` no longer; requests that have begun with it go on. Raises ``NotFound``."""
+        with self._changes:
+            with self._lock:
+                if name not in self._served:
+                    raise unknown(self._model, name, self._served)
+                del self._served[name]
+            self._forget_unused()
+
+    def listed(self) -> list[AdapterInfo]:
+        """Those that are loaded, by name."""
+        with self._lock:
+            return [self._served[name] for name in sorted(self._served)]
+
+    def resolved(self, request: Request) -> Request:
+        """``request`` with the key of its adapter in place of its name; raises ``NotFound``, or ``Unimplemented`` where
+        none can be loaded. With the lock that ``in_use`` takes, until the request is among those under way."""
+        if not request.adapter:
+            return request
+        if not self._folder:
+            raise no_folder()
+        with self._lock:
+            info = self._served.get(request.adapter)
+            if info is None:
+                raise unknown(self._model, request.adapter, self._served)
+        return replace(request, adapter=key_of(info))
+
+    # --- workers ---
+
+    def equip(self, worker: Worker) -> None:
+        """Have a worker read what is served and what is in use, before it gets requests; waits for it.
+
+        What it cannot read, or reads otherwise than the others, is logged, and requests for it go to others.
+        """
+        with self._changes:
+            used = self._in_use()
+            with self._lock:
+                wanted = {key_of(info) for info in self._served.values()} | used
+                self._workers[worker.name], self._held[worker.name] = worker, set()
+            for name in sorted({name_of(key) for key in wanted}):
+                try:
+                    key = key_of(worker.ask(self._model, "hold", (name,)))
+                except WorkerEnded:
+                    self.left(worker.name)
+                    return
+                except MMServeError as error:
+                    logger.error("worker %s cannot read the adapter %s: %s", worker.name, name, error)
+                    continue
+                if key not in wanted:
+                    logger.error("worker %s has other files of the adapter %s than were loaded", worker.name, name)
+                with self._lock:
+                    self._held.get(worker.name, set()).add(key)
+            self._forget_unused()
+
+    def left(self, worker: str) -> None:
+        """A worker has ended."""
+        with self._lock:
+            self._workers.pop(worker, None)
+            self._held.pop(worker, None)
+
+    def holds(self, worker: str, key: str) -> bool:
+        """Whether a worker has the adapter with this key; an empty key is none, which all have."""
+        with self._lock:
+            return not key or key in self._held.get(worker, ())
+
+    def tick(self) -> None:
+        """Free what nobody asks for any more; to be called now and then, without any lock. Waits for nobody."""
+        if self._changes.acquire(blocking=False):
+            try:
+                self._forget_unused()
+            finally:
+                self._changes.release()
+
+    def _known(self) -> list[Worker]:
+        with self._lock:
+            return list(self._workers.values())
+
+    def _forget_unused(self) -> None:
+        """With ``_changes``: have workers free what is neither served nor in use."""
+        with self._lock:
+            served = {key_of(info) for info in self._served.values()}
+            if all(held <= served for held in self._held.values()):
+                return
+        wanted = served | self._in_use()
+        with self._lock:
+            for name, held in self._held.items():
+                if unused := sorted(held - wanted):
+                    held.difference_update(unused)
+                    self._workers[name].post(self._model, "forget", (unused,))
+
+
+def unlike(name: str, answers: Answers) -> MMServeError | None:
+    """An error that names the workers whose adapter ``name`` differs from what most have; None where all are alike."""
+    digests: Mapping[str, str] = {worker: info.digest for worker, info in answers.returned.items()}
+    usual = Counter(digests.values()).most_common(1)[0][0]
+    others = [f"worker {worker} has {digest}" for worker, digest in digests.items() if digest != usual]
+    if not others:
+        return None
+    return FailedPrecondition(
+        f"the files of the adapter {name!r} differ: {', '.join(others)}, and the other workers {usual}: "
+        "[engine] adapter_folder must have the same contents on all hosts"
+    )
+
+
+def missing(key: str, role: str) -> MMServeError:
+    """No worker of ``role`` has the adapter that a request has begun with."""
+    return NotFound(f"no worker that runs {role} has the adapter {name_of(key)!r} any more: load it again")

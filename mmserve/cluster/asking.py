@@ -1,0 +1,61 @@
+"""Questions to all workers of a cluster at once, and their errors as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mmserve.cluster.workers import Worker
+from mmserve.errors import Internal, InvalidArgument, MMServeError, Unavailable
+
+
+class WorkerEnded(Unavailable):
+    """A worker ended before it answered, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What workers returned, and what they raised, by their names; those that have ended are in neither."""
+
+    returned: Mapping[str, Any]
+    raised: Mapping[str, MMServeError]
+
+    def error(self) -> MMServeError | None:
+        """What is wrong, naming the worker, unless it is the same on all of them; None where nothing is."""
+        if not self.raised:
+            return None
+        name, error = next(iter(self.raised.items()))
+        same = not self.returned and len({(type(each), each.message) for each in self.raised.values()}) == 1
+        return error if same else of_worker(name, error)
+
+
+def ask_all(workers: Sequence[Worker], model: str, question: str, *arguments: Any) -> Answers:
+    """Ask ``workers`` side by side, and wait for all of them; raises ``Unavailable`` where none of them answers."""
+    returned: dict[str, Any] = {}
+    raised: dict[str, MMServeError] = {}
+
+    def ask(worker: Worker) -> None:
+        try:
+            returned[worker.name] = worker.ask(model, question, arguments)
+        except WorkerEnded:
+            return  # its successor has nothing that could be asked for
+        except MMServeError as error:
+            raised[worker.name] = error
+
+    if workers:
+        with ThreadPoolExecutor(len(workers), "mmserve-ask") as threads:
+            list(threads.map(ask, workers))
+    if not returned and not raised:
+        raise Unavailable(f"no worker of {model!r} answers: they are being replaced, try again in a few seconds")
+    return Answers(dict(sorted(returned.items())), dict(sorted(raised.items())))
+
+
+def of_worker(name: str, error: MMServeError) -> MMServeError:
+    """``error``, of the same type, with the name of the worker that raised it."""
+    if isinstance(error, InvalidArgument):
+        return InvalidArgument(*(replace(v, description=f"{v.description} (worker {name})") for v in error.violations))
+    if isinstance(error, Internal):
+        return error  # its id is in that worker's log
+    return type(error)(f"{error.message} (worker {name})")

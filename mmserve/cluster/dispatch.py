@@ -1,0 +1,170 @@
+"""Which worker goes on with which request: what waits for each stage, and how much the workers have to do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from mmserve.cluster.index import Index, beginning, media
+from mmserve.cluster.messages import Order
+from mmserve.cluster.requests import Part
+from mmserve.cluster.routing import OF_TEXT, Candidate, choose, cost, room, sharded
+from mmserve.cluster.switching import Demand
+from mmserve.cluster.workers import Depot, Worker
+from mmserve.core.handover import ROLES, Handover
+from mmserve.core.plan import Served
+from mmserve.core.request import Stage
+from mmserve.schedule.fair import charged, fair_order
+
+#: How much of a mean is new with each value.
+_NEW = 0.2
+#: Whether a worker, by its name, has the adapter with this key.
+Holds = Callable[[str, str], bool]
+
+
+class Dispatch:
+    """The parts of requests to ``model`` that wait, and the workers that they go to; with the coordinator's lock.
+
+    ``parts``: all that have not ended. ``holds``: as of ``Holds``. ``running``: answers that a worker decodes at once.
+    """
+
+    def __init__(
+        self, model: str, running: int, depot: Depot, parts: Callable[[], Iterable[Part]], holds: Holds
+    ) -> None:
+        self._model, self._running, self._depot, self._parts, self._holds = model, running, depot, parts, holds
+        self.workers: dict[str, Worker] = {}
+        self.index = Index()
+        self._waiting: dict[str, list[Part]] = {role: [] for role in ROLES}
+        self._served = dict.fromkeys(ROLES, Served())
+        self._seconds = dict.fromkeys(ROLES, 0.0)  # means of what a request takes of a worker
+
+    def wait(self, part: Part) -> None:
+        """``part`` is to go on from its point, on any worker of its next stage."""
+        part.waits()
+        part.cost = cost(part.stage, part.point)
+        request = part.point.request
+        part.media = media(request) if part.stage == "encode" else ()
+        if part.stage == "encode":
+            part.prefix = () if part.shard else beginning(request)
+        else:
+            part.prefix = part.point.keys
+        self._waiting[part.stage].append(part)
+
+    def withdraw(self, part: Part) -> None:
+        """``part`` does not wait any more."""
+        if part in self._waiting[part.stage]:
+            self._waiting[part.stage].remove(part)
+
+    def waiting(self) -> dict[str, int]:
+        """Parts that wait for each stage."""
+        return {role: len(waiting) for role, waiting in self._waiting.items()}
+
+    def shards(self, whole: Part, least: int) -> list[Part]:
+        """The media of a request in a part for each encode worker that has nothing to do; none where there are less
+        than two such workers, or less than ``least`` pixels (0 = never)."""
+        in_hand = self._in_hand()
+        idle = [name for name, each in self.workers.items() if "encode" in each.roles and not in_hand[name].total()]
+        free = 0 if self._waiting["encode"] else len(idle)
+        found = sharded(whole.point.request, free, least) if free > 1 else []
+        return [
+            Part(whole.group, -1 - i, Handover(request, Stage.QUEUED, None), shard=chosen)
+            for i, (chosen, request) in enumerate(found)
+        ]
+
+    def send(self) -> tuple[list[Part], list[Part]]:
+        """Send what waits to workers that have room for it; the last stage first, which ends requests.
+
+        Returns what was sent, and what no worker can go on with because none has its adapter.
+        """
+        sent: list[Part] = []
+        stuck: list[Part] = []
+        if not any(self._waiting.values()):
+            return sent, stuck
+        in_hand, loads = self._in_hand(), self._loads()
+        orders: dict[str, list[Order]] = {}
+        for role in reversed(ROLES):
+            waiting, self._waiting[role] = self._waiting[role], []
+            if not waiting:
+                continue
+            now = time.monotonic()
+            waiting.sort(key=lambda part: part.group.due)
+            entries, costs = [part.entry(now) for part in waiting], [part.cost for part in waiting]
+            for i in fair_order(entries, costs, self._served[role]):
+                part = waiting[i]
+                able = [name for name, worker in self.workers.items() if role in worker.roles]
+                holding = [name for name in able if self._holds(name, part.group.request.adapter)]
+                if able and not holding:
+                    stuck.append(part)
+                    continue
+                name = self._chosen(role, part, holding, in_hand, loads)
+                if name is None:
+                    self._waiting[role].append(part)
+                    continue
+                self._served[role] = charged(self._served[role], [(entries[i], costs[i])])
+                in_hand[name][role] += 1
+                loads[name, role] += part.cost
+                order = part.order(self._model, name, partial(self._depot.sent, worker=name))
+                orders.setdefault(name, []).append(order)
+                sent.append(part)
+        for name, each in orders.items():
+            self.workers[name].take(each)
+        return sent, stuck
+
+    def took(self, role: str, seconds: float) -> None:
+        """A request took so long of a worker in the stage of ``role``."""
+        before = self._seconds[role]
+        self._seconds[role] = before + _NEW * (seconds - before) if before else seconds
+
+    def demand(self) -> tuple[dict[str, Demand], dict[str, tuple[frozenset[str], int]]]:
+        """What each stage has to do, and the roles of each worker with its requests in hand."""
+        in_hand = self._in_hand()
+        busy: Counter[str] = Counter()
+        for counts in in_hand.values():
+            busy.update(counts)
+        demand = {role: Demand(len(self._waiting[role]) + busy[role], self._seconds[role]) for role in ROLES}
+        return demand, {name: (worker.roles, in_hand[name].total()) for name, worker in self.workers.items()}
+
+    def _chosen(
+        self,
+        role: str,
+        part: Part,
+        names: Iterable[str],
+        in_hand: Mapping[str, Counter[str]],
+        loads: Mapping[tuple[str, str], float],
+    ) -> str | None:
+        candidates = [
+            Candidate(name, loads.get((name, role), 0.0), self._saved(role, part, name))
+            for name in names
+            if in_hand[name][role] < room(self.workers[name].roles, role, self._running)
+        ]
+        name = choose(candidates)
+        if name is not None:
+            self.index.note(part.media, name)
+            if "prefill" in self.workers[name].roles:
+                self.index.note(part.prefix, name)
+        return name
+
+    def _saved(self, role: str, part: Part, name: str) -> float:
+        """What of the cost of ``part`` the worker ``name`` has done before."""
+        if role == "encode":
+            of_media = (part.cost - OF_TEXT) * self.index.share(part.media, name)
+            return of_media + OF_TEXT * self.index.leading(part.prefix, name)
+        return part.cost * self.index.leading(part.prefix, name) if role == "prefill" else 0.0
+
+    def _loads(self) -> defaultdict[tuple[str, str], float]:
+        """The cost of the requests that each worker has, by its name and the stage that they came for."""
+        loads: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for part in self._parts():
+            if part.worker is not None:
+                loads[part.worker, part.stage] += part.cost
+        return loads
+
+    def _in_hand(self) -> dict[str, Counter[str]]:
+        """Requests that each worker has, by the stage that they came for."""
+        found: dict[str, Counter[str]] = {name: Counter() for name in self.workers}
+        for part in self._parts():
+            if part.worker in found:
+                found[part.worker][part.stage] += 1
+        return found

@@ -1,0 +1,66 @@
+"""What the workers of a cluster keep for later requests, managed as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mmserve.cluster.asking import Answers, ask_all
+from mmserve.cluster.workers import Worker
+from mmserve.core.cached import Block, alone, named
+from mmserve.prefixes import own
+
+
+class ClusterKept:
+    """``KeptLike`` of ``model``. Slow, for any thread: every call asks all ``workers`` and waits for them.
+
+    Raises ``Unavailable`` where there are none, and what ``mmserve.kept.Kept`` raises, with the name of the worker.
+    ``dropped``: is called with the names of pages that no worker has any more.
+    """
+
+    def __init__(
+        self, model: str, workers: Callable[[], Sequence[Worker]], dropped: Callable[[Sequence[bytes]], None]
+    ) -> None:
+        self._model, self._workers, self._dropped = model, workers, dropped
+
+    def blocks(self) -> list[Block]:
+        """All of it, with the worker that has each."""
+        found = self._ask("blocks").returned
+        return [block for worker, blocks in found.items() for block in own(blocks, worker)]
+
+    def pin(self, ids: Sequence[str], pinned: bool) -> int:
+        """Keep entries whatever else comes, or no longer, on each worker that has them; how many of their blocks are
+        there, each counted once. Where it raises, some workers may have done so."""
+        visual, prefixes, blocks = self._sorted(ids)
+        if not visual and not prefixes:
+            return 0
+        self._ask("pin", [*visual, *prefixes], pinned)
+        return len(visual) + len(named(blocks, prefixes))
+
+    def drop(self, ids: Sequence[str]) -> int:
+        """Forget entries on all workers, but for pages that others begin with on any of them; how many blocks, each
+        counted once."""
+        visual, prefixes, blocks = self._sorted(ids)
+        pages = alone([block for block in blocks if block.label.kind == "prefix"], prefixes)
+        if not visual and not pages:
+            return 0
+        self._ask("drop", visual, pages)
+        self._dropped([bytes.fromhex(name) for name in pages])
+        return len(visual) + len(pages)
+
+    def prefix_of(self, request: str) -> str:
+        """The id of the beginning of the prompt of a request that ended a moment ago; empty where none is kept."""
+        return next(filter(None, self._ask("prefix_of", request).returned.values()), "")
+
+    def _sorted(self, ids: Sequence[str]) -> tuple[list[str], list[str], list[Block]]:
+        """Those of visual tokens, those of prefixes, and all blocks; unknown ones are left out."""
+        blocks = self.blocks()
+        kinds = {block.label.name: block.label.kind for block in blocks}
+        known = list(dict.fromkeys(each for each in ids if each in kinds))
+        visual = [each for each in known if kinds[each] == "visual"]
+        return visual, [each for each in known if kinds[each] == "prefix"], blocks
+
+    def _ask(self, question: str, *arguments: object) -> Answers:
+        answers = ask_all(self._workers(), self._model, question, *arguments)
+        if (error := answers.error()) is not None:
+            raise error
+        return answers

@@ -17,10 +17,12 @@ from mmserve.models.lora_files import adapter_bytes, read_adapter
 
 #: Names of adapters: they are names of folders, and come after a model's name and a colon.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: The one for questions about streams of video, where a checkpoint has such: sessions use it unless they name another.
+STREAMS = "streams"
 
 
 class Adapters:
-    """Adapters of ``model`` from subfolders of ``folder`` (empty = none can be loaded), ``most`` bytes of weights.
+    """Adapters of ``model`` from subfolders of ``folder`` and of its checkpoint, ``most`` bytes of weights.
 
     As many bytes again may hold the weights of the latest batches side by side. May be called from any thread.
     """
@@ -31,6 +33,12 @@ class Adapters:
         self._names: dict[str, str] = {}  # name to key
         self._lock = threading.Lock()
         self.stacks = Stacks(most)
+
+    def load_own(self) -> None:
+        """Load those of the model's checkpoint. Raises ``InvalidArgument`` and ``ResourceExhausted`` as ``load``."""
+        for folder in sorted(self._own.iterdir()) if self._own is not None else ():
+            if folder.is_dir():
+                self.load(folder.name)
 
     def load(self, name: str) -> AdapterInfo:
         """Read the adapter ``name``, in place of one of that name; requests under way go on with theirs.
@@ -68,9 +76,7 @@ class Adapters:
         model = self._taking()
         if not NAME.fullmatch(name):
             raise InvalidArgument.of("adapter", f"must match {NAME.pattern}, not {name!r}")
-        folder = Path(self._folder).expanduser() / name
-        if not folder.is_dir():
-            raise NotFound(f"[engine] adapter_folder has no folder {name!r}")
+        folder = self._find(name)
         try:
             self._check_room(name, adapter_bytes(folder))
             made = read_adapter(name, folder, model.decoder, model.dtype, model.device)
@@ -114,10 +120,23 @@ class Adapters:
             raise NotFound(f"the adapter {name_of(request.adapter)!r} was dropped while the request waited")
         return found
 
+    @property
+    def _own(self) -> Path | None:
+        return self._model.adapters if isinstance(self._model, LoadedModel) else None
+
+    def _find(self, name: str) -> Path:
+        """The folder of adapter ``name``: the server's, else the checkpoint's."""
+        places = [Path(self._folder).expanduser()] if self._folder else []
+        places += [self._own] if self._own is not None else []
+        for place in places:
+            if (place / name).is_dir():
+                return place / name
+        raise NotFound(f"[engine] adapter_folder has no folder {name!r}")
+
     def _taking(self) -> LoadedModel:
         if not isinstance(self._model, LoadedModel):
             raise Unimplemented(f"model {self._model.spec.name!r} takes no adapters: its network is its own")
-        if not self._folder:
+        if not self._folder and self._own is None:
             raise no_folder()
         return self._model
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -274,6 +275,7 @@ class LoadedModel:
     ``policies``: the default policies that were measured for it, None where none were.
     ``calibration``: of the probabilities of typed questions.
     ``stored``: the quantised form that its checkpoint has the weights in; empty where they are plain.
+    ``adapters``: the folder of its checkpoint whose subfolders are adapters of it, None where there is none.
     """
 
     spec: ModelSpec
@@ -287,6 +289,7 @@ class LoadedModel:
     policies: PolicyFile | None = None
     calibration: Calibration = field(default_factory=Calibration)
     stored: str = ""
+    adapters: Path | None = None
 
     @property
     def position_axes(self) -> int:

@@ -21,6 +21,8 @@ from mmserve.models.stretch import Stretch
 from mmserve.models.tensor_parts import Part, Slab, Whole
 
 ADAPTER = "adapter_config.json"
+#: The folder of a checkpoint whose subfolders are adapters that belong to it.
+ADAPTERS = "adapters"
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 #: dtypes that weights are served in, by the name that configuration files use.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,7 +18,8 @@ from mmserve.models.lora import SITES, Adapter, Site, gives_same_bits_wide
 from mmserve.models.tensor_parts import Rows
 
 WEIGHTS = "adapter_model.safetensors"
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+#: Names of an adapter's tensors: ``PREFIX``, the layer, ``LORA_A`` or ``LORA_B``.
+PREFIX, LORA_A, LORA_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: Settings of peft that change what an adapter computes, and the values of them that are implemented.
 _SWITCHES: Mapping[str, tuple[object, ...]] = {
     "alpha_pattern": ({}, None),
@@ -93,14 +94,14 @@ def _pair(weights: Weights, module: tuple[str | Rows, torch.Size] | None) -> tup
         return None
     part, (out, into) = module
     tensor = part if isinstance(part, str) else part.name
-    stem = _PREFIX + tensor.removesuffix(".weight")
-    if stem + _A not in weights:
+    stem = PREFIX + tensor.removesuffix(".weight")
+    if stem + LORA_A not in weights:
         return None
-    rank = weights.shape(stem + _A)[0]
+    rank = weights.shape(stem + LORA_A)[0]
     cpu = torch.device("cpu")
     total = out if isinstance(part, str) else part.total
-    a = weights.tensor(stem + _A, torch.Size([rank, into]), torch.float32, cpu)
-    b = weights.tensor(stem + _B, torch.Size([total, rank]), torch.float32, cpu)
+    a = weights.tensor(stem + LORA_A, torch.Size([rank, into]), torch.float32, cpu)
+    b = weights.tensor(stem + LORA_B, torch.Size([total, rank]), torch.float32, cpu)
     return a, b if isinstance(part, str) else b[part.start : part.start + out]
 
 

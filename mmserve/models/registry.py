@@ -13,7 +13,7 @@ from mmserve.config import ModelConfig
 from mmserve.errors import ConfigError
 from mmserve.models.base import LoadedModel, Model
 from mmserve.models.calibration import load_calibration
-from mmserve.models.checkpoint import CONFIG, DTYPES, Checkpoint, Target
+from mmserve.models.checkpoint import ADAPTERS, CONFIG, DTYPES, Checkpoint, Target
 from mmserve.models.commit_filter import load_filter
 from mmserve.models.companion import accompany
 from mmserve.models.names import HUB, local_folder, served_name
@@ -98,7 +98,13 @@ def _load(config: ModelConfig, device: torch.device) -> Model:
         _quantize(model, config.dtype)
     if isinstance(model, LoadedModel):
         stored = checkpoint.weights.form
-        model = replace(model, commit_filter=load_filter(folder), calibration=load_calibration(folder), stored=stored)
+        model = replace(
+            model,
+            commit_filter=load_filter(folder),
+            calibration=load_calibration(folder),
+            stored=stored,
+            adapters=adapters if (adapters := folder / ADAPTERS).is_dir() else None,
+        )
     if not config.companion:
         return model
     return accompany(model, _load(ModelConfig(path=config.companion, dtype=config.dtype), device))

@@ -1,8 +1,10 @@
 """Write a trained model as a checkpoint: ``python -m mmserve.reference.export --run DIR --out DIR``.
 
-The result is an ordinary directory in LLaDA-V's or LLaVA's layout, loaded by the same code as any other. Its card takes
-the accuracy from ``quality.json`` in the run's folder, what ``mmserve bench quality --json`` printed, and that about
-streams from ``streams.json``, what ``python -m mmserve.reference.stream_accuracy --json`` printed, if they are there.
+The result is an ordinary directory in LLaDA-V's or LLaVA's layout, loaded by the same code as any other; of a run that
+trained an adapter it is a directory in peft's layout, for ``adapters/NAME`` of the model that it is added to. Its card
+takes the accuracy from ``quality.json`` in the run's folder, what ``mmserve bench quality --json`` printed, and that
+about streams from ``streams.json``, what ``python -m mmserve.reference.stream_accuracy --json`` printed, if they are
+there.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from mmserve.models.layouts import HUGGING_FACE, LLAVA_LLAMA, Layout, config_jso
 from mmserve.models.processors import IMAGES
 from mmserve.models.towers import BESIDE
 from mmserve.reference.data import PIXEL_MEAN, PIXEL_STD
+from mmserve.reference.low_rank import add_low_rank, write_adapter
 from mmserve.reference.model import FRAME_TIME, FRAMES, PIXELS, POOL, SELECT_LAYER, ReferenceModel
 from mmserve.reference.tokenizer import BOS, EOS, EOT, HEADER, HEADER_END, MASK, save_tokenizer, train_tokenizer
 from mmserve.reference.train import VOCAB_MULTIPLE
@@ -33,7 +36,8 @@ QUALITY, STREAMS = "quality.json", "streams.json"
 
 
 def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the averaged weights of ``run/state.pt`` into ``out`` as ``dtype``; raises ``ConfigError`` without one."""
+    """Write the averaged weights of ``run/state.pt``, or the adapter that they have, into ``out`` as ``dtype``; raises
+    ``ConfigError`` without one."""
     path = run / "state.pt"
     if not path.is_file():
         raise ConfigError(f"{run} has no state.pt: train first (python -m mmserve.reference.train)")
@@ -47,6 +51,13 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     causal = state["recipe"]["objective"] == "causal"
     layout = LLAVA_LLAMA if causal else HUGGING_FACE
     model = ReferenceModel(rows, causal=causal)
+    reports = [json.loads(path.read_text()) if path.is_file() else None for path in (run / QUALITY, run / STREAMS)]
+    if rank := state["recipe"]["rank"]:
+        add_low_rank(model, rank)
+        model.load_state_dict(state["average"])
+        write_adapter(model, out, dtype=dtype)
+        (out / "README.md").write_text(_adapter_card(state, reports[1]), encoding="utf-8")
+        return
     model.load_state_dict(state["average"])
     tensors = decoder_tensors(layout, model.decoder) | vision_tensors(model.tower, model.projector, None)
     write_checkpoint(
@@ -56,7 +67,6 @@ def export(run: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> None
     save_tokenizer(tokenizer, out)
     write_json(out / BESIDE / "config.json", {**model.tower.config.to_diff_dict(), "model_type": "clip_vision_model"})
     write_json(out / BESIDE / IMAGES, processor_settings())
-    reports = [json.loads(path.read_text()) if path.is_file() else None for path in (run / QUALITY, run / STREAMS)]
     (out / "MODEL_CARD.md").write_text(_card(model, state, *reports), encoding="utf-8")
 
 
@@ -137,6 +147,16 @@ words or as JSON, and does small sums. It exists to try and measure mmserve with
   last steps.
 - License: Apache-2.0.
 {_accuracy(quality)}{_streams(streams)}{_legs(state)}"""
+
+
+def _adapter_card(state: Mapping[str, Any], streams: Sequence[Mapping[str, Any]] | None) -> str:
+    own = {**state, "before": None}
+    return f"""# Adapter of the mmserve reference model
+
+LoRA of rank {state["recipe"]["rank"]} for all linear layers of the decoder, trained on the mix
+`{state["recipe"]["mix"]}` of generated data while the model's own weights stayed as they are. Made by
+`python -m mmserve.reference.train --trained adapter` and `python -m mmserve.reference.export`. License: Apache-2.0.
+{_streams(streams)}{_legs(own)}"""
 
 
 def _accuracy(report: Mapping[str, Any] | None) -> str:

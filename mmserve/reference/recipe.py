@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OBJECTIVES = ("diffusion", "causal")
-TRAINED = ("all", "decoder")
+TRAINED = ("all", "decoder", "adapter")
 
 #: Kinds of subject and their shares of the batches. While a model learns to look, a scene's JSON describes every cell
 #: and a listing leads from looks to places; at the end what is hardest has most:
@@ -120,6 +120,8 @@ MIXES: dict[str, dict[str, float]] = {
         "watch": 0.02,
         "stream": 0.12,
     },
+    # What an adapter for streams is taught.
+    "streams_alone": {"stream": 1.0},
     # What the diffusion model is taught last, all at once: streams, tools, and typed questions.
     "deciding": {
         "calls": 0.27,
@@ -160,7 +162,10 @@ class Recipe:
     ema: float = 0.998
     lowest_rate: float = 0.08
     seed: int = 0
-    trained: str = "all"  # or "decoder": tower and projector stay as they are, which windows of streams need
+    #: or "decoder": tower and projector stay as they are, which windows of streams need; or "adapter": all stays as it
+    #: is, and what is trained is added to the decoder's layers
+    trained: str = "all"
+    rank: int = 0  # of the adapter
 
 
 #: The recipes by name: a CPU takes hours for the first, one data-centre GPU minutes for the second.

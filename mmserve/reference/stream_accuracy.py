@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from mmserve_kernels.rope_scatter import rotate
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mmserve.models.chat import VIDEO, prompt_ids
 from mmserve.models.decoder import Decoder
+from mmserve.models.lora_files import WEIGHTS
 from mmserve.reference.clips import VIDEO as CLIP_TASKS
 from mmserve.reference.clips import Clip, draw_clip
 from mmserve.reference.data import Sample, collate
@@ -30,6 +32,7 @@ from mmserve.reference.evaluate import Row, row
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import answer_errors
 from mmserve.reference.items import TEST_SEEDS, Question
+from mmserve.reference.low_rank import merge_adapter
 from mmserve.reference.model import FRAME_TIME, ReferenceModel
 from mmserve.reference.stream_frames import SeenFrames
 from mmserve.reference.streams import LABEL_CYCLE, Window, ask, draw_window
@@ -308,12 +311,15 @@ def _answer(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=False), token_id(tokenizer, EOT)]
 
 
-def measure(folder: Path, *, windows: int, streams: int, seed: int = 0) -> list[StreamRow]:
-    """All of both measurements for the exported model in ``folder``; a diffusion model has no ``stream_accuracy``."""
+def measure(folder: Path, *, windows: int, streams: int, seed: int = 0, adapter: Path | None = None) -> list[StreamRow]:
+    """All of both measurements for the exported model in ``folder``, with ``adapter`` where there is one; a diffusion
+    model has no ``stream_accuracy``."""
     tokenizer = train_tokenizer()
     causal = json.loads((folder / "config.json").read_text())["model_type"] == "llava_llama"
     model = ReferenceModel(json.loads((folder / "config.json").read_text())["vocab_size"], causal=causal).eval()
     read_exported(folder, model)
+    if adapter is not None:
+        merge_adapter(model, load_file(adapter / WEIGHTS))
     seen = SeenFrames.compute(model, held_out_clips())
     found = []
     for whole, carriers in LAYOUTS if causal else [layout for layout in LAYOUTS if not layout[1]]:
@@ -329,13 +335,20 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=Path("mmserve/assets/reference-causal"), help="an exported model")
+    parser.add_argument("--adapter", type=Path, help="an exported adapter of it")
     parser.add_argument("--windows", type=int, default=160, help="windows of each layout")
     parser.add_argument("--streams", type=int, default=48, help="streams of each layout")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print every row as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(arguments.model, windows=arguments.windows, streams=arguments.streams, seed=arguments.seed)
+    rows = measure(
+        arguments.model,
+        windows=arguments.windows,
+        streams=arguments.streams,
+        seed=arguments.seed,
+        adapter=arguments.adapter,
+    )
     if arguments.json:
         print(json.dumps([asdict(r) for r in rows]))
         return

@@ -26,6 +26,7 @@ from mmserve.reference.data import Batch, collate, draw
 from mmserve.reference.exported import read_exported
 from mmserve.reference.heldout import quick_accuracy
 from mmserve.reference.losses import STAIRCASE, causal_loss, diffusion_loss, mask_answers, staircase
+from mmserve.reference.low_rank import add_low_rank
 from mmserve.reference.model import ReferenceModel, mixed_precision
 from mmserve.reference.parallel import Processes
 from mmserve.reference.plot import plot
@@ -42,19 +43,22 @@ LOG_EVERY, SAVE_EVERY, MEASURE_EVERY = 100, 200, 1000
 
 
 class Optimizers:
-    """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else."""
+    """Muon for the matrices of the tower's and decoder's layers, AdamW for everything else and for adapters."""
 
     def __init__(self, model: ReferenceModel, heads: TeachingHeads, recipe: Recipe) -> None:
         matrices: list[Tensor] = []
         rest: list[Tensor] = list(heads.parameters())
         for name, parameter in model.named_parameters():
-            is_matrix = parameter.dim() == 2 and ".layers." in name
+            if recipe.trained == "adapter" and not parameter.requires_grad:
+                continue
+            is_matrix = parameter.dim() == 2 and ".layers." in name and recipe.trained != "adapter"
             (matrices if is_matrix else rest).append(parameter)
-        self.rates = (recipe.muon_lr, recipe.adam_lr)
-        self.all: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
-        )
+        adam = torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        self.all: tuple[torch.optim.Optimizer, ...] = (adam,)
+        self.rates: tuple[float, ...] = (recipe.adam_lr,)
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+            self.all, self.rates = (muon, adam), (recipe.muon_lr, recipe.adam_lr)
 
     def step(self, factor: float) -> None:
         """Update with ``factor`` of the full learning rates, and clear the gradients."""
@@ -103,6 +107,8 @@ class Run:
             raise SystemExit(f"objective {recipe.objective!r} is not known; it is one of {OBJECTIVES}")
         if recipe.trained not in TRAINED:
             raise SystemExit(f"trained {recipe.trained!r} is not known; it is one of {TRAINED}")
+        if (recipe.trained == "adapter") != (recipe.rank > 0):
+            raise SystemExit("--rank is that of --trained adapter, at least 1")
         if "stream" in MIXES[recipe.mix] and recipe.trained == "all":
             raise SystemExit(
                 f"the mix {recipe.mix!r} has windows of streams, whose frames are seen once: add --trained decoder"
@@ -119,7 +125,7 @@ class Run:
         self.heads = TeachingHeads(*sizes).to(device)
         self.average = ReferenceModel(vocab, causal=causal).to(device)
         self.average.load_state_dict(self.model.state_dict())
-        if recipe.trained == "decoder":
+        if recipe.trained != "all":
             for part in (self.model.tower, self.model.projector):
                 part.requires_grad_(False)
         self.optimizers = Optimizers(self.model, self.heads, recipe)
@@ -148,7 +154,7 @@ class Run:
                     changes = self.heads.changes(hidden[batch.visual_at], batch.changes)
                 loss = main + recipe.teaching * (teaching + changes)
         loss.backward()
-        trained = [*self.model.parameters(), *self.heads.parameters()]
+        trained = [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
         self.processes.average(trained)
         nn.utils.clip_grad_norm_(trained, 1.0)
         self.optimizers.step(self._rate(step))
@@ -164,7 +170,7 @@ class Run:
             return batch.visual, zero, None
         if batch.pixels is None:
             return None, zero, None
-        if self.recipe.trained == "decoder":
+        if self.recipe.trained != "all":
             with torch.no_grad():
                 return self.model.visual(self.model.look(batch.pixels)[0], pooled=batch.pooled), zero, None
         features, pooled = self.model.look(batch.pixels)
@@ -222,6 +228,7 @@ class Run:
         if state["recipe"] != asdict(self.recipe):
             raise SystemExit(f"{path} was made by another recipe: {state['recipe']}; name another --out or remove it")
         self.done, self.seconds, self.before = state["done"], state["seconds"], state.get("before")
+        self._add_adapter()
         self.model.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
@@ -234,6 +241,7 @@ class Run:
         path = folder / "state.pt"
         if (folder / "config.json").exists():
             self._begin_exported(folder)
+            self._add_adapter()
             return
         if not path.exists():
             raise SystemExit(f"{path} is not there: name the folder of a run that was trained before, or of a model")
@@ -242,6 +250,15 @@ class Run:
         self.average.load_state_dict(state["average"])
         self.heads.load_state_dict(state["heads"])
         self.before = {key: state.get(key) for key in ("recipe", "done", "seconds", "machine", "before")}
+        self._add_adapter()
+
+    def _add_adapter(self) -> None:
+        """Beside the weights that it is for, which are there now; nothing for other recipes."""
+        if self.recipe.trained == "adapter":
+            for model in (self.model, self.average):
+                add_low_rank(model, self.recipe.rank)
+            self.average.load_state_dict(self.model.state_dict())
+            self.optimizers = Optimizers(self.model, self.heads, self.recipe)
 
     def _begin_exported(self, folder: Path) -> None:
         if self.recipe.trained == "all":
@@ -277,6 +294,8 @@ def main() -> None:
     resumed = run.resume()
     if arguments.begin is not None and not resumed:
         run.begin_from(arguments.begin)
+    elif recipe.trained == "adapter" and not resumed:
+        raise SystemExit("an adapter is added to the weights of a model: name it by --begin")
     if arguments.compile:
         run.compile()
     parameters = sum(p.numel() for p in run.model.parameters()) / 1e6

@@ -113,7 +113,8 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
 
     async def _open(self, asked: pb.ConfigureSession, tenant: Tenant) -> tuple[VideoSession, pb.SessionConfigured]:
         self._sessions.check_room(tenant)
-        engine = self._engines.find(asked.model)
+        model, adapter = self._engines.split(asked.model)
+        engine = self._engines.find(model)
         wrong = [*wrong_config(asked)]
         wrong += [InvalidArgument.of(f, d).violations[0] for f, d in wrong_vision(asked.vision)]
         named = [name for name in PIXELS if asked.vision.HasField(name)]
@@ -121,6 +122,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         if wrong:
             raise InvalidArgument(*wrong)
         host = self._hosts.find(engine)
+        adapter = host.streams.adapter_for(adapter)
         memory, overload = asked_memory(asked.memory), Overload(asked_overload(asked))
         around = host.surroundings(
             lambda: _Question(self._metrics, self._quotas, engine, tenant), self._metrics.sessions
@@ -143,7 +145,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
         except BaseException:
             await around.work(stream.close)
             raise
-        session.owner = engine
+        session.owner, session.adapter = engine, adapter
         if host.streams.stopped:
             session.end(unserved := Unavailable("the model is not served any more; open a session of another one"))
             raise unserved
@@ -184,6 +186,7 @@ class VideoService(video_pb2_grpc.VideoServiceServicer):
                 question_message(ask, configured.config),
                 request_id=uuid.uuid4().hex,
                 info=engine.info,
+                adapter=session.adapter,
                 limits=self._config.media,
                 media=_no_media,
                 deadline=time.monotonic() + ask.timeout_seconds if ask.HasField("timeout_seconds") else None,

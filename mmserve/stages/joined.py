@@ -66,6 +66,7 @@ class Stages:
         offered = Offered.by(model, schedulers)
         self.capabilities = Capabilities(model, engine, media, offered)
         self.adapters = Adapters(model, folder=engine.adapter_folder, most=engine.adapter_bytes)
+        self.adapters.load_own()
         self.decoders = decoders or DecodePool(media)
         self.decoders.open()
         self.to_prefill: Transport = to_prefill or LocalTransport()

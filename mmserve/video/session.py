@@ -69,6 +69,7 @@ class Session:
         self.handle, self.tenant = handle, tenant
         self.greeting: Any = None  # first response of its connections, set by its opener
         self.owner: Any = None  # the engine whose stream it has, set by its opener
+        self.adapter = ""  # of its questions, set by its opener
         self.last_request = time.monotonic()
         self.error: MMServeError | None = None  # what it ended with
         self.over = False

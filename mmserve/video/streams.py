@@ -18,6 +18,7 @@ from mmserve.decode.commit import ACCOMPANIED
 from mmserve.decode.recompute import KEEPS_PROMPT
 from mmserve.engine import Engine
 from mmserve.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
+from mmserve.models.adapters import STREAMS
 from mmserve.prune import pruner_for
 from mmserve.prune.base import judged_by_decoder
 from mmserve.request_state import Sink
@@ -176,7 +177,7 @@ class EngineStreams:
         if request.kv_reduction is not None:
             raise InvalidArgument.of("kv_reduction", "must not be set with a question about a stream")
         if request.adapter:
-            raise InvalidArgument.of("adapter", "must not be set with a question about a stream")
+            self._check_adapter()
         if request.diffusion.commit.name in ACCOMPANIED:
             raise InvalidArgument.of("diffusion.commit", "must not be a policy that asks a companion here")
         if self.model.appends and request.diffusion.recompute.name not in KEEPS_PROMPT:
@@ -186,6 +187,20 @@ class EngineStreams:
         encoded, run = question(self.model.model, request, branch, most=self.model.most)
         self._engine.submit(request, sink, encoded, of_session=True)
         return Asked(*branch.times, run)
+
+    def adapter_for(self, asked: str) -> str:
+        """The adapter of a session's questions: the one that is ``asked`` for, else that of the model's checkpoint for
+        streams; empty = none. Raises ``InvalidArgument`` where the model takes none here."""
+        if asked:
+            self._check_adapter()
+            return asked
+        known = {adapter.name for adapter in self._engine.adapters.listed()}
+        return STREAMS if STREAMS in known and not self.model.appends else ""
+
+    def _check_adapter(self) -> None:
+        if self.model.appends:
+            why = "must not be set with a question about a stream: this model keeps K/V of the frames without it"
+            raise InvalidArgument.of("adapter", why)
 
     # --- the streams' thread ---
 

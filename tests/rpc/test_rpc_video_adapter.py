@@ -1,0 +1,62 @@
+"""Sessions with a model that keeps no K/V of frames: their questions have an adapter, that of the checkpoint for
+streams unless they name another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from video_client import picture, sdk, video_server
+
+from mmserve.config import ModelConfig
+from mmserve.errors import InvalidArgument, NotFound
+from mmserve.models.base import LoadedModel
+from mmserve.models.registry import load_model
+from mmserve.reference.low_rank import add_low_rank, write_adapter
+from mmserve.reference.model import ReferenceModel
+
+QUESTIONS = ("what is it?", "How many shapes are there?", "Is there a red circle?", "What happens?")
+
+
+def bundled(folder: Path, path: str) -> LoadedModel:
+    """A bundled model with two random adapters in its checkpoint."""
+    model = load_model(ModelConfig(path=path))
+    assert isinstance(model, LoadedModel)
+    for seed, name in enumerate(("other", "streams")):
+        torch.manual_seed(seed)
+        made = ReferenceModel(model.vocab_size, causal=model.spec.causal)
+        add_low_rank(made, 4)
+        for parameter_name, parameter in made.named_parameters():
+            if parameter_name.endswith(".0.b"):
+                torch.nn.init.normal_(parameter, std=0.4)
+        write_adapter(made, folder / name)
+    return replace(model, adapters=folder)
+
+
+def test_a_session_uses_the_adapter_for_streams_or_the_one_it_names(tmp_path: Path) -> None:
+    with video_server(model=bundled(tmp_path, "bundled")) as (address, _), sdk(address) as client:
+
+        def answers(model: str) -> list[str]:
+            with client.video_session(model=model, budget=200) as session:
+                for number in range(3):
+                    session.push(picture(number, (40, 40)), float(number))
+                return [session.stream(asked, max_new_tokens=12).result().text for asked in QUESTIONS]
+
+        assert [adapter.name for adapter in client.adapters()] == ["other", "streams"]
+        default, other = answers(""), answers("reference:other")
+        assert default == answers("reference:streams") != other
+        client.drop_adapter("streams")
+        assert answers("") not in (default, other)
+        with pytest.raises(NotFound, match="no adapter 'streams'"):
+            answers("reference:streams")
+
+
+def test_a_model_that_keeps_k_and_v_of_frames_takes_no_adapter_in_sessions(tmp_path: Path) -> None:
+    with video_server(model=bundled(tmp_path, "bundled-causal")) as (address, _), sdk(address) as client:
+        with pytest.raises(InvalidArgument, match="keeps K/V of the frames without it"):
+            client.video_session(model="reference-causal:streams").__enter__()
+        with client.video_session() as session:
+            session.push(picture(0, (40, 40)), 0.0)
+            assert session.stream("what is it?", max_new_tokens=2).result()

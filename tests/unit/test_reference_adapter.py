@@ -1,0 +1,112 @@
+"""Training an adapter of a bundled model: nothing else changes, and what is written is what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmserve.config import ModelConfig
+from mmserve.models.adapters import Adapters
+from mmserve.models.base import LoadedModel
+from mmserve.models.lora_files import WEIGHTS
+from mmserve.models.registry import load_model, model_folder
+from mmserve.reference.data import Batch, collate, draw
+from mmserve.reference.export import export
+from mmserve.reference.exported import read_exported
+from mmserve.reference.low_rank import merge_adapter
+from mmserve.reference.model import ReferenceModel
+from mmserve.reference.recipe import Recipe
+from mmserve.reference.train import Run
+
+BUNDLED = model_folder(ModelConfig(path="bundled").path)
+TEACHING = Recipe(
+    tower_steps=0, looking_steps=0, packed_steps=0, steps=9, warmup=1, trained="adapter", rank=3, adam_lr=0.01
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenizer() -> Iterator[Any]:
+    """That of the exported model: training it anew would give the same one."""
+    made = load_model(ModelConfig(path="bundled")).tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("train", "export"):
+            patch.setattr(f"mmserve.reference.{module}.train_tokenizer", lambda: made)
+        yield made
+
+
+def run_in(folder: Path, recipe: Recipe = TEACHING) -> Run:
+    return Run(recipe, folder, torch.device("cpu"))
+
+
+def logits(model: ReferenceModel, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        found: Any = model(None, batch.ids, batch.visual_at, batch.positions, batch.sees(causal=False))[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def batch(tokenizer: Any) -> Batch:
+    samples, canvas = next((s[:2], c) for k, s, c in (draw(i, 0, looking=False) for i in range(60)) if k == "text")
+    return collate("text", samples, canvas, tokenizer)
+
+
+def run_tokenizer() -> Any:
+    return load_model(ModelConfig(path="bundled")).tokenizer
+
+
+def test_steps_change_the_adapter_alone_and_resume_and_export_keep_it(tmp_path: Path, batch: Batch) -> None:
+    run = run_in(tmp_path / "run")
+    run.begin_from(BUNDLED)
+    first = logits(run.model, batch)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    for _ in range(2):
+        run.step(batch)
+    changed = {name for name, value in run.model.state_dict().items() if not value.equal(before[name])}
+    # the first step changes b alone, for a has no effect before
+    assert changed == {n for n in before if n.endswith((".weight.0.a", ".weight.0.b"))}
+    assert len(changed) == 2 * 7 * len(run.model.decoder.layers)
+
+    run.save()
+    again = run_in(tmp_path / "run")
+    assert again.resume() and again.done == 2
+    run.step(batch)
+    again.step(batch)
+    for name, value in run.average.state_dict().items():
+        assert value.equal(again.average.state_dict()[name]), name
+
+    run.save()
+    export(tmp_path / "run", tmp_path / "adapters" / "own", dtype=torch.float32)
+    plain = ReferenceModel(first.shape[-1], causal=False)
+    read_exported(BUNDLED, plain)
+    assert logits(plain, batch).equal(first)
+    merge_adapter(plain, load_file(tmp_path / "adapters" / "own" / WEIGHTS))
+    trained = logits(run.average, batch)
+    assert (logits(plain, batch) - trained).abs().max() < 1e-3 < (first - trained).abs().max()
+    assert "rank 3" in (tmp_path / "adapters" / "own" / "README.md").read_text()
+
+    model = load_model(ModelConfig(path="bundled"))
+    assert isinstance(model, LoadedModel)
+    served = Adapters(replace(model, adapters=tmp_path / "adapters"), most=1 << 30)
+    served.load_own()
+    [info] = served.listed()
+    assert (info.name, info.rank) == ("own", 3)
+
+
+@pytest.mark.parametrize("given", [{"rank": 0}, {"trained": "decoder"}])
+def test_a_rank_is_that_of_an_adapter(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(SystemExit, match="--rank"):
+        run_in(tmp_path, replace(TEACHING, **given))

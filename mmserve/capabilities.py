@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.core.info import ModelInfo, lacking, undecided
 from mmserve.core.request import Request, TextPart
@@ -18,6 +20,7 @@ from mmserve.decode.extensions.image_reuse.checks import check_reuse, no_reuse
 from mmserve.decode.guidance import check_guidance
 from mmserve.decode.policies import Offered, commit_policy, exists, recompute_policy
 from mmserve.decode.recompute import BLOCK_CAUSAL_ATTENTION, CAUSAL_ATTENTION, FULL_ATTENTION, RENOISING
+from mmserve.decode.seeded import check_seed
 from mmserve.decode.uniform_state.checks import check_uniform_state
 from mmserve.defaults import tuning_of
 from mmserve.errors import InvalidArgument, Unimplemented
@@ -27,6 +30,7 @@ from mmserve.models.attended import shown_by
 from mmserve.models.base import Attention, CanvasModel, LoadedModel, Model
 from mmserve.models.decoder_config import UNEVEN
 from mmserve.models.quantized import kind_of
+from mmserve.models.template_options import template_options
 from mmserve.prune import pruner_of, pruners_for
 from mmserve.tools.formats import format_in
 
@@ -105,6 +109,8 @@ class Capabilities:
             why = f"must name tokens below {self.model.vocab_size}, not {highest}"
             raise InvalidArgument.of("sampling.logit_bias", why)
         check_guidance(request, self.model.spec)
+        check_seed(request, self.model.spec, self.model.vocab_size)
+        self._check_template_options(request)
         self._check_decisions(request)
         pruner_of(request)
         if request.vision.pruner not in (*self._pruners, "none"):
@@ -168,6 +174,20 @@ class Capabilities:
             seen = self.model.vision.evidence
             if request.vision.pruner not in ("none", *pruners_for(seen)):
                 raise InvalidArgument.of("vision.pruner", "must not be one that asks the decoder with an adapter")
+
+    def _check_template_options(self, request: Request) -> None:
+        """Refuse variables that the model's chat template does not read."""
+        if not request.template_options:
+            return
+        if request.raw:
+            raise InvalidArgument.of("template_options", "must be empty with raw, which has no chat template")
+        known = template_options(self.model.tokenizer)
+        for name in json.loads(request.template_options):
+            if name not in known:
+                has = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+                raise InvalidArgument.of(
+                    f"template_options.{name}", f"is no option of the model's chat template; {has}"
+                )
 
     def _require(self, kind: str, asked: str, allowed: tuple[str, ...]) -> None:
         """``Unimplemented`` for a policy that there is, but not for this model."""

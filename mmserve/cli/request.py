@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmserve.client import Hole, Options, Template, VideoSampling
+from mmserve.client import Hole, Options, SeedCanvas, Template, VideoSampling
 from mmserve.core.constraint import ConstraintMode, ConstraintSampling, SchemaOption
 from mmserve.core.media_id import is_media_id, is_url
 from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, REQUEST, SAMPLING
@@ -101,6 +101,7 @@ def _add_numbers(group: argparse._ActionsContainer, options: Mapping[str, Value]
 def _add_messages(group: argparse._ArgumentGroup) -> None:
     files = {"action": "append", "default": [], "metavar": "FILE|ID"}
     _add(group, "raw", action="store_true")
+    _add(group, "template_options", type=json.loads, metavar="JSON")
     _add(group, "slo_class", metavar="NAME")
     _add(group, "adapter", metavar="NAME")
     group.add_argument("--system", metavar="TEXT", help="system message before the prompt; default none")
@@ -139,6 +140,7 @@ def _add_policies(group: argparse._ArgumentGroup) -> None:
     _add(group, "commit", type=_policy, metavar=_POLICY)
     _add(group, "quality", type=_quality, metavar="exact|balanced|fast|X")
     _add_numbers(group, DIFFUSION)
+    _add(group, "seed_canvas", type=_seed_canvas, metavar="JSON")
     _add(group, "kv_reduction", type=_policy, metavar=_POLICY)
     _add(group, "image_reuse", type=_policy, metavar=_POLICY)
 
@@ -226,6 +228,14 @@ def _value(name: str, kind: str, text: str) -> Any:
         return _READERS.get(kind.removesuffix(" | None"), str)(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{name} must be a number, not {text!r}") from None
+
+
+def _seed_canvas(text: str) -> SeedCanvas:
+    """An object of ``tokens`` and ``pinned``."""
+    try:
+        return SeedCanvas(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f'must be {{"tokens": [...], "pinned": [...]}}: {error}') from None
 
 
 def _biases(text: str) -> dict[int, float]:

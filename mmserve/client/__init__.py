@@ -68,7 +68,7 @@ from mmserve.core.policies import (
     Threshold,
     VisualCache,
 )
-from mmserve.core.request import ImagePart, Message, TextPart, VideoPart, VideoSampling
+from mmserve.core.request import ImagePart, Message, SeedCanvas, TextPart, VideoPart, VideoSampling
 from mmserve.core.session import Alert, Asked, Moment, PushFailed, Statistics
 from mmserve.core.tools import ToolCall
 from mmserve.core.tuning import Measured, Pair, Tuning
@@ -156,6 +156,7 @@ __all__ = [
     "Result",
     "Scheduler",
     "Score",
+    "SeedCanvas",
     "SessionOptions",
     "SinkWindow",
     "Snapshot",

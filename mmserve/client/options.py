@@ -17,7 +17,7 @@ from mmserve.core.policies.image_reuse import ImageReuse
 from mmserve.core.policies.kv_reduction import KvReduction
 from mmserve.core.policies.pruner import Pruner
 from mmserve.core.policies.recompute import Recompute
-from mmserve.core.request import Message, VideoSampling
+from mmserve.core.request import Message, SeedCanvas, VideoSampling
 from mmserve.core.tuning import Quality
 from mmserve.core.values import Value
 
@@ -53,6 +53,8 @@ class Options(TypedDict, total=False):
     steps: int | None
     block_length: int | None
     cfg_scale: float | None
+    max_steps: int | None
+    seed_canvas: SeedCanvas | None
     recompute: Recompute | None
     commit: Commit | None
     quality: Quality | None
@@ -79,6 +81,7 @@ class Options(TypedDict, total=False):
     constraint_sampling: Literal["mask", "awrs", "asap"] | None
     adapter: str | None
     raw: bool
+    template_options: Mapping[str, Any] | None
     slo_class: str | None
     tools: Sequence[ToolLike] | None
     tool_choice: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from mmserve.client.schemas import Schema
 from mmserve.client.tools import put_tools, tool_call
 from mmserve.core.media_id import is_media_id, is_url
 from mmserve.core.options import AMOUNTS, DIFFUSION, PIXELS, SAMPLING
-from mmserve.core.request import ImagePart, Message, Part, TextPart, VideoPart, VideoSampling
+from mmserve.core.request import ImagePart, Message, Part, SeedCanvas, TextPart, VideoPart, VideoSampling
 from mmserve.errors import InvalidArgument
 from mmserve.v1 import generation_pb2 as pb
 from mmserve.wire import request_id
@@ -48,6 +49,8 @@ def build_request(
     request = pb.GenerateRequest(messages=_messages(prompt, images, videos, sampling))
     named = {name: options.get(name) for name in ("model", "raw", "slo_class", "adapter")}
     put(request, "", **named)
+    if template := options.get("template_options"):
+        request.template_options = json_text("template_options", template)
     put(request.sampling, "sampling.", **_named(options, [n for n in SAMPLING if n not in ("stop", "logit_bias")]))
     try:
         request.sampling.logit_bias.update(options.get("logit_bias") or {})
@@ -59,6 +62,9 @@ def build_request(
             raise InvalidArgument.of(f"sampling.stop[{i}]", f"must be a string, not {text!r}")
         request.sampling.stop.append(text)
     put(request.diffusion, "diffusion.", **_named(options, DIFFUSION))
+    if (seed := options.get("seed_canvas")) is not None:
+        request.diffusion.seed_canvas.SetInParent()
+        put_seed(request.diffusion.seed_canvas, seed)
     put_policy(request.diffusion, "recompute", options.get("recompute"), "diffusion.")
     put_policy(request.diffusion, "commit", options.get("commit"), "diffusion.")
     put_quality(request.diffusion, options.get("quality"))
@@ -87,6 +93,25 @@ def build_request(
     request.stream.tokens, request.stream.drafts = bool(options.get("tokens")), drafts
     put(request.stream, "stream.", alternatives=options.get("alternatives"))
     return request
+
+
+def put_seed(message: pb.SeedCanvas, seed: SeedCanvas) -> None:
+    """Put the ids and positions of ``seed`` into ``message``; ``InvalidArgument`` where they are none."""
+    for name in ("tokens", "pinned"):
+        try:
+            getattr(message, name).extend(getattr(seed, name))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidArgument.of(f"diffusion.seed_canvas.{name}", f"must hold numbers from 0: {error}") from error
+
+
+def json_text(field: str, value: Mapping[str, Any]) -> str:
+    """``value`` as JSON; ``InvalidArgument`` where it is no JSON object."""
+    try:
+        if isinstance(value, Mapping):
+            return json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument.of(field, f"must be JSON: {error}") from error
+    raise InvalidArgument.of(field, f"must map names to JSON values, not {value!r}"[:200])
 
 
 def _named(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

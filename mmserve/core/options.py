@@ -69,6 +69,11 @@ class _Chosen:
         "model's default), fast, or the least share, in (0, 1], of plain decoding's accuracy",
         said="balanced",
     )
+    seed_canvas: object = value(
+        None,
+        meaning="tokens that a diffusion model's canvas begins with, and those of them that stay (``SeedCanvas``)",
+        said="none",
+    )
     tokens: bool = value(
         False, meaning="whether the result has the tokens of the answer and their log-probabilities", said="False"
     )
@@ -108,6 +113,11 @@ class _Chosen:
         False,
         meaning="whether the answer continues the prompt, a text, without the model's chat template",
         said="False",
+    )
+    template_options: object = value(
+        None,
+        meaning="further variables of the model's chat template, such as ``enable_thinking``, by name",
+        said="none",
     )
     slo_class: str = value(
         None, meaning="class of the server's configuration that says how soon tokens are wanted", said="none"

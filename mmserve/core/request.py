@@ -139,17 +139,39 @@ class Policy:
     base: Policy | None = None
 
 
+@dataclass(frozen=True)
+class SeedCanvas:
+    """What a canvas holds before its first step: ``tokens`` from its first position on, of which those at ``pinned``
+    positions stay and are part of the answer."""
+
+    tokens: tuple[int, ...] = ()
+    pinned: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
-    """How a canvas is filled. ``steps`` 0 means one token a step, ``block_length`` 0 the model's default."""
+    """How a canvas is filled. ``steps`` 0 means one token a step, ``block_length`` 0 the model's default.
+
+    ``max_steps``: most steps of a block, 0 = no bound; ``block_length`` is then set. At most one of ``steps`` and
+    ``max_steps`` is.
+    """
 
     steps: int = value(0, at_least(1), "denoising steps for the whole answer", said="one for each token")
     block_length: int = value(0, at_least(1), "tokens of a block", said="the model's")
     cfg_scale: float = value(
         0.0, within(0, 100), "scale of classifier-free guidance of a masked diffusion model; 0 = none"
     )
+    max_steps: int = value(0, at_least(1), "most denoising steps of a block", said="no bound but the policy's")
+    seed_canvas: SeedCanvas | None = None
     recompute: Policy = Policy(name="none")
     commit: Policy = Policy(name="low_confidence")
+
+    def steps_for(self, new_tokens: int) -> int:
+        """Denoising steps for an answer of ``new_tokens``; 0 = one for each token."""
+        block = min(self.block_length, new_tokens)
+        if not 0 < self.max_steps < block:
+            return self.steps
+        return max(1, self.max_steps * new_tokens // block)
 
 
 @dataclass(frozen=True)
@@ -210,6 +232,7 @@ class Request:
     vision: Vision = Vision()
     streaming: Streaming = Streaming()
     raw: bool = False  # whether the answer continues the text of the one message, without the chat template
+    template_options: str = ""  # further variables of the chat template: the JSON text of an object; empty = none
     constraint: ConstraintSpec | None = None
     decisions: tuple[Decision, ...] = ()  # typed questions that the prompt ends with; the answer is their canvas
     tools: ToolUse | None = None  # that the prompt shows; ``constraint`` is then the grammar of their calls

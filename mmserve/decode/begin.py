@@ -13,6 +13,7 @@ from mmserve.decode.extensions.constraint import Constraint
 from mmserve.decode.guidance import guidance_of
 from mmserve.decode.parts import Parts
 from mmserve.decode.policies import commit_policy
+from mmserve.decode.seeded import lay_out
 from mmserve.decode.state import Prefilling
 from mmserve.encode.embedding import embedded
 from mmserve.errors import Unimplemented
@@ -46,6 +47,7 @@ def begin(
     if asked is not None:
         given = np.setdiff1d(np.arange(new_tokens), asked.places)
         canvas.commit(canvas.prompt_length + given, np.array(asked.ids, np.int64)[given])
+    lay_out(canvas, request.diffusion.seed_canvas)
     constraint = None if session is None else Constraint(session)
     read = canvas.tokens if constraint is None else constraint.session.prepare(canvas, spec.mask_id)
     embeddings, deep = embedded(model, read, encoded)

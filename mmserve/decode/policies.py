@@ -83,7 +83,7 @@ def _policy(
     path = f"{path}.{policy.name}"
     taken = set(inspect.signature(known[policy.name]).parameters)
     shared: dict[str, Any] = {
-        "steps": request.diffusion.steps,
+        "steps": request.diffusion.steps_for(request.sampling.max_new_tokens),
         "seed": request.sampling.seed,
         "ends": offered.ends,
         "schedulers": offered.schedulers,

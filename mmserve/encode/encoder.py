@@ -282,7 +282,9 @@ class Encoder:
             return np.asarray(text_ids(self.model.tokenizer, text_of(request.messages[0])), dtype=np.int64)
         chat = [_chat_message(message) for message in request.messages]
         tools = [_function(tool) for tool in request.tools.tools] if request.tools is not None else []
-        ids = prompt_ids(self.model.tokenizer, chat, tools, special_tokens=self.model.spec.special_tokens)
+        options = json.loads(request.template_options or "{}")
+        special = self.model.spec.special_tokens
+        ids = prompt_ids(self.model.tokenizer, chat, tools, options=options, special_tokens=special)
         return np.asarray(ids, dtype=np.int64)
 
     def _check_room(self, request: Request, prompt: np.ndarray, media: list[int]) -> None:

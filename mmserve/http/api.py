@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mmserve.core.events import Draft, Event, Finished
@@ -35,6 +35,8 @@ class Asked:
     message: pb.GenerateRequest
     stream: bool
     reply: Reply
+    #: Fields of ``message`` to what this body calls them, where its API has other names for them, or none.
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Api(Protocol):

@@ -30,7 +30,7 @@ from mmserve.http.body import Bodies
 from mmserve.http.chat import Chat
 from mmserve.http.completions import Completions
 from mmserve.http.decisions import DECISION_APIS, DecisionApi
-from mmserve.http.errors import BadRequest, headers_of, status_of
+from mmserve.http.errors import BadRequest, headers_of, renamed, status_of
 from mmserve.http.media import fields_of
 from mmserve.http.messages import Messages
 from mmserve.http.pages import Pages
@@ -175,16 +175,16 @@ class App:
         """Whether a constraint can be kept; always 200, for who writes one is not done with it."""
         tenant: Tenant = request.state.tenant
         with self._server.quotas.taken(tenant):
-            message, answer = checks.read(await self._bodies.read(request))
+            message, answer, names = checks.read(await self._bodies.read(request))
             engine = self._server.engines.find(self._server.engines.split(message.model)[0])
             try:
                 asked = self._server.generations.read(uuid.uuid4().hex, message, tenant, engine)
                 loop = asyncio.get_running_loop()
                 found = await loop.run_in_executor(self._checker, engine.check_constraint, asked, answer)
             except MMServeError as error:
-                return JSONResponse(checks.verdict(error))
-        judged = {} if answer is None else {"answer": checks.verdict(found.wrong)}
-        return JSONResponse({**checks.verdict(None), "warnings": list(found.warnings), **judged})
+                return JSONResponse(checks.verdict(error, names))
+        judged = {} if answer is None else {"answer": checks.verdict(found.wrong, names)}
+        return JSONResponse({**checks.verdict(None, names), "warnings": list(found.warnings), **judged})
 
     def _generates(self, api: Api) -> Handler:
         """The handler of an API that generates."""
@@ -197,11 +197,12 @@ class App:
                 asked = api.read(body)
                 events = self._events(asked.message, tenant, held, fields_of(urls_in(asked.message.messages), body))
                 del body
-                if not asked.stream:
-                    async with aclosing(events):
-                        finished = await _unless_left(request, _finished(events))
-                    return JSONResponse(asked.reply.whole(finished))
-                first = await _unless_left(request, anext(events))  # refusals have a status of their own until here
+                with renamed(asked.names):
+                    if not asked.stream:
+                        async with aclosing(events):
+                            finished = await _unless_left(request, _finished(events))
+                        return JSONResponse(asked.reply.whole(finished))
+                    first = await _unless_left(request, anext(events))  # refusals have a status of their own until here
                 lines = _lines(api, asked.reply.lines(_after(first, events)))
                 return _Stream(lines, events, held.pop_all())
 

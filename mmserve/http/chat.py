@@ -16,6 +16,7 @@ from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
 from mmserve.http.tools import take_chat_tools
+from mmserve.http.vllm import TEMPLATE_OPTIONS, take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
 #: JSON field to field of ``GenerateRequest``. ``max_tokens`` is the older name of ``max_completion_tokens``; ``top_k``,
@@ -39,6 +40,7 @@ NAMES = {path: name for name, path in SAMPLING.items()} | {
     "sampling.stop": "stop",
     "sampling.logit_bias": "logit_bias",
     "stream.alternatives": "top_logprobs",
+    "template_options": TEMPLATE_OPTIONS,
     "constraint": "response_format",
     "diffusion": "mmserve.diffusion",
     "vision": "mmserve.vision",
@@ -76,13 +78,15 @@ class Chat:
         take_bias(fields, found)
         stream, usage_chunk = take_stream(fields, body, found)
         take_logprobs(fields, found)
-        constrain(fields, found)
+        names = constrain(fields, found)
         take_chat_tools(fields, found)
+        take_template_options(fields, found)
+        names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
         fields.end()
-        return Asked(found, stream, _Reply(found, usage_chunk=usage_chunk))
+        return Asked(found, stream, _Reply(found, usage_chunk=usage_chunk), names)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         """As of ``Api.error``."""

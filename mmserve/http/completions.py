@@ -20,6 +20,7 @@ from mmserve.http.chat import take_bias, take_stream, usage
 from mmserve.http.constraints import constrain
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops
+from mmserve.http.vllm import take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {name: path for name, path in CHAT_SAMPLING.items() if name != "max_completion_tokens"}
@@ -59,14 +60,15 @@ class Completions:
         stream, usage_chunk = take_stream(fields, body, found)
         found.stream.tokens = body.get("logprobs") is not None
         copy_fields(fields, found, {"logprobs": "stream.alternatives"})
-        constrain(fields, found)
+        names = constrain(fields, found)
         suffix = fields.take("suffix", str, "")
         if suffix:
             _pin(found, suffix)
+        names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.end()
-        return Asked(found, stream, _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim))
+        return Asked(found, stream, _Reply(found, suffix, usage_chunk=usage_chunk, fim=self._fim), names)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         """As of ``Api.error``."""

@@ -10,26 +10,35 @@ from mmserve.errors import InvalidArgument
 from mmserve.http.fields import Fields, typed
 from mmserve.v1 import generation_pb2 as pb
 
+_FORMAT = "response_format"
 
-def constrain(fields: Fields, message: pb.GenerateRequest) -> None:
-    """Take the constraint of ``response_format``, vLLM's ``structured_outputs`` or its older ``guided_*`` fields."""
+
+def constrain(fields: Fields, message: pb.GenerateRequest) -> dict[str, str]:
+    """Take the constraint of ``response_format``, vLLM's ``structured_outputs`` or its older ``guided_*`` fields.
+
+    Returns the names that errors about fields of ``message`` then have.
+    """
     found = [*_response_format(fields), *_structured(fields), *_guided(fields)]
     if len(found) > 1:
         raise InvalidArgument.of(found[1][0], f"cannot be combined with {found[0][0]}")
-    for _name, constraint in found:
-        message.constraint.CopyFrom(constraint)
+    if not found:
+        return {}
+    [(name, constraint)] = found
+    message.constraint.CopyFrom(constraint)
+    kind = {} if name == _FORMAT else {f"constraint.{constraint.WhichOneof('kind')}": name}
+    return {**kind, "constraint": name}
 
 
 def _response_format(fields: Fields) -> Iterator[tuple[str, pb.Constraint]]:
-    given = fields.nested("response_format")
+    given = fields.nested(_FORMAT)
     if given is None:
         return
-    described = given.nested("json_schema") or Fields({}, "response_format.json_schema")
+    described = given.nested("json_schema") or Fields({}, f"{_FORMAT}.json_schema")
     constraint = format_of(given, described)
     described.end()
     given.end()
     if constraint is not None:
-        yield "response_format", constraint
+        yield _FORMAT, constraint
 
 
 def format_of(given: Fields, described: Fields) -> pb.Constraint | None:
@@ -54,7 +63,7 @@ def _structured(fields: Fields) -> Iterator[tuple[str, pb.Constraint]]:
         return
     for name in ("json", "json_object", "regex", "choice", "grammar"):
         value = given.any(name)
-        if value is not None and value is not False:
+        if value is not None and not (name == "json_object" and value is False):
             yield f"structured_outputs.{name}", _vllm(name, value, f"structured_outputs.{name}")
     given.end("is not supported")
 

@@ -184,6 +184,25 @@ _COMMON = {
     **_CONSTRAINTS,
     **_RESPONSE_FORMAT,
 }
+_XARGS = {
+    "vllm_xargs": Field(
+        _object(
+            diffusion_canvas_length={"type": "integer", "minimum": 1},
+            diffusion_max_steps={"type": "integer", "minimum": 1},
+            diffusion_seed_canvas=_array({"type": "integer", "minimum": 0}, minItems=1),
+            diffusion_pinned=_array({"type": "integer", "minimum": 0}),
+        ),
+        "vLLM's fields of diffusion models, see below",
+        {},
+    )
+}
+_TEMPLATE_KWARGS = {
+    "chat_template_kwargs": Field(
+        _OBJECT,
+        "variables of the model's chat template, such as `enable_thinking`; those it does not read are refused",
+        {},
+    )
+}
 _STOPS = Field(
     _any_of(_TEXT, _array(_TEXT, maxItems=MAX_STOP_STRINGS)),
     f"at most {MAX_STOP_STRINGS} strings; the answer ends before the first",
@@ -218,6 +237,8 @@ _NESTED = {"type": "function", "function": _TOOL}
 _FLAT = {"type": "function", **_TOOL}
 _CHAT_FIELDS = {
     **_COMMON,
+    **_XARGS,
+    **_TEMPLATE_KWARGS,
     "messages": Field(
         _array(_CHAT_MESSAGE, minItems=1),
         "the last is the user's, or a tool's result. Parts: text; images and videos as a `data:` URL (base64), an http "
@@ -242,6 +263,7 @@ _CHAT_FIELDS = {
 }
 _COMPLETION_FIELDS = {
     **_COMMON,
+    **_XARGS,
     "prompt": Field(_any_of(_TEXT, _array(_TEXT, minItems=1, maxItems=1)), "one text", _QUESTION, required=True),
     "suffix": Field(_TEXT, "the text after the gap; `max_tokens` is the gap's room", "b"),
     **_numbers(completions.SAMPLING, _EXAMPLES),
@@ -254,6 +276,8 @@ _COMPLETION_FIELDS = {
 }
 _MESSAGE_FIELDS = {
     **_COMMON,
+    **_XARGS,
+    **_TEMPLATE_KWARGS,
     "system": Field(
         _any_of(_TEXT, _array(_part("text", "text", text=_TEXT, cache_control=_OBJECT))), "text", "Be brief."
     ),
@@ -281,6 +305,8 @@ _MESSAGE_FIELDS = {
 }
 _RESPONSE_FIELDS = {
     **_COMMON,
+    **_XARGS,
+    **_TEMPLATE_KWARGS,
     "input": Field(
         _any_of(_TEXT, _array(_OBJECT)),
         "a text, or messages as above, calls of functions and their results; other kinds of items are refused",

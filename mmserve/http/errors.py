@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
-from mmserve.errors import InvalidArgument, MMServeError, ResourceExhausted
+from mmserve.errors import FieldViolation, InvalidArgument, MMServeError, ResourceExhausted
 
 #: gRPC code to HTTP status. What a model cannot do is the caller's to change, as is an unsuitable argument.
 STATUS = {
@@ -74,9 +75,21 @@ def openai_error(error: MMServeError, names: Mapping[str, str]) -> dict[str, Any
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code.lower()}}
 
 
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Fields of ``GenerateRequest`` in an ``InvalidArgument`` become those of ``names``."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if not names or not error.violations:
+            raise
+        wrong = (FieldViolation(_named(each.field, names), each.description) for each in error.violations)
+        raise InvalidArgument(*wrong) from error
+
+
 def _named(field: str, names: Mapping[str, str]) -> str:
-    """``field`` under its name of the API, with its rest (``stop[0]``)."""
+    """``field`` under its name of the API, with its rest, such as ``stop[0]`` or ``guided_json#/type``."""
     for path, name in names.items():
-        if field == path or field.startswith((f"{path}[", f"{path}.")):
+        if field == path or field.startswith((f"{path}[", f"{path}.", f"{path}#")):
             return name + field[len(path) :]
     return field

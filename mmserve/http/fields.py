@@ -44,6 +44,10 @@ class Fields:
         """``name`` with the path of the object in front of it."""
         return f"{self._path}.{name}" if self._path else name
 
+    def has(self, name: str) -> bool:
+        """Whether ``name`` is there, not null, and nothing has taken it yet."""
+        return name in self._left
+
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """The value of ``name``, ``default`` if absent or null; ``InvalidArgument`` where it is no ``kind``."""
         value = self._left.pop(name, None)

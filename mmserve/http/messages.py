@@ -16,6 +16,7 @@ from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error, status_of
 from mmserve.http.fields import Fields, copy_fields, merge_own, stops, typed
 from mmserve.http.tools import take_message_tools
+from mmserve.http.vllm import TEMPLATE_OPTIONS, take_template_options, take_xargs
 from mmserve.observe import calls
 from mmserve.v1 import generation_pb2 as pb
 
@@ -31,6 +32,7 @@ SAMPLING = {
 }
 NAMES = {path: name for name, path in SAMPLING.items()} | {
     "sampling.stop": "stop_sequences",
+    "template_options": TEMPLATE_OPTIONS,
     "constraint": "output_config.format",
     "diffusion": "mmserve.diffusion",
     "vision": "mmserve.vision",
@@ -66,9 +68,11 @@ class Messages:
         copy_fields(fields, found, SAMPLING)
         found.sampling.stop.extend(stops(fields, "stop_sequences"))
         stream = found.stream.deltas = fields.take("stream", bool, False)
-        constrain(fields, found)
+        names = constrain(fields, found)
         _output_config(fields, found)
         take_message_tools(fields, found)
+        take_template_options(fields, found)
+        names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, ())
         labels = fields.nested("metadata") or Fields({}, "metadata")
@@ -76,7 +80,7 @@ class Messages:
         labels.end()
         fields.take("cache_control", dict)  # prompts share their beginnings without being asked to
         fields.end()
-        return Asked(found, stream, _Reply(found.model))
+        return Asked(found, stream, _Reply(found.model), names)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         """As of ``Api.error``."""

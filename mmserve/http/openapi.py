@@ -94,7 +94,7 @@ def _post(path: str, models: Sequence[str]) -> dict[str, Any]:
     answer: Schema = {"type": "object", "required": list(_ANSWERS[path])}
     content = {_JSON: {"schema": answer}}
     if "stream" in fields:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {}}  # of a whole stream there is no schema, only of its events
     example = {name: field.example for name, field in fields.items() if field.required}
     return {
         "summary": _POSTS[path],

@@ -23,6 +23,7 @@ from mmserve.http.content import message, role_of, text_part
 from mmserve.http.errors import openai_error
 from mmserve.http.fields import Fields, copy_fields, merge_own, typed
 from mmserve.http.tools import take_response_tools
+from mmserve.http.vllm import TEMPLATE_OPTIONS, take_template_options, take_xargs
 from mmserve.v1 import generation_pb2 as pb
 
 SAMPLING = {
@@ -39,6 +40,7 @@ SAMPLING = {
 }
 NAMES = {path: name for name, path in SAMPLING.items()} | {
     "messages": "input",
+    "template_options": TEMPLATE_OPTIONS,
     "constraint": "text.format",
     "diffusion": "mmserve.diffusion",
     "vision": "mmserve.vision",
@@ -106,15 +108,17 @@ class Responses:
         options.end()
         _take_logprobs(fields, found)
         text = _text(fields, found)
-        constrain(fields, found)
+        names = constrain(fields, found)
         take_response_tools(fields, found)
+        take_template_options(fields, found)
+        names |= take_xargs(fields, found)
         merge_own(fields, found)
         take_neutral(fields, NEUTRAL, LABELS)
         fields.take("metadata", dict)
         fields.end()
         echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
         tools = [{"description": None, "parameters": None, "strict": False, **tool} for tool in echoed["tools"]]
-        return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}))
+        return Asked(found, stream, _Reply(found, {**_FIXED, **echoed, "tools": tools, "text": text}), names)
 
     def error(self, error: MMServeError) -> dict[str, Any]:
         """As of ``Api.error``."""

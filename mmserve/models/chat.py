@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -96,23 +97,28 @@ def prompt_ids(
     chat: list[dict[str, Any]],
     tools: Sequence[dict[str, Any]] = (),
     *,
+    options: Mapping[str, Any] = MappingProxyType({}),
     special_tokens: bool = False,
 ) -> list[int]:
     """Token ids of a chat up to where the answer begins; ``chat`` holds role and content, text or a list of parts, and
-    ``tool_calls``. No text of it, or of ``tools``, becomes a control token (``models.user_text``).
+    ``tool_calls``. ``options``: further variables of the template, as JSON values. No text of any of them becomes a
+    control token (``models.user_text``).
 
     ``special_tokens``: those of the tokenizer go around a text that does not begin with its start of text already, as
     transformers' processors have it. Raises ``InvalidArgument`` where the template refuses the chat, for its order of
     roles, say.
     """
 
-    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def render(messages: list[dict[str, Any]], others: list[dict[str, Any]]) -> str:
+        *tools, options = others
         return str(
-            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+            tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
+            )
         )
 
     try:
-        return encoded(tokenizer, chat, list(tools), render, special_tokens=special_tokens)
+        return encoded(tokenizer, chat, [*tools, dict(options)], render, special_tokens=special_tokens)
     except (TemplateError, TypeError) as error:  # a template that adds strings to a message's list of parts
         raise InvalidArgument.of("messages", f"the model's chat template refuses them: {error}") from error
 

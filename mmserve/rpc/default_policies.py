@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmserve.core.info import ModelInfo
-from mmserve.core.request import Diffusion, Policy, Sampling
+from mmserve.core.request import Diffusion, Policy, Sampling, SeedCanvas
 from mmserve.core.tuning import ACCOMPANIED, BALANCED, DRAFTING, UNPENALISED
 from mmserve.core.values import SHARE_ABOVE_0
 from mmserve.v1 import generation_pb2 as pb
@@ -33,6 +33,31 @@ def wrong_quality(diffusion: pb.DiffusionParams) -> Iterator[tuple[str, str]]:
         yield path, "must be QUALITY_EXACT, or not be set, with steps, which say how many tokens a step commits"
 
 
+#: Commit policies that need no more steps than they are given.
+_BOUNDED = ("low_confidence", "random", "confident")
+
+
+def wrong_max_steps(diffusion: pb.DiffusionParams, info: ModelInfo) -> Iterator[tuple[str, str]]:
+    """What is wrong with the bound on the steps of a block."""
+    if not diffusion.HasField("max_steps"):
+        return
+    path = "diffusion.max_steps"
+    if not info.diffusion:
+        yield path, "must not be set: the model decodes one token after another"
+    elif diffusion.HasField("steps"):
+        yield path, "must not be set with steps"
+    elif _bounds(diffusion, info) and diffusion.WhichOneof("wanted") and diffusion.quality != pb.QUALITY_EXACT:
+        yield path, "must not be set with a quality but QUALITY_EXACT: it decides how many tokens a step commits"
+    elif _bounds(diffusion, info) and (diffusion.WhichOneof("commit") or _BOUNDED[0]) not in _BOUNDED:
+        yield path, f"must not be set with a commit policy but {', '.join(_BOUNDED)}: others take the steps they need"
+
+
+def _bounds(diffusion: pb.DiffusionParams, info: ModelInfo) -> bool:
+    """Whether the bound has a say in how many tokens a step commits."""
+    masked = "low_confidence" in info.commit_policies
+    return masked and 0 < diffusion.max_steps < (diffusion.block_length or info.block_length)
+
+
 def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
     """How ``message``, in which nothing is wrong, is to be decoded by the model of ``info``.
 
@@ -44,11 +69,13 @@ def asked_diffusion(message: pb.GenerateRequest, info: ModelInfo) -> Diffusion:
     recompute, commit = pair.recompute, pair.commit
     if not info.diffusion and (message.HasField("kv_reduction") or message.HasField("image_reuse")):
         recompute = tuning.plain.recompute
-    if not _leaves_room(message, commit):
+    if not _leaves_room(message, commit) or _bounds(asked, info):
         commit = tuning.plain.commit
     return Diffusion(
         steps=asked.steps,
-        block_length=asked.block_length,
+        block_length=asked.block_length or (info.block_length if asked.max_steps else 0),
+        max_steps=asked.max_steps,
+        seed_canvas=from_message(SeedCanvas, asked.seed_canvas) if asked.HasField("seed_canvas") else None,
         cfg_scale=asked.cfg_scale,
         recompute=chosen_policy(asked, "recompute") or recompute,
         commit=chosen_policy(asked, "commit") or commit,

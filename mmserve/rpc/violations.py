@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from google.protobuf.message import Message as ProtoMessage
@@ -14,7 +15,7 @@ from mmserve.core.request import Diffusion, Sampling, Streaming
 from mmserve.core.values import wrong
 from mmserve.errors import FieldViolation
 from mmserve.rpc.constraint_messages import wrong_constraint
-from mmserve.rpc.default_policies import wrong_quality
+from mmserve.rpc.default_policies import wrong_max_steps, wrong_quality
 from mmserve.rpc.tool_messages import wrong_tools
 from mmserve.rpc.video_sampling import wrong_video_sampling
 from mmserve.rpc.vision_messages import wrong_vision
@@ -25,6 +26,8 @@ from mmserve.wire.policies import options_of
 MAX_STOP_STRINGS = 16
 #: Tokens whose logits a request may change.
 MAX_BIASES = 1024
+#: Characters of the JSON text of a chat template's options.
+MAX_TEMPLATE_OPTIONS = 1 << 16
 #: Messages of a chat and their parts, together.
 MAX_PARTS = 1 << 12
 
@@ -44,6 +47,7 @@ def violations(message: pb.GenerateRequest, info: ModelInfo, limits: MediaConfig
         *wrong_tools(message),
         *wrong_vision(message.vision),
         *_wrong_kv(message),
+        *_wrong_template_options(message.template_options),
     ):
         yield FieldViolation(field, description)
 
@@ -134,6 +138,10 @@ def _wrong_diffusion(diffusion: pb.DiffusionParams, info: ModelInfo) -> Wrong:
     if diffusion.block_length > 1 and not info.diffusion:
         yield "diffusion.block_length", "must be 1: the model decodes one token after another"
     yield from wrong_quality(diffusion)
+    yield from wrong_max_steps(diffusion, info)
+    for name in ("tokens", "pinned"):
+        if (count := len(getattr(diffusion.seed_canvas, name))) > info.max_tokens:
+            yield f"diffusion.seed_canvas.{name}", f"must hold at most {info.max_tokens}, not {count}"
     for kind in ("recompute", "commit"):
         yield from wrong_policy(diffusion, kind, "diffusion")
 
@@ -160,6 +168,20 @@ def _wrong_answer(message: pb.GenerateRequest, info: ModelInfo) -> Wrong:
     canvas = message.sampling.max_new_tokens if message.sampling.HasField("max_new_tokens") else info.max_new_tokens
     if early.answer_start + early.answer_length > canvas:
         yield "diffusion.early_commit.answer_length", f"must end within the {canvas} tokens of the canvas"
+
+
+def _wrong_template_options(text: str) -> Wrong:
+    if not text:
+        return
+    if len(text) > MAX_TEMPLATE_OPTIONS:
+        yield "template_options", f"must be at most {MAX_TEMPLATE_OPTIONS} characters, not {len(text)}"
+        return
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        yield "template_options", "must be the JSON text of an object"
 
 
 def _wrong_kv(message: pb.GenerateRequest) -> Wrong:

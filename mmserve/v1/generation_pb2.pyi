@@ -110,7 +110,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse", "tools", "tool_choice", "required_tool", "parallel_tool_calls", "raw", "slo_class", "adapter")
+    __slots__ = ("model", "messages", "sampling", "diffusion", "stream", "constraint", "vision", "kv_reduction", "image_reuse", "tools", "tool_choice", "required_tool", "parallel_tool_calls", "raw", "slo_class", "adapter", "template_options")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class GenerateRequest(_message.Message):
     RAW_FIELD_NUMBER: _ClassVar[int]
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParams
@@ -143,7 +144,8 @@ class GenerateRequest(_message.Message):
     raw: bool
     slo_class: str
     adapter: str
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., required_tool: _Optional[str] = ..., parallel_tool_calls: bool = ..., raw: bool = ..., slo_class: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    template_options: str
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., diffusion: _Optional[_Union[DiffusionParams, _Mapping]] = ..., stream: _Optional[_Union[StreamOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., vision: _Optional[_Union[VisionParams, _Mapping]] = ..., kv_reduction: _Optional[_Union[KvReduction, _Mapping]] = ..., image_reuse: _Optional[_Union[ImageReuse, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., required_tool: _Optional[str] = ..., parallel_tool_calls: bool = ..., raw: bool = ..., slo_class: _Optional[str] = ..., adapter: _Optional[str] = ..., template_options: _Optional[str] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters_json_schema", "strict")
@@ -313,7 +315,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., n: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., ignore_end: bool = ...) -> None: ...
 
 class DiffusionParams(_message.Message):
-    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit", "learned", "guided", "draft_model", "scheduler", "quality", "min_quality", "cfg_scale")
+    __slots__ = ("steps", "block_length", "no_cache", "dkv_decode", "last", "prefix", "dual", "dkv_greedy", "free_cache", "adaptive", "block", "low_confidence", "threshold", "random", "factor", "confident", "entropy_bound", "early_commit", "ngram", "edit", "learned", "guided", "draft_model", "scheduler", "quality", "min_quality", "cfg_scale", "max_steps", "seed_canvas")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NO_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +343,8 @@ class DiffusionParams(_message.Message):
     QUALITY_FIELD_NUMBER: _ClassVar[int]
     MIN_QUALITY_FIELD_NUMBER: _ClassVar[int]
     CFG_SCALE_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SEED_CANVAS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     block_length: int
     no_cache: NoCache
@@ -368,7 +372,17 @@ class DiffusionParams(_message.Message):
     quality: Quality
     min_quality: float
     cfg_scale: float
-    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., draft_model: _Optional[_Union[DraftModel, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduled, _Mapping]] = ..., quality: _Optional[_Union[Quality, str]] = ..., min_quality: _Optional[float] = ..., cfg_scale: _Optional[float] = ...) -> None: ...
+    max_steps: int
+    seed_canvas: SeedCanvas
+    def __init__(self, steps: _Optional[int] = ..., block_length: _Optional[int] = ..., no_cache: _Optional[_Union[NoCache, _Mapping]] = ..., dkv_decode: _Optional[_Union[DkvDecode, _Mapping]] = ..., last: _Optional[_Union[Last, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., dual: _Optional[_Union[Dual, _Mapping]] = ..., dkv_greedy: _Optional[_Union[DkvGreedy, _Mapping]] = ..., free_cache: _Optional[_Union[FreeCache, _Mapping]] = ..., adaptive: _Optional[_Union[Adaptive, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., low_confidence: _Optional[_Union[LowConfidence, _Mapping]] = ..., threshold: _Optional[_Union[Threshold, _Mapping]] = ..., random: _Optional[_Union[Random, _Mapping]] = ..., factor: _Optional[_Union[Factor, _Mapping]] = ..., confident: _Optional[_Union[Confident, _Mapping]] = ..., entropy_bound: _Optional[_Union[EntropyBound, _Mapping]] = ..., early_commit: _Optional[_Union[EarlyCommit, _Mapping]] = ..., ngram: _Optional[_Union[Ngram, _Mapping]] = ..., edit: _Optional[_Union[Edit, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., draft_model: _Optional[_Union[DraftModel, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduled, _Mapping]] = ..., quality: _Optional[_Union[Quality, str]] = ..., min_quality: _Optional[float] = ..., cfg_scale: _Optional[float] = ..., max_steps: _Optional[int] = ..., seed_canvas: _Optional[_Union[SeedCanvas, _Mapping]] = ...) -> None: ...
+
+class SeedCanvas(_message.Message):
+    __slots__ = ("tokens", "pinned")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    pinned: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., pinned: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NoCache(_message.Message):
     __slots__ = ()

@@ -10,7 +10,7 @@ from echo_server import threaded
 from helpers import picture
 from llama_checkpoints import Sighted, load
 
-from mmserve.client import Client, Delta, DkvDecode, DkvGreedy, EarlyCommit, Finished, Snapshot
+from mmserve.client import Client, Delta, DkvDecode, DkvGreedy, EarlyCommit, Finished, SeedCanvas, Snapshot
 from mmserve.config import EngineConfig, MediaConfig, resolve
 from mmserve.engine import Engine
 from mmserve.errors import InvalidArgument, Unimplemented
@@ -62,6 +62,22 @@ def test_policies_of_the_other_kind_are_unimplemented(client: Client) -> None:
         client.generate("x", model="tiny", commit="ngram")
     with pytest.raises(Unimplemented, match="model 'tiny' has no recompute policy 'last'; it has none, prefix"):
         client.generate("x", model="tiny", recompute="last")
+
+
+def test_canvases_with_seeds_and_bounds_are_for_diffusion(client: Client) -> None:
+    for options, field in (
+        ({"max_steps": 2}, "diffusion.max_steps"),
+        ({"seed_canvas": SeedCanvas((5,), (0,))}, "diffusion.seed_canvas"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            client.generate("x", model="causal", **options)  # type: ignore[arg-type]
+        assert [v.field for v in caught.value.violations] == [field]
+        done = client.generate("x", model="tiny", max_new_tokens=4, tokens=True, **options)  # type: ignore[arg-type]
+        assert field != "diffusion.seed_canvas" or done.tokens[0].id == 5
+    with pytest.raises(InvalidArgument, match=r"template_options\.enable_thinking.*it reads none"):
+        client.generate("x", model="tiny", template_options={"enable_thinking": False})
+    with pytest.raises(InvalidArgument, match="template_options: must be JSON"):
+        client.generate("x", template_options={"x": object()})
 
 
 def test_blocks_are_for_diffusion(client: Client) -> None:

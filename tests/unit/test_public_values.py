@@ -174,6 +174,7 @@ WHOLE = {
     "KvReduction": "--kv-reduction",
     "ImageReuse": "--image-reuse",
     "Template": "--template",
+    "SeedCanvas": "--seed-canvas",
     "Tool": "--tools",
     "ToolCall": "--chat",
 }

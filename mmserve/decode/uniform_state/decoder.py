@@ -34,6 +34,7 @@ from mmserve.decode.text import TextStream
 from mmserve.decode.uniform_state.constraint import CanvasConstraint
 from mmserve.decode.uniform_state.handover import go_on, payload_of, prefilled_of
 from mmserve.decode.uniform_state.samplers import CanvasSampler, EntropyBoundSampler, ScheduledSampler, Step
+from mmserve.decode.uniform_state.seeded import pinned, seed_of
 from mmserve.decode.uniform_state.state import CanvasDecoding, CanvasPrefilled
 from mmserve.kv.table import PageTable
 from mmserve.models.base import CanvasModel, OpenCanvas
@@ -143,6 +144,8 @@ class UniformStateDecoder:
         step = d.sampler.step(logits, d.noise.to(logits.device), d.canvas.block_step - 1, generator)
         if d.constraint is not None:
             step = d.constraint.project(d.canvas, logits, step)
+        if (seed := seed_of(d.request, d.canvas)) is not None:
+            step = pinned(step, seed)
         ended, begun = d.came_to_rest(step), d.canvas.block_start
         proposed = None if d.record is None else self._candidates(d, logits, step)
         if ended or d.canvas.block_step >= d.sampler.steps:
@@ -182,7 +185,9 @@ class UniformStateDecoder:
         return EntropyBoundSampler(replace(self._renoising, bound=float(bound), steps=steps))
 
     def _steps(self, request: Request, own: int) -> int:
-        """Most steps a canvas: ``own``, or the share of those that the request has for all of them."""
+        """Most steps a canvas: ``own``, the request's bound where that is lower, or a share of its steps for all."""
+        if request.diffusion.max_steps:
+            return min(own, request.diffusion.max_steps)
         canvases = -(-request.sampling.max_new_tokens // self.model.spec.block_length())
         asked = request.diffusion.steps
         return max(1, asked // canvases) if asked else own
@@ -192,7 +197,8 @@ class UniformStateDecoder:
             self._close_canvas(d, d.canvas.tokens[d.canvas.block()])
 
     def _begun_whole(self, d: CanvasDecoding) -> bool:
-        """Begin a canvas with noise, and what of a template stands there; whether nothing of it is left to decode."""
+        """Begin a canvas with noise or the request's seed, and put what of a template is there on it; whether
+        nothing of it is left to decode."""
         block = d.canvas.block()
         if len(block):
             # Steps count up from 1, canvases down: no canvas begins with the numbers of a step.
@@ -200,6 +206,8 @@ class UniformStateDecoder:
             size, vocabulary = (len(block),), self.model.network.vocab_size
             noise = torch.randint(vocabulary, size, generator=generator, device=self.model.device)
             d.canvas.tokens[block] = noise.cpu().numpy()
+            if (seed := seed_of(d.request, d.canvas)) is not None:
+                d.canvas.tokens[block] = seed.tokens
         d.step, d.still = None, 0
         return bool(len(block)) and d.constraint is not None and d.constraint.begin_canvas(d.canvas)
 

@@ -44,7 +44,8 @@ from mmserve.waiting import WaitingQueue
 
 logger = logging.getLogger("mmserve.cluster")
 
-#: Seconds after a request's deadline until it is ended here: its worker ends it by itself, and knows where it was.
+#: Seconds after a request's deadline until it is ended here: its worker ends it by itself, with an error
+#: that names the stage.
 _GRACE = 0.5
 
 
@@ -156,7 +157,7 @@ class Coordinator:
             self._send()
 
     def take(self, worker: str, items: Sequence[Item]) -> None:
-        """What a worker reports of this model's requests, in order; waits for it where it must hand on memory."""
+        """What a worker reports of this model's requests, in order; waits for its memory."""
         found = [self._keep(item) for item in items]  # without the lock: a worker that is stopped may take seconds
         with self._lock:
             for item in found:
@@ -255,7 +256,7 @@ class Coordinator:
         return bool(found)
 
     def _shard_ended(self, group: Group, shard: Part, item: Item | Lost) -> None:
-        """A shard is encoded, or cannot be: then whoever has the whole request does that, and meets the error."""
+        """A shard is encoded, or cannot be: then the worker of the whole request encodes it, and reports the error."""
         whole = group.parts[None]
         if isinstance(item, Lost):
             logger.warning("a shard of request %s is lost: %s", group.id, item.error)

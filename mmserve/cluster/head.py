@@ -43,7 +43,7 @@ class HeadWatch:
                 if lost:
                     logger.error(
                         "Ray's head at %s does not answer: requests go on, and spares take the places of lost workers, "
-                        "but no worker can be started. Restart this server, on a cluster whose head lives",
+                        "but no worker can be started. Restart this server, on a cluster whose head runs",
                         self._address,
                     )
                 else:

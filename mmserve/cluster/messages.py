@@ -88,7 +88,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Beat:
-    """A worker lives; what its engines hold and have counted, by model, and the passes since the last beat."""
+    """A worker is running; what its engines hold and have counted, by model, and the passes since the last beat."""
 
     stats: Mapping[str, Stats]
     passes: tuple[Pass, ...] = ()

@@ -19,7 +19,7 @@ def stored(data: Any) -> Any:
 
 
 def fetched(reference: Any) -> memoryview:
-    """The bytes behind a reference; ``TransferError`` where they are lost."""
+    """The bytes that a reference is for; ``TransferError`` where they are lost."""
     import ray
 
     try:

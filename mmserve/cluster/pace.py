@@ -1,6 +1,6 @@
 """How slow each worker is: its passes beside those of the same kind and size, of the other workers and its own before.
 
-Pure bookkeeping: it is told of passes, and asked.
+Pure bookkeeping: passes are noted, and ratios asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mmserve.core.stats import Pass
 
 #: How much of a mean is new with each pass: of a kind and size, and of a worker's ratio to what others take.
 _NEW_MEAN, _NEW_RATIO = 1 / 32, 1 / 8
-#: Passes of a worker until its mean says something: to judge others by, and to judge itself by where there are none.
+#: Passes of a worker until its mean counts: to judge others by, and to judge itself by where there are none.
 _KNOWN, _OWN = 8, 32
 #: Passes that must have been judged until a worker's ratio counts.
 _JUDGED = 8

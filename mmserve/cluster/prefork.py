@@ -87,7 +87,7 @@ def _connected() -> socket.socket:
 
 
 def _serve() -> None:
-    """Fork for whoever asks, until the raylet ends."""
+    """Fork for each process that asks, until the raylet ends."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address())  # first of all: of several templates that start, one goes on
@@ -100,7 +100,7 @@ def _serve() -> None:
     import mmserve.cluster.worker
     import mmserve.models.towers  # noqa: F401 - with what every loader imports of transformers
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks: the raylet watches them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for here: the raylet watches them
     gc.collect()
     gc.freeze()  # else the first collection of a fork writes to all pages that it shares with this process
     waited: list[Any] = [listener, raylet]

@@ -76,7 +76,7 @@ def start(config: ClusterConfig) -> None:
                 raise
             if attempt == _ATTEMPTS:
                 raise ConfigError(f"Ray did not start on this host, {_ATTEMPTS} times: {error}") from error
-            logger.warning("Ray did not start on this host, as it happens to busy ones; once more: %s", error)
+            logger.warning("Ray did not start on this host, which a busy host may cause; trying again: %s", error)
         else:
             return
 

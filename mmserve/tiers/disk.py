@@ -41,7 +41,7 @@ _HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A file: its key, what it says of itself, its size in bytes, and whether it is kept whatever happens."""
+    """A file: its key, its label, its size in bytes, and whether it is kept whatever happens."""
 
     key: bytes
     label: Label | None
@@ -67,7 +67,7 @@ class DiskCache:
         self._used = 0
         self._seen = -1  # when the folder was changed last, as of the latest look at it
         self._failing = False  # the last entry could not be written
-        self._unlocked = False  # the file system knows no locks
+        self._unlocked = False  # the file system has no locks
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self._alone():
@@ -124,9 +124,9 @@ class DiskCache:
                     save_file(plain, partial, metadata=_labelled(key, plain, "" if label is None else label.text()))
                     self._appear(partial, path)
         except Exception as error:  # noqa: BLE001 - what cannot be kept fails no request
-            self._tell(error)
+            self._note(error)
         else:
-            self._tell(None)
+            self._note(None)
 
     def drop(self, key: bytes) -> bool:
         """Forget ``key``; whether it was there."""
@@ -223,7 +223,7 @@ class DiskCache:
                 os.close(opened)
                 opened = -1
             except OSError:
-                pass  # no locks here: said by ``_alone``
+                pass  # no locks here: ``_alone`` has logged it
             self._noticed()
         try:
             yield partial if opened >= 0 else None
@@ -250,7 +250,7 @@ class DiskCache:
     def _noticed(self) -> None:
         """The folder's latest change is this process's own; with the lock.
 
-        A file system's clock may stand still for milliseconds: the time is set to one that no other change has.
+        A file system's clock may not advance for milliseconds: the time is set to one that no other change has.
         """
         with suppress(OSError):  # another user's folder
             now = time.time_ns()
@@ -318,7 +318,7 @@ class DiskCache:
                 return True
         return False
 
-    def _tell(self, error: Exception | None) -> None:
+    def _note(self, error: Exception | None) -> None:
         """A full disk fails for every request: only its beginning and its end are news."""
         with self._lock:
             changed, self._failing = self._failing != (error is not None), error is not None

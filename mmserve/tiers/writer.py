@@ -16,7 +16,7 @@ _WAITING = 256 << 20
 
 
 class Writer:
-    """Puts entries into ``disk`` on a thread of its own, which lives as long as there are any."""
+    """Puts entries into ``disk`` on a thread of its own, which ends when there are none left."""
 
     def __init__(self, disk: DiskCache, most: int = _WAITING) -> None:
         self._disk, self._most = disk, most

@@ -7,11 +7,12 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mmserve.config import Config, VideoConfig
+from mmserve.core.info import ModelInfo
 from mmserve.encode.decoding import Decoders
 from mmserve.encode.sampling import Sampler
 from mmserve.engine import Engine
@@ -82,6 +83,14 @@ async def _run(threads: ThreadPoolExecutor, call: Callable[..., Any], *args: Any
     return await asyncio.get_running_loop().run_in_executor(threads, call, *args)
 
 
+class Served(Protocol):
+    """A model that a server serves, in this process or elsewhere."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What it can do."""
+
+
 class Hosts:
     """The hosts of a server's engines, each made when it is first asked for; from any thread."""
 
@@ -91,17 +100,21 @@ class Hosts:
         self._lock = threading.Lock()
         self._hosts: dict[Engine, Host] = {}
 
-    def find(self, engine: object) -> Host:
+    def find(self, engine: Served) -> Host:
         """The host of ``engine``; raises ``Unimplemented`` where its model takes no sessions."""
         if not isinstance(engine, Engine):
-            raise Unimplemented("this model takes no video sessions")
+            raise Unimplemented(
+                f"model {engine.info.name!r} takes no video sessions, whose frames and K/V one process keeps, for its "
+                "stages are on a cluster: start a server without --cluster for them, or send the frames so far as a "
+                "video of a request"
+            )
         with self._lock:
             host = self._hosts.get(engine)
             if host is None:
                 host = self._hosts[engine] = Host(engine, self._config, self._threads)
             return host
 
-    def takes_sessions(self, engine: object) -> bool:
+    def takes_sessions(self, engine: Served) -> bool:
         """Whether the model of ``engine`` takes sessions."""
         try:
             _ = self.find(engine).streams.model

@@ -13,8 +13,9 @@ import grpc
 import pytest
 from e2e_helpers import Process, serving, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers import picture
 
-from mmserve.client import Client, Event, Finished, Snapshot
+from mmserve.client import Client, Event, Finished, Snapshot, Unimplemented
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -40,6 +41,17 @@ def server(tmp_path: Path) -> Iterator[Process]:
 
 def test_the_command_serves_from_a_cluster_and_ends_in_order(server: Process) -> None:
     with Client(server.address, timeout=PATIENCE) as client:
+        client.generate("What is it?", images=[picture(1)], max_new_tokens=8)
+        [entry] = client.cache.list().entries
+        assert (entry.kind, entry.workers) == ("visual", ("0",))
+        assert client.cache.warm("Warm.").prompt_tokens > 0
+        assert client.cache.drop([entry.id]) == 1 and client.cache.list().entries == ()
+        assert client.adapters() == []
+        with pytest.raises(Unimplemented, match=r"it has no \[engine\] adapter_folder"):
+            client.load_adapter("red")
+        with pytest.raises(Unimplemented, match="start a server without --cluster"):
+            client.video_session()
+        assert not client.models()[0].sessions
         events = client.stream("Count to ten.", max_new_tokens=64, temperature=1.0, seed=1)
         first = next(events)
         server.process.send_signal(signal.SIGTERM)

@@ -165,8 +165,13 @@ def _send_picture(image: Image.Image, frame: Sampled, watch: Watched) -> None:
     _send({"size": image.size, "seconds": frame.seconds, "detail": frame.detail})
     rows = wire.rows_of_band(image.width)
     for top in range(0, image.height, rows):
-        watch.check_stop()
         _write(image.crop((0, top, image.width, min(top + rows, image.height))).tobytes())
+        try:
+            watch.check_stop()
+        except Stopped:
+            _write(wire.CUT)
+            raise
+        _write(wire.MORE)
 
 
 def _return_memory() -> None:

@@ -20,7 +20,7 @@ from mmserve.models.base import LoadedModel
 from mmserve.tiers.caches import Caches
 
 #: Seconds until a wait is given up: far more than anything here takes.
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 MAX_TOKENS = 128
 

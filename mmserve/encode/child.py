@@ -67,7 +67,7 @@ class Child(ChildProcess):
         self.decoded = 0  # frames of the last file
         # what is announced and not read yet, so that reading can end anywhere and be taken up by ``_stop``
         self._body: int | None = None  # bytes of the message whose length has been read
-        self._pixels = 0  # bytes of the picture that follows
+        self._width = self._rows = 0  # of the picture whose bands follow; rows that have not come
 
     @property
     def killed(self) -> bool:
@@ -143,8 +143,8 @@ class Child(ChildProcess):
         try:
             self._send(wire.STOP, check)
             while True:
-                while self._pixels:
-                    self._pixels -= len(self._exactly(min(self._pixels, wire.BAND_BYTES), check))
+                while self._rows:
+                    self._band(check)
                 match self._message(check):
                     case {"size": _}:
                         continue
@@ -163,14 +163,19 @@ class Child(ChildProcess):
     def _picture(self, width: int, height: int, check: Callable[[], None]) -> Image.Image:
         """The next picture; what is held beside it is one band."""
         image = Image.new("RGB", (width, height), None)  # not filled: that takes long, and no other thread runs then
-        rows = wire.rows_of_band(width)
-        for top in range(0, height, rows):
+        while self._rows:
             check()
-            count = min(rows, height - top)
-            band = self._exactly(3 * width * count, check)
-            self._pixels -= len(band)
-            image.paste(Image.frombytes("RGB", (width, count), band), (0, top))
+            top = height - self._rows
+            band = self._band(check)
+            image.paste(Image.frombytes("RGB", (width, len(band) // (3 * width)), band), (0, top))
         return image
+
+    def _band(self, check: Callable[[], None]) -> memoryview:
+        """The next rows of the picture."""
+        rows = min(wire.rows_of_band(self._width), self._rows)
+        found = memoryview(self._exactly(3 * self._width * rows + 1, check))
+        self._rows = self._rows - rows if found[-1:] == wire.MORE else 0
+        return found[:-1]
 
     def _message(self, check: Callable[[], None]) -> Any:
         if self._body is None:
@@ -178,8 +183,7 @@ class Child(ChildProcess):
         message = wire.unpacked(self._exactly(self._body, check))
         self._body = None
         if "size" in message:
-            width, height = message["size"]
-            self._pixels = 3 * width * height
+            self._width, self._rows = message["size"]
         return message
 
     def _exactly(self, size: int, check: Callable[[], None]) -> bytes:

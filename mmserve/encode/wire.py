@@ -3,9 +3,9 @@
 The server sends ``JOB`` and a message (the file follows its header), then ``GO`` after each ``pixels`` message, or
 ``STOP`` at any time, after which it answers nothing. The process answers with messages: ``plan`` (of a clip with a
 ``window``: its length, and seconds of the frames that will come, where they are known), ``pixels`` (so many will be
-held), ``size`` (a picture; all of its RGB bytes follow, ``rows_of_band`` rows at a time), and last ``done``,
-``stopped``, ``refused`` or ``failed``. For a piece of a stream, ``done`` has the fields of ``PieceRead`` beside it; for
-a video, its ``length`` in seconds.
+held), ``size`` (a picture; its RGB bytes follow, ``rows_of_band`` rows at a time, each time with ``MORE`` or, where the
+rest of the picture does not come, ``CUT`` after them), and last ``done``, ``stopped``, ``refused`` or ``failed``. For a
+piece of a stream, ``done`` has the fields of ``PieceRead`` beside it; for a video, its ``length`` in seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 JOB, GO, STOP = b"j", b"g", b"x"
+#: After a band of a picture: whether the job goes on.
+MORE, CUT = b"+", b"-"
 #: What ends a job.
 LAST = ("done", "stopped", "refused", "failed")
 _HEADER = struct.Struct(">I")

@@ -63,12 +63,16 @@ class Watched:
     def check(self) -> None:
         with self._lock:
             self.decoded += 1
-            self._check_stop()
+        self.check_stop()
         if time.process_time() - self._begun > self._seconds:
             raise InvalidArgument.of(self._name, late(self._seconds))
 
+    def check_stop(self) -> None:
+        """Raise ``Stopped`` if the server has asked to stop, in any thread from then on."""
+        with self._lock:
+            self._check_stop()
+
     def _check_stop(self) -> None:
-        """Raise ``Stopped`` if the server has asked to stop, in any thread from then on. Under the lock."""
         self._stopped = self._stopped or (_readable(0.0) and _exactly(1) == wire.STOP)
         if self._stopped:
             raise Stopped
@@ -119,7 +123,7 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
             return {"done": watch.decoded, **_decode_piece(file, file.piece, limits, watch)}
         if not file.clip:
             image = decode_image(file.data, limits, field=file.name, watch=watch)
-            _send_picture(_resized(image, file), Sampled(0.0, image))
+            _send_picture(_resized(image, file), Sampled(0.0, image), watch)
             return {"done": watch.decoded}
         plan = _send_plan if file.window else lambda _seconds, _length: None
         frames = clip_frames(file, limits, watch, plan)
@@ -128,7 +132,7 @@ def _decode(file: wire.MediaFile, limits: MediaConfig) -> dict[str, Any]:
                 frame = next(frames)
             except StopIteration as ended:
                 return {"done": watch.decoded, "length": ended.value}
-            _send_picture(_resized(frame.image, file), frame)
+            _send_picture(_resized(frame.image, file), frame, watch)
     except Stopped:
         return {"stopped": watch.decoded}
     except InvalidArgument as error:
@@ -150,7 +154,7 @@ def _decode_piece(file: wire.MediaFile, piece: wire.Piece, limits: MediaConfig, 
         except StopIteration as ended:
             return {"details": details, "end": ended.value, "sampler": packed(sampler)}
         details.append(frame.detail)
-        _send_picture(_resized(frame.image, file), frame)
+        _send_picture(_resized(frame.image, file), frame, watch)
 
 
 def _send_plan(seconds: Sequence[float] | None, length: float) -> None:
@@ -164,12 +168,17 @@ def _resized(image: Image.Image, file: wire.MediaFile) -> Image.Image:
     return image.resize((width, height), resample)
 
 
-def _send_picture(image: Image.Image, frame: Sampled) -> None:
-    """All of it, also where the server has asked to stop: it reads as many bytes as were announced."""
+def _send_picture(image: Image.Image, frame: Sampled, watch: Watched) -> None:
     _send({"size": image.size, "seconds": frame.seconds, "detail": frame.detail})
     rows = wire.rows_of_band(image.width)
     for top in range(0, image.height, rows):
         _write(image.crop((0, top, image.width, min(top + rows, image.height))).tobytes())
+        try:
+            watch.check_stop()
+        except Stopped:
+            _write(wire.CUT)
+            raise
+        _write(wire.MORE)
 
 
 def _return_memory() -> None:

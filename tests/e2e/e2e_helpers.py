@@ -29,7 +29,7 @@ from mmserve.reference.tasks import sample
 T = TypeVar("T")
 
 #: Seconds that no healthy run comes near: how long a test waits for what must happen.
-PATIENCE = 20.0
+PATIENCE = 60.0
 #: Tasks about one picture.
 PICTURE_TASKS = (*SHORT_TASKS, "caption", "json")
 EMPTY = Stats(live=0, queued=0, pages_in_use=0, held=0)

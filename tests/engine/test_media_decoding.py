@@ -56,6 +56,12 @@ def pool() -> Iterator[DecodePool]:
         yield made
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is not killed for being slow on a busy machine."""
+    monkeypatch.setattr("mmserve.encode.child._GRACE", 60.0)
+
+
 def go_on() -> None:
     return
 
@@ -65,9 +71,8 @@ def ignore(_rows: list[int]) -> None:
 
 
 def test_text_overtakes_a_slow_clip_and_a_cancelled_clip_is_not_decoded_on(
-    slow_clip: bytes, stopped: list[Child], monkeypatch: pytest.MonkeyPatch
+    slow_clip: bytes, stopped: list[Child], patient: None
 ) -> None:
-    monkeypatch.setattr("mmserve.encode.child._GRACE", 60.0)  # not killed for being slow on a busy machine
     b = Bench(video_model())
     try:
         video = dataclasses.replace(
@@ -111,7 +116,7 @@ def test_a_refusal_names_the_setting(limits: dict[str, int], size: int) -> None:
 
 
 @pytest.mark.parametrize("calls", [*range(8), 12, 40])
-def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int) -> None:
+def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int, patient: None) -> None:
     """Within a message, within a picture, or between two: what the process still sends belongs to the job."""
 
     class Watching:
@@ -129,34 +134,36 @@ def test_a_process_is_used_again_wherever_a_job_was_stopped(calls: int) -> None:
     try:
         with suppress(Cancelled):
             child.decode(file, MediaConfig(), Watching())
-        if child.alive:  # it was stopped, and not killed for continuing too long
-            [image] = child.decode(file, MediaConfig(), Unwatched()).frames
-            assert image.size == (1500, 1500)
+        assert child.alive
+        [image] = child.decode(file, MediaConfig(), Unwatched()).frames
+        assert image.size == (1500, 1500)
     finally:
         child.end()
 
 
-def test_a_process_that_is_stopped_within_a_picture_goes_on_with_the_next_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmserve.encode.child._GRACE", 60.0)
-    left = [2]
-    real = Child._exactly
+@pytest.mark.parametrize("bands", [0, 1, 2])
+def test_a_process_that_is_stopped_within_a_picture_ends_it_there(
+    bands: int, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture is more than a pipe holds, so the process has not sent all of it when it is told to stop."""
+    side, received = 1500, 0
+    child, file, real = Child(), MediaFile(large_png(side), False, "image"), Child._band
 
-    def read(child: Child, size: int, check: Callable[[], None]) -> bytes:
-        """Ends the job once two bands of the picture are read."""
-        if size == 3 * 1500 * rows_of_band(1500):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Cancelled("not wanted")
-        return real(child, size, check)
+    def band(child: Child, check: Callable[[], None]) -> memoryview:
+        nonlocal received
+        received += 1
+        if received == bands + 1:
+            raise Cancelled("not wanted")
+        return real(child, check)
 
-    child, file = Child(), MediaFile(large_png(1500), False, "image")
+    monkeypatch.setattr(Child, "_band", band)
     try:
-        with monkeypatch.context() as patch, pytest.raises(Cancelled):
-            patch.setattr(Child, "_exactly", read)
+        with pytest.raises(Cancelled):
             child.decode(file, MediaConfig(), Unwatched())
         assert child.alive
+        assert received < side / rows_of_band(side), "the rest of the picture came"
         [image] = child.decode(file, MediaConfig(), Unwatched()).frames
-        assert image.size == (1500, 1500)
+        assert image.size == (side, side)
     finally:
         child.end()
 

@@ -51,7 +51,7 @@ def test_a_server_that_answers_nothing_gets_the_whole_load_all_the_same(engine: 
     async def main() -> list[Outcome]:
         async with served(engine) as server, AsyncClient(f"127.0.0.1:{server.port}", retries=False) as client:
             load = asyncio.create_task(
-                run_open_loop([client], [(0.0, asked("x"))] * 20 + [(0.01, asked("y"))] * 20, timeout=30.0)
+                run_open_loop([client], [(0.0, asked("x"))] * 20 + [(0.01, asked("y"))] * 20, timeout=60.0)
             )
             await asyncio.to_thread(eventually, lambda: engine.running == 40, "all to be under way")
             most.append(engine.running)

@@ -43,7 +43,7 @@ def json_log() -> Iterator[io.StringIO]:
 
 
 def scrape(port: int) -> Samples:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
@@ -60,8 +60,8 @@ def test_every_call_has_a_line_and_is_counted_whatever_becomes_of_it() -> None:
     with (
         json_log() as stream,
         threaded(EchoEngine(), settings) as address,
-        Client(address, token="known", timeout=20) as client,
-        Client(address, token="other", timeout=20) as stranger,
+        Client(address, token="known", timeout=60) as client,
+        Client(address, token="other", timeout=60) as stranger,
     ):
         client.wait_ready()
         client.generate("one two three", request_id="mine")
@@ -119,10 +119,10 @@ def test_prometheus_reads_the_names_that_dashboards_ask_for() -> None:
     port = free_port()
     accept = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain"
     with threaded(EchoEngine(), config({"metrics_port": port, "metrics_prefixes": ("vllm:",)})) as address:
-        with Client(address, timeout=20) as client:
+        with Client(address, timeout=60) as client:
             client.generate("one two")
         asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
     for prefix in ("mmserve:", "vllm:"):
         assert f'{prefix}generation_tokens_total{{model_name="echo"}} 2.0' in lines
@@ -131,18 +131,18 @@ def test_prometheus_reads_the_names_that_dashboards_ask_for() -> None:
 
 def test_the_access_log_can_be_turned_off() -> None:
     settings = config({"access_log": False})
-    with json_log() as stream, threaded(EchoEngine(), settings) as address, Client(address, timeout=20) as client:
+    with json_log() as stream, threaded(EchoEngine(), settings) as address, Client(address, timeout=60) as client:
         client.generate("x")
     assert "mmserve.rpc" in stream.getvalue() and "mmserve.access" not in stream.getvalue()
 
 
 def test_a_client_that_leaves_and_a_failure_have_their_codes() -> None:
     engine = EchoEngine(pause=0.01)
-    with json_log() as stream, threaded(engine) as address, Client(address, timeout=20) as client:
+    with json_log() as stream, threaded(engine) as address, Client(address, timeout=60) as client:
         events = client.stream("word " * 1000)
         next(events)
         events.close()
-        assert engine.cancel_seen.wait(20)
+        assert engine.cancel_seen.wait(60)
         engine.bug = RuntimeError("a bug")
         with pytest.raises(MMServeError):
             client.generate("x")
@@ -166,7 +166,7 @@ def test_both_versions_of_reflection_describe_the_services(package: str) -> None
             reflection_pb2.ServerReflectionRequest.SerializeToString,
             reflection_pb2.ServerReflectionResponse.FromString,
         )
-        listed, itself, ours = reflect(iter(asked), timeout=20)
+        listed, itself, ours = reflect(iter(asked), timeout=60)
     names = {service.name for service in listed.list_services_response.service}
     assert {f"{p}.ServerReflection" for p in ("grpc.reflection.v1", "grpc.reflection.v1alpha")} <= names
     assert "mmserve.v1.GenerationService" in names

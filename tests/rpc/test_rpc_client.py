@@ -10,7 +10,7 @@ from pathlib import Path
 
 import PIL.Image
 import pytest
-from echo_server import EchoEngine, config, served, threaded
+from echo_server import PATIENCE, EchoEngine, config, late, served, threaded
 
 from mmserve import client as sdk
 from mmserve.client import AsyncClient, Client, DkvDecode, Threshold
@@ -238,31 +238,33 @@ def test_stream(address: str) -> None:
 def test_leaving_the_loop_cancels(engine: EchoEngine) -> None:
     engine.pause = 0.02
     with threaded(engine) as address, Client(address) as client:
-        for event in client.stream("word " * 500):
+        for event in client.stream("word " * 5000):
             if isinstance(event, Delta):
                 break
-        assert engine.cancel_seen.wait(5)
+        assert engine.cancel_seen.wait(PATIENCE)
         assert [type(e) for e in engine.cancelled.values()] == [Cancelled]
 
 
 def test_closing_the_client_ends_its_calls(engine: EchoEngine) -> None:
-    engine.pause = 0.02
+    engine.go.clear()
     with threaded(engine) as address:
         client = Client(address)
-        threading.Timer(0.3, client.close).start()
+        threading.Thread(target=lambda: engine.run_seen.wait(PATIENCE) and client.close()).start()
         with pytest.raises(Cancelled):
-            client.generate("word " * 500)
-        assert engine.cancel_seen.wait(5)
+            client.generate("word")
+        assert engine.cancel_seen.wait(PATIENCE)
         with pytest.raises(RuntimeError, match="closed"):
             client.models()
 
 
 def test_deadline(engine: EchoEngine) -> None:
-    engine.pause = 0.05
+    engine.go.clear()
     with threaded(engine) as address, Client(address, timeout=0.4) as client:
         with pytest.raises(DeadlineExceeded):
-            client.generate("word " * 500)
-        assert engine.cancel_seen.wait(5)
+            client.generate("word")
+        with pytest.raises(DeadlineExceeded):
+            late(client, engine)
+        assert engine.cancel_seen.wait(PATIENCE)
 
 
 def test_full_is_tried_again_when_the_server_says(address: str, engine: EchoEngine) -> None:
@@ -309,7 +311,7 @@ def test_wait_ready() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(Unavailable, match=r"127.0.0.1:1 is not ready after 0.3 s"):
         client.wait_ready(0.3)
     with threaded(EchoEngine()) as address, Client(address) as client:
-        client.wait_ready(5)
+        client.wait_ready(PATIENCE)
 
 
 def test_nobody_there_is_unavailable() -> None:
@@ -322,7 +324,7 @@ def test_nobody_there_is_unavailable() -> None:
 def test_asyncio_client(engine: EchoEngine) -> None:
     async def main() -> None:
         async with served(engine) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
-            await client.wait_ready(5)
+            await client.wait_ready(PATIENCE)
             assert await client.models() == [engine.info] == [await client.describe("echo")]
             media = await client.upload(PNG)
             result = await client.generate("a small echo", images=[media], request_id="mine")
@@ -342,34 +344,35 @@ def test_asyncio_stream_left_early(engine: EchoEngine) -> None:
 
     async def main() -> None:
         async with served(engine) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
-            async with contextlib.aclosing(client.stream("word " * 500)) as events:
+            async with contextlib.aclosing(client.stream("word " * 5000)) as events:
                 async for event in events:
                     if isinstance(event, Delta):
                         break
-            assert await asyncio.to_thread(engine.cancel_seen.wait, 5)
+            assert await asyncio.to_thread(engine.cancel_seen.wait, PATIENCE)
             engine.cancel_seen.clear()
-            async for event in client.stream("word " * 500):
+            async for event in client.stream("word " * 5000):
                 if isinstance(event, Delta):
                     break
-            assert await asyncio.to_thread(engine.cancel_seen.wait, 5)
+            assert await asyncio.to_thread(engine.cancel_seen.wait, PATIENCE)
 
     asyncio.run(main())
 
 
 def test_asyncio_cancelled_task_and_closed_client(engine: EchoEngine) -> None:
-    engine.pause = 0.02
+    engine.go.clear()
 
     async def main() -> None:
         async with served(engine) as server:
             client = AsyncClient(f"127.0.0.1:{server.port}")
-            task = asyncio.create_task(client.generate("word " * 500))
-            await asyncio.sleep(0.3)
+            task = asyncio.create_task(client.generate("word"))
+            assert await asyncio.to_thread(engine.run_seen.wait, PATIENCE)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await asyncio.to_thread(engine.cancel_seen.wait, 5)
-            task = asyncio.create_task(client.generate("word " * 500))
-            await asyncio.sleep(0.3)
+            assert await asyncio.to_thread(engine.cancel_seen.wait, PATIENCE)
+            engine.run_seen.clear()
+            task = asyncio.create_task(client.generate("word"))
+            assert await asyncio.to_thread(engine.run_seen.wait, PATIENCE)
             await client.close()
             with pytest.raises(Cancelled):
                 await task

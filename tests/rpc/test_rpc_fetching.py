@@ -25,7 +25,7 @@ from mmserve.rpc import fetching
 from mmserve.rpc.fetching import Fetcher
 from mmserve.rpc.room import Room
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 PICTURE = b"\x89PNG and so on"
 FIELD = "messages[0].parts[0].image.url"
 

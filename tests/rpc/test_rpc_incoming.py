@@ -71,8 +71,8 @@ def test_a_request_under_way_keeps_no_message(
         await abort(context, error)
 
     monkeypatch.setattr(status, "abort", looked)
-    engine.pause = 30.0
-    with threaded(engine, config(live_bytes=100, max_item_bytes=150)) as address, Client(address, timeout=30) as client:
+    engine.pause = 3600.0
+    with threaded(engine, config(live_bytes=100, max_item_bytes=150)) as address, Client(address, timeout=60) as client:
         if refused:
             with pytest.raises(ResourceExhausted):
                 client.generate("x", images=[bytes(101)])
@@ -88,7 +88,7 @@ def test_a_request_under_way_keeps_no_message(
 
 def test_a_call_without_a_message_is_a_wrong_request(address: str) -> None:
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(GENERATE)(iter([]), timeout=10))
+        list(channel.stream_stream(GENERATE)(iter([]), timeout=60))
     error = from_rpc_error(caught.value)
     assert isinstance(error, InvalidArgument) and error.violations[0].field == "request"
 
@@ -101,9 +101,9 @@ def test_clients_that_leave_while_they_send_leave_nothing(engine: EchoEngine, ca
             messages=[{"role": "ROLE_USER", "parts": [{"image": {"data": b"\1" * MiB}}, {"text": "x"}]}]
         ).SerializeToString()
         with idle_uploads(address, 2), grpc.insecure_channel(address) as channel:
-            calls = [channel.unary_stream(GENERATE)(message, timeout=10) for _ in range(60)]
+            calls = [channel.unary_stream(GENERATE)(message, timeout=60) for _ in range(60)]
             nothing = iter(lambda: never.wait(60), True)
-            silent = [channel.stream_stream(GENERATE)(nothing, timeout=10) for _ in range(4)]
+            silent = [channel.stream_stream(GENERATE)(nothing, timeout=60) for _ in range(4)]
             for index, call in enumerate([*calls, *silent]):
                 if index % 3:
                     call.cancel()

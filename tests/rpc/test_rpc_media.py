@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from echo_server import EchoEngine, config, threaded
+from echo_server import PATIENCE, EchoEngine, config, threaded
 
 from mmserve.client import Admitted, Client
 from mmserve.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
@@ -27,7 +27,7 @@ def upload(address: str, *chunks: bytes, pause: float = 0.0) -> media_pb2.Upload
 
     with grpc.insecure_channel(address) as channel:
         try:
-            return media_pb2_grpc.MediaServiceStub(channel).UploadMedia(messages(), timeout=10)
+            return media_pb2_grpc.MediaServiceStub(channel).UploadMedia(messages(), timeout=PATIENCE)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -74,7 +74,7 @@ def test_unfinished_uploads_together_fit_into_the_store(engine: EchoEngine) -> N
 
         call = stub.UploadMedia.future(slow(), timeout=60)
         with pytest.raises(ResourceExhausted, match="at once") as caught:
-            for _ in range(100):  # what comes before the first chunk of the other fits
+            while not call.done():  # what comes before the first chunk of the other fits
                 upload(address, b"2" * 60)
                 time.sleep(0.05)
         assert caught.value.retry_after == 1.0
@@ -84,16 +84,17 @@ def test_unfinished_uploads_together_fit_into_the_store(engine: EchoEngine) -> N
 
 
 def test_who_stalls_an_upload_loses_its_place(engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmserve.rpc.media._PATIENCE", 0.3)
     stop = threading.Event()
 
     def messages() -> Iterator[media_pb2.UploadMediaRequest]:
         yield media_pb2.UploadMediaRequest(chunk=b"1" * 80)
-        stop.wait(20)
+        stop.wait(PATIENCE)
 
     with threaded(engine, config(store_bytes=100)) as address, grpc.insecure_channel(address) as channel:
-        call = media_pb2_grpc.MediaServiceStub(channel).UploadMedia.future(messages(), timeout=20)
-        error = from_rpc_error(call.exception())
+        with monkeypatch.context() as hasty:
+            hasty.setattr("mmserve.rpc.media._PATIENCE", 0.3)
+            call = media_pb2_grpc.MediaServiceStub(channel).UploadMedia.future(messages(), timeout=PATIENCE)
+            error = from_rpc_error(call.exception())
         assert isinstance(error, DeadlineExceeded) and "stalled" in error.message
         assert upload(address, b"2" * 100).bytes == 100  # what it held is given back
         stop.set()
@@ -134,10 +135,11 @@ def test_an_upload_may_be_slow_but_not_for_ever(brought: int, in_time: bool) -> 
 
 
 def test_files_of_requests_under_way_are_bounded_together(engine: EchoEngine) -> None:
-    engine.pause = 30.0
+    engine.go.clear()
     with (
         threaded(engine, config(live_bytes=100)) as address,
-        Client(address, timeout=10) as client,
+        Client(address, timeout=PATIENCE) as client,
+        Client(address, timeout=PATIENCE, retries=False) as once,
         ThreadPoolExecutor(4) as pool,
     ):
         with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows 100 with the 101") as caught:
@@ -150,18 +152,22 @@ def test_files_of_requests_under_way_are_bounded_together(engine: EchoEngine) ->
         held.append(client.stream("x", images=[b"3" * 40]))
         assert isinstance(next(held[-1]), Admitted)
         with pytest.raises(ResourceExhausted, match="requests under way hold 100 bytes") as caught:
-            next(client.stream("x", images=[b"4"], timeout=0.5))
+            next(once.stream("x", images=[b"4"]))
         assert caught.value.retry_after == 1.0
         waiting = pool.submit(client.generate, "", images=[b"5" * 60, b"6" * 40])  # tried again until there is room
         for stream in held:
             stream.close()
-        engine.pause = 0.0
+        engine.go.set()
         assert waiting.result().text == ""
 
 
 def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
-    engine.pause = 30.0
-    with threaded(engine, config(live_bytes=1 << 20)) as address, Client(address, timeout=10) as client:
+    engine.go.clear()
+    with (
+        threaded(engine, config(live_bytes=1 << 20)) as address,
+        Client(address, timeout=PATIENCE) as client,
+        Client(address, timeout=PATIENCE, retries=False) as once,
+    ):
         with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
             client.generate("x" * (1 << 18))
         with pytest.raises(ResourceExhausted, match=r"media\.live_bytes allows"):
@@ -169,13 +175,13 @@ def test_long_texts_of_requests_under_way_count_too(engine: EchoEngine) -> None:
         held = client.stream("x" * (1 << 17))
         assert isinstance(next(held), Admitted)
         with pytest.raises(ResourceExhausted, match="requests under way hold") as caught:
-            client.generate("x" * (1 << 17), timeout=0.5)
+            once.generate("x" * (1 << 17))
         assert caught.value.retry_after == 1.0
         short = [client.stream("x" * 1000) for _ in range(9)]
         assert all(isinstance(next(stream), Admitted) for stream in short)
         for stream in (held, *short):
             stream.close()
-        engine.pause = 0.0
+        engine.go.set()
         assert client.generate("x" * (1 << 17)).text
 
 

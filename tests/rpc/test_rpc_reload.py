@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 from certificates import self_signed
-from echo_server import EchoEngine, config, model_info
+from echo_server import PATIENCE, EchoEngine, config, model_info
+from harness import eventually
 
 from mmserve.client import TLS, Client
 from mmserve.config import Config, EngineConfig, ModelConfig
@@ -46,19 +46,16 @@ def hang_up(caplog: pytest.LogCaptureFixture, words: str) -> None:
     """Send SIGHUP, and wait for what the server logs of it."""
     caplog.clear()
     os.kill(os.getpid(), signal.SIGHUP)
-    limit = time.monotonic() + 10
-    while words not in caplog.text:
-        assert time.monotonic() < limit, caplog.text
-        time.sleep(0.01)
+    eventually(lambda: words in caplog.text, words)
 
 
 def refused(address: str, token: str, **options: Any) -> None:
-    with Client(address, token=token, timeout=5, **options) as client, pytest.raises(Unauthenticated):
+    with Client(address, token=token, timeout=PATIENCE, **options) as client, pytest.raises(Unauthenticated):
         client.models()
 
 
 def accepted(address: str, token: str, **options: Any) -> None:
-    with Client(address, token=token, timeout=5, **options) as client:
+    with Client(address, token=token, timeout=PATIENCE, **options) as client:
         assert client.models()
 
 
@@ -79,12 +76,12 @@ def test_tokens_and_certificates_are_replaced_under_a_running_request(
     token.write_text("first")
     settings = config({"tls_certificate": str(used[0]), "tls_key": str(used[1])})
     settings = replace(settings, tenants=(TenantConfig(name="alice", token_file=str(token)),))
-    engine.pause = 0.05
+    engine.go.clear()
 
     def work(address: str) -> None:
         with Client(address, token="first", tls=TLS(ca=old[0])) as client:
-            stream = client.stream("word " * 400)
-            next(iter(stream))
+            stream = iter(client.stream("a b c"))
+            next(stream)
             for source, target in zip(new, used, strict=True):
                 shutil.copy(source, target)
             token.write_text("second")
@@ -96,9 +93,8 @@ def test_tokens_and_certificates_are_replaced_under_a_running_request(
             with Client(address, token="second", tls=TLS(ca=old[0]), timeout=2) as other, pytest.raises(MMServeError):
                 other.models()  # the new certificate is another one's
             assert engine.running == 1
-            engine.pause = 0.0
-            next(iter(stream))
-            stream.close()
+            engine.go.set()
+            assert list(stream)[-1].text == "a b c"
 
     served_while(settings, engine, work)
 
@@ -109,7 +105,7 @@ def test_a_stream_goes_on_to_its_end_under_a_token_that_is_no_longer_accepted(
     token = tmp_path / "token"
     token.write_text("first")
     settings = replace(config(), tenants=(TenantConfig(name="alice", token_file=str(token)),))
-    engine.pause = 0.02
+    engine.go.clear()
 
     def work(address: str) -> None:
         with Client(address, token="first") as client:
@@ -118,6 +114,7 @@ def test_a_stream_goes_on_to_its_end_under_a_token_that_is_no_longer_accepted(
             token.write_text("second")
             hang_up(log, "are read again")
             refused(address, "first")
+            engine.go.set()
             assert list(stream)[-1].text == "a b c d e f g h i j k l m n o p q r s t"
 
     served_while(settings, engine, work)
@@ -197,10 +194,10 @@ def test_models_are_replaced_while_requests_run(engine: EchoEngine, log: pytest.
             loaded.append(EchoEngine(model_info(model.name)))
             yield loaded[-1]
 
-    engine.pause = 0.02
+    engine.go.clear()
 
     def work(address: str) -> None:
-        with Client(address, timeout=10) as client:
+        with Client(address, timeout=PATIENCE) as client:
             stream = iter(client.stream("a b c d e f g h i j k l m n o p q r s t"))
             next(stream)
             hang_up(log, "serving one, two")
@@ -208,10 +205,12 @@ def test_models_are_replaced_while_requests_run(engine: EchoEngine, log: pytest.
             assert client.generate("x", model="two").text == "x"
             with pytest.raises(NotFound, match="no model 'echo' here; there is one, two"):
                 client.generate("x", model="echo")
+            engine.go.set()
             assert list(stream)[-1].text == "a b c d e f g h i j k l m n o p q r s t"
             hang_up(log, "are read again")  # nothing differs any more
             assert len(loaded) == 2
-        assert engine.calls[0] == "start" and engine.calls[-1] == "stop"
+        assert engine.calls[0] == "start"
+        eventually(lambda: engine.calls[-1] == "stop", "the old one is stopped")
 
     served_while(models("echo"), engine, work, read=lambda: models("one", "two"), load=load)
     assert [e.calls[-1] for e in loaded] == ["stop", "stop"]

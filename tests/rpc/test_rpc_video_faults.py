@@ -88,7 +88,7 @@ def test_a_client_that_resumes_and_never_reads_is_ended(monkeypatch: pytest.Monk
     with video_server({"outbox_bytes": outbox}) as (address, _):
         raw = Raw(address, pb.SessionRequest(configure=pb.ConfigureSession()), reading=False)
         handle, taken = next(iter(raw.call)).configured.resume_handle, 0
-        for _ in range(15):
+        for _ in range(100):
             for index in range(taken + 1, taken + 1001):
                 wrong = ask(f"q{index}")
                 wrong.request.sampling.temperature = -1
@@ -220,7 +220,7 @@ def test_a_session_that_ended_holds_nothing_while_its_connection_is_not_read(mon
         return attach(session, received)
 
     monkeypatch.setattr(sessions.Session, "attach", noted)
-    with video_server({"idle_seconds": 0.5, "frames_under_way": 1}) as (address, _):
+    with video_server({"frames_under_way": 1}) as (address, _):
         with held(monkeypatch, EngineStream, "append") as began:
             raw = Raw(address, pb.SessionRequest(configure=pb.ConfigureSession()), reading=False)
             for number in range(4):

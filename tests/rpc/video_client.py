@@ -28,7 +28,7 @@ from mmserve.video.registry import Registry
 from mmserve.wire.status import from_rpc_error
 
 #: Seconds that no healthy run comes near.
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def picture(number: int, size: tuple[int, int] = (40, 30)) -> Image.Image:

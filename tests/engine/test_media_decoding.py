@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from clips import clip, video_model
-from harness import Bench, eventually
+from harness import PATIENCE, Bench, eventually
 from helpers import ask, picture
 from PIL import Image
 from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
@@ -70,25 +71,31 @@ def ignore(_rows: list[int]) -> None:
     return
 
 
-def test_text_overtakes_a_slow_clip_and_a_cancelled_clip_is_not_decoded_on(
-    slow_clip: bytes, stopped: list[Child], patient: None
+def test_text_overtakes_a_clip_and_a_cancelled_clip_is_not_decoded_on(
+    stopped: list[Child], patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    b = Bench(video_model())
+    """The clip's first frame is not read until its request is cancelled, so its process cannot decode all of it."""
+    reading = threading.Event()
+
+    def picture_of(_child: Child, _width: int, _height: int, check: Callable[[], None]) -> Image.Image:
+        reading.set()
+        while True:
+            check()
+            time.sleep(0.005)
+
+    monkeypatch.setattr(Child, "_picture", picture_of)
+    frames, b = 100, Bench(video_model())
     try:
-        video = dataclasses.replace(
-            ask("clip"), messages=(Message("user", (VideoPart(slow_clip), TextPart("what is it?"))),)
-        )
-        [clip] = b.submit(video)
+        parts = (VideoPart(black_clip(1280, 720, frames)), TextPart("what is it?"))
+        [clip] = b.submit(dataclasses.replace(ask("clip"), messages=(Message("user", parts),)))
         assert b.ask(ask("text")).usage.completion_tokens > 0
-        assert not clip.ended
+        assert reading.wait(PATIENCE)
         b.await_stage("clip", Stage.LOADING)
-        decoders: Any = b.engine.stages.decoders
-        eventually(lambda: decoders.budget.used, "the clip is decoded")
         b.engine.cancel("clip")
         assert isinstance(clip.error(), Cancelled)
         b.await_nothing_left()
         [child] = stopped
-        assert child.decoded < FRAMES
+        assert child.decoded < frames
         assert child.alive, "it stopped by itself, between two frames"
     finally:
         b.close()

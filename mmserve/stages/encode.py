@@ -7,7 +7,6 @@ from contextlib import closing
 
 from mmserve.config import EngineConfig, MediaConfig
 from mmserve.constraint.admission import Admission
-from mmserve.constraint.checking import checked
 from mmserve.constraint.session.session import Session
 from mmserve.core.cancellation import Cancellation
 from mmserve.core.constraint import CheckedConstraint
@@ -72,7 +71,7 @@ class EncodeStage:
         """
         assert request.constraint is not None, "there is nothing to check"
         most = request.sampling.max_new_tokens
-        return checked(self.admission, request.constraint, most, request.tenant.cache, answer)
+        return self.admission.check(request.constraint, most, request.tenant.cache, answer)
 
     def load(
         self, batch: list[Request], cancellation: Cancellation, tell: Tell | None = None

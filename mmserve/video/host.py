@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmserve.config import Config, VideoConfig
-from mmserve.encode.decoding import Decoders
+from mmserve.encode.decoders import Decoders
 from mmserve.encode.sampling import Sampler
 from mmserve.engine import Engine
 from mmserve.errors import Unimplemented

@@ -41,7 +41,7 @@ _HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A file: its key, what it says of itself, its size in bytes, and whether it is kept whatever happens."""
+    """A file: its key, its own description, its size in bytes, and whether it is kept whatever happens."""
 
     key: bytes
     label: Label | None
@@ -223,7 +223,7 @@ class DiskCache:
                 os.close(opened)
                 opened = -1
             except OSError:
-                pass  # no locks here: said by ``_alone``
+                pass  # no locks here: logged by ``_alone``
             self._noticed()
         try:
             yield partial if opened >= 0 else None

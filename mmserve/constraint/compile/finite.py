@@ -1,4 +1,8 @@
-"""TODO."""
+"""The last passes over a rewritten schema (of ``compile.schema``): every value is finite, and so is every number.
+
+``without_endless`` removes references to definitions that every value would enter without end. ``with_finite_numbers``
+bounds the numbers of values that the schema leaves open, such as ``1e999``, which readers take for an infinity.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,14 @@ from mmserve.constraint.compile.negation import both, either
 from mmserve.constraint.findings import Notes, Refused
 from mmserve.constraint.limits import LARGEST
 
+Schema = dict[str, Any]
 _PREFIX = "#/$defs/"
+FINITE: Schema = {"minimum": -LARGEST, "maximum": LARGEST}
+_NAME = "any"  # other definitions are named r0, r1, …
+_REFERENCE: Schema = {"$ref": f"#/$defs/{_NAME}"}
+_ANY: Schema = {"type": names_of(ALL), **FINITE, "items": _REFERENCE, "additionalProperties": _REFERENCE}
+_ALONE = ("anyOf", "$ref")
+_MOST_CASES = 64  # of several anyOf that all hold
 
 
 def without_endless(schema: Any, definitions: dict[str, Any]) -> Any:
@@ -90,17 +101,8 @@ def _pruned(schema: Any, endless: frozenset[str]) -> Any:
     return result
 
 
-Schema = dict[str, Any]
-FINITE: Schema = {"minimum": -LARGEST, "maximum": LARGEST}
-_NAME = "any"  # other definitions are named r0, r1, …
-_REFERENCE: Schema = {"$ref": f"#/$defs/{_NAME}"}
-_ANY: Schema = {"type": names_of(ALL), **FINITE, "items": _REFERENCE, "additionalProperties": _REFERENCE}
-_ALONE = ("anyOf", "$ref")
-_MOST_CASES = 64  # of several anyOf that all hold
-
-
 def with_finite_numbers(schema: Any, notes: Notes, *, exponents: bool = False, apart: bool = False) -> Any:
-    """``schema``, of ``mmserve.constraint.compile.references``, whose open values have numbers within ±``LARGEST``.
+    """``schema``, of ``without_endless``, whose open values have numbers within ±``LARGEST``.
 
     Where schemas are joined, the whole is joined with a schema of these bounds. llguidance cannot join two
     definitions that refer to themselves: in a schema with such, each place is narrowed where it is left open. So it is,

@@ -17,7 +17,7 @@ from mmserve.constraint.compile.expression import BadPattern, Chars, Group, Item
 from mmserve.constraint.compile.pattern import parsed
 
 Schema = dict[str, Any]
-#: Bytes of ``, `` and of ``: ``, as a document may be spaced (``grammar.JSON_LAYOUT``).
+#: Bytes of ``, `` and of ``: ``, as a document may be spaced (``attempts.JSON_LAYOUT``).
 _SPACED = 2
 _QUOTES = _BRACKETS = 2
 #: Bytes that a character has at most, in UTF-8.

@@ -1,6 +1,9 @@
-"""``$ref`` within one document, by JSON Pointer; and schemas that refer to themselves without end.
+"""References of a schema document, all rewritten as JSON Pointers into it, and their targets.
 
-A schema that needs itself forever has no finite value: a decoder that enters it never leaves.
+JSON Schema 2020-12, sections 8.2 and 9.2: ``$id`` makes a schema a resource with a URI of its own, against which its
+references are resolved; ``$anchor`` names a schema within its resource. Older drafts use ``id`` and ``$id: "#name"``.
+URIs are resolved and normalised (RFC 3986, 5.2 and 6.2), so that equal texts are equal URIs. ``located`` rewrites
+references by URI, anchor or dynamic anchor; ``References`` looks up the targets of JSON Pointers.
 """
 
 from __future__ import annotations
@@ -14,69 +17,21 @@ from mmserve.constraint.compile.keywords import dialect, is_schema
 from mmserve.constraint.findings import Refused, child
 
 _MOST_REFERENCES = 2_000
-
-
-class References:
-    """The targets of references, by name; each is named once and can be rewritten when it is first met.
-
-    ``barred`` are JSON Pointers that no reference may lead to (``resources.obscure``).
-    """
-
-    def __init__(self, root: Any, barred: frozenset[str] = frozenset()) -> None:
-        self._root, self._barred = root, barred
-        self._names: dict[str, str] = {}
-
-    def name(self, reference: str, pointer: str) -> str:
-        """A name for the target of ``reference``, found at ``pointer``. Raises ``Refused``."""
-        target = self.target(reference, pointer)
-        self._checked(target, reference, pointer)
-        if len(self._names) >= _MOST_REFERENCES:
-            raise Refused.at(child(pointer, "$ref"), "$ref", f"more than {_MOST_REFERENCES} schemas are referred to")
-        return self._names.setdefault(target, f"r{len(self._names)}")
-
-    def target(self, reference: str, pointer: str) -> str:
-        """The JSON Pointer that ``reference`` is. Raises ``Refused`` for one that leaves the document."""
-        path = reference.removeprefix("#")
-        if path == reference or (path and not path.startswith("/")):
-            reason = "must lead to a schema in this document, like #/$defs/name: nothing is fetched"
-            raise Refused.at(child(pointer, "$ref"), "$ref", reason)
-        return unquote(path)
-
-    def schema(self, reference: str, pointer: str) -> Any:
-        """The schema that ``reference`` names. Raises ``Refused`` where there is none."""
-        return self._checked(self.target(reference, pointer), reference, pointer)
-
-    def at(self, target: str) -> Any:
-        """The schema at ``target``, a JSON Pointer. Raises ``Refused`` where there is none."""
-        return self._checked(target, "#" + target, "")
-
-    def named(self) -> list[tuple[str, str]]:
-        """All targets so far with their names."""
-        return list(self._names.items())
-
-    def _checked(self, target: str, reference: str, pointer: str) -> Any:
-        found, at = self._root, ""
-        for step in target.split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and step in found:
-                found, at = found[step], child(at, step)
-            elif isinstance(found, list) and step.isascii() and step.isdigit() and int(step[:6]) < len(found):
-                found, at = found[int(step[:6])], child(at, int(step[:6]))
-            else:
-                raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names nothing in the schema")
-        if not is_schema(found):
-            raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names no schema")
-        if at in self._barred:
-            reason = f"{reference[:100]!r} crosses what is no schema, near a name: put it into $defs"
-            raise Refused.at(child(pointer, "$ref"), "$ref", reason)
-        return found
-
-
-#: Where a document without a name of its own is.
+#: The URI of a document without one of its own.
 NOWHERE = "json-schema:///"
 _CHARACTERS = re.compile(r"(?:[A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 _PARTS = re.compile(r"(?:([A-Za-z][A-Za-z0-9+.-]*):)?(?://([^/?]*))?([^?]*)(\?.*)?")
 _PORTS = {"http": "80", "https": "443"}
+#: Keywords whose value is a schema, an array of schemas, or an object of schemas.
+ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
+ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+#: The first draft of those keywords that draft 4 lacks.
+_SINCE = {"if": 7, "then": 7, "else": 7, "$defs": 2019, "contentSchema": 2019, "dependentSchemas": 2019}
+_SINCE |= {"unevaluatedItems": 2019, "unevaluatedProperties": 2019, "prefixItems": 2020}
+#: URIs of meta-schemas, which no document may claim.
+_META = re.compile(r"https?://json-schema\.org/draft[-/]")
 
 
 def resolved(base: str | None, reference: str) -> str | None:
@@ -133,18 +88,6 @@ def _without_dots(path: str) -> str:
         if step in (".", "..") and i == len(parts) - 1:
             steps.append("")
     return "/" + "/".join(steps)
-
-
-#: Keywords by what they hold: a schema, several in a row, or several by name.
-ONE = frozenset({"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"})
-ONE |= {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
-ROW = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
-#: The first draft that has a keyword, for those that hold schemas and came later than others.
-_SINCE = {"if": 7, "then": 7, "else": 7, "$defs": 2019, "contentSchema": 2019, "dependentSchemas": 2019}
-_SINCE |= {"unevaluatedItems": 2019, "unevaluatedProperties": 2019, "prefixItems": 2020}
-#: URIs of meta-schemas, which no document may claim.
-_META = re.compile(r"https?://json-schema\.org/draft[-/]")
 
 
 class _Place(NamedTuple):
@@ -337,3 +280,59 @@ def _rewritten(node: Any, changes: dict[str, dict[str, Any]], pointer: str) -> A
     kept = {name: value for name, value in node.items() if name not in own}
     made = {name: _rewritten(value, changes, child(pointer, name)) for name, value in kept.items()}
     return made | {name: value for name, value in own.items() if value is not None}
+
+
+class References:
+    """The targets of references; each gets one name, and is rewritten when it is first referred to.
+
+    ``barred`` are JSON Pointers that no reference may lead to (``obscure``).
+    """
+
+    def __init__(self, root: Any, barred: frozenset[str] = frozenset()) -> None:
+        self._root, self._barred = root, barred
+        self._names: dict[str, str] = {}
+
+    def name(self, reference: str, pointer: str) -> str:
+        """A name for the target of ``reference``, found at ``pointer``. Raises ``Refused``."""
+        target = self.target(reference, pointer)
+        self._checked(target, reference, pointer)
+        if len(self._names) >= _MOST_REFERENCES:
+            raise Refused.at(child(pointer, "$ref"), "$ref", f"more than {_MOST_REFERENCES} schemas are referred to")
+        return self._names.setdefault(target, f"r{len(self._names)}")
+
+    def target(self, reference: str, pointer: str) -> str:
+        """The JSON Pointer that ``reference`` is. Raises ``Refused`` for one that leaves the document."""
+        path = reference.removeprefix("#")
+        if path == reference or (path and not path.startswith("/")):
+            reason = "must lead to a schema in this document, like #/$defs/name: nothing is fetched"
+            raise Refused.at(child(pointer, "$ref"), "$ref", reason)
+        return unquote(path)
+
+    def schema(self, reference: str, pointer: str) -> Any:
+        """The schema that ``reference`` names. Raises ``Refused`` where there is none."""
+        return self._checked(self.target(reference, pointer), reference, pointer)
+
+    def at(self, target: str) -> Any:
+        """The schema at ``target``, a JSON Pointer. Raises ``Refused`` where there is none."""
+        return self._checked(target, "#" + target, "")
+
+    def named(self) -> list[tuple[str, str]]:
+        """All targets so far with their names."""
+        return list(self._names.items())
+
+    def _checked(self, target: str, reference: str, pointer: str) -> Any:
+        found, at = self._root, ""
+        for step in target.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and step in found:
+                found, at = found[step], child(at, step)
+            elif isinstance(found, list) and step.isascii() and step.isdigit() and int(step[:6]) < len(found):
+                found, at = found[int(step[:6])], child(at, int(step[:6]))
+            else:
+                raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names nothing in the schema")
+        if not is_schema(found):
+            raise Refused.at(child(pointer, "$ref"), "$ref", f"{reference[:100]!r} names no schema")
+        if at in self._barred:
+            reason = f"{reference[:100]!r} crosses what is no schema, near a name: put it into $defs"
+            raise Refused.at(child(pointer, "$ref"), "$ref", reason)
+        return found

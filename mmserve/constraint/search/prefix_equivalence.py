@@ -81,7 +81,7 @@ class DistinctTexts:
 
 
 def prefix_classes(grammar: str) -> PrefixClasses:
-    """The classes of the beginnings of sentences of ``grammar`` (of ``constraint.grammar``)."""
+    """Prefix classes of the sentences of ``grammar`` (of ``compile.grammar``)."""
     if len(grammar) > _LONGEST:
         return DistinctTexts()
     try:
